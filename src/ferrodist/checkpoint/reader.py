@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from ferrodist.checkpoint.format.manifest import Manifest, ShardEntry, TensorEntry
     from ferrodist.checkpoint.storage.base import Storage
 
-_ROWS_BYTES = 32 << 20
+_READ_BYTES = 32 << 20
 """About how much is read at once where elements don't lie as they are wanted."""
 
 _LONG_ROW_BYTES = 4 << 20
@@ -31,7 +31,7 @@ _LONG_ROW_BYTES = 4 << 20
 
 
 @dataclass(frozen=True, slots=True)
-class _Run:
+class _RowMajorRange:
     """A part of a shard that lies row-major from a byte of it on."""
 
     key: str
@@ -76,36 +76,36 @@ class CheckpointReader:
             if common is None:
                 continue
             missing -= common.numel
-            self._read_common(key, tensor, shard, common.within(saved), common.within(box).take(target))
+            self._read_shard(key, tensor, shard, common.within(saved), common.within(box).take(target))
         if missing:
             raise DistCheckpointError(
                 f"{self._storage.url} lacks {counted(missing, 'element')} of tensor {key!r}, though its"
                 " manifest says it is whole"
             )
 
-    def _read_common(self, key: str, tensor: TensorEntry, shard: ShardEntry, box: Box, target: torch.Tensor) -> None:
+    def _read_shard(self, key: str, tensor: TensorEntry, shard: ShardEntry, box: Box, target: torch.Tensor) -> None:
         """Fill ``target`` with a box of a shard."""
         dtype = dtype_from_name(tensor.dtype)
-        self._read_rows(_Run(key, shard, dtype, 0, tuple(shard.shape)), box, target)
+        self._read_range(_RowMajorRange(key, shard, dtype, 0, tuple(shard.shape)), box, target)
 
-    def _read_rows(self, run: _Run, box: Box, target: torch.Tensor) -> None:
+    def _read_range(self, run: _RowMajorRange, box: Box, target: torch.Tensor) -> None:
         """Fill ``target`` with a box of what lies from a byte of a shard on."""
         shape, itemsize = run.shape, run.dtype.itemsize
         row_bytes = prod(shape[1:]) * itemsize
         # Rows that are whole, one after the other, are one run of bytes.
         is_run = all(size == whole for size, whole in zip(box.shape[1:], shape[1:], strict=True))
         first = run.start + box.offsets[0] * row_bytes if box.offsets else run.start
-        if is_run and target.dtype is run.dtype and _lies_plain(target):
+        if is_run and target.dtype is run.dtype and _is_row_major_memory(target):
             self._read_bytes(run.key, run.shard, first, memory_of(target))
             return
         num_rows = box.shape[0] if box.shape else 1
         if row_bytes > _LONG_ROW_BYTES:
             inner = Box(box.offsets[1:], box.shape[1:])
             for row in range(num_rows):
-                below = _Run(run.key, run.shard, run.dtype, first + row * row_bytes, shape[1:])
-                self._read_rows(below, inner, target[row])
+                below = _RowMajorRange(run.key, run.shard, run.dtype, first + row * row_bytes, shape[1:])
+                self._read_range(below, inner, target[row])
             return
-        at_once = max(1, _ROWS_BYTES // max(1, row_bytes))
+        at_once = max(1, _READ_BYTES // max(1, row_bytes))
         for row in range(0, num_rows, at_once):
             count = min(at_once, num_rows - row)
             rows = torch.empty((count, *shape[1:]) if box.shape else (), dtype=run.dtype, device="cpu")
@@ -163,49 +163,49 @@ class CheckpointReader:
                     f"is damaged: bytes {first} to {first + len(data)} don't have the hash that they were saved with",
                 )
 
-    def _check_file(self, place: int) -> None:
+    def _check_file(self, file_index: int) -> None:
         """Once for each file: its size, and the hash of its header."""
         with self._lock:
-            if place in self._checked:
+            if file_index in self._checked:
                 return
-        file = self._manifest.files[place]
+        file = self._manifest.files[file_index]
         found = self._storage.size_bytes(file.name)
         if found != file.size_bytes:
             raise DistCheckpointError(
-                f"{self._storage.url}/{file.name}, which has {self._tensors_in(place)}, has {found} bytes where"
+                f"{self._storage.url}/{file.name}, which has {self._tensors_in(file_index)}, has {found} bytes where"
                 f" {file.size_bytes} were written"
             )
         if self._verify:
-            self.check_header(place)
+            self.check_header(file_index)
         with self._lock:
-            self._checked.add(place)
+            self._checked.add(file_index)
 
-    def check_header(self, place: int) -> None:
+    def check_header(self, file_index: int) -> None:
         """Compare a file's header with its hash.
 
         Raises:
             DistCheckpointError: It is another one.
         """
-        file = self._manifest.files[place]
+        file = self._manifest.files[file_index]
         header = bytearray(file.header_bytes)
         self._storage.read(file.name, 0, memoryview(header))
         if hash_bytes(header) != file.header_hash:
             raise DistCheckpointError(
-                f"{self._storage.url}/{file.name}, which has {self._tensors_in(place)}, is damaged: its header doesn't"
-                " have the hash that it was saved with"
+                f"{self._storage.url}/{file.name}, which has {self._tensors_in(file_index)}, is damaged: its header"
+                " doesn't have the hash that it was saved with"
             )
 
-    def _tensors_in(self, place: int) -> str:
+    def _tensors_in(self, file_index: int) -> str:
         """What a file has, for messages."""
         tensors = self._manifest.tensors.items()
-        keys = [key for key, tensor in tensors if any(shard.file == place for shard in tensor.shards)]
+        keys = [key for key, tensor in tensors if any(shard.file == file_index for shard in tensor.shards)]
         return f"tensor {', '.join(map(repr, keys[:3]))}{' and others' if len(keys) > 3 else ''}"
 
     def _error(self, name: str, key: str, what: str) -> DistCheckpointError:
         return DistCheckpointError(f"{self._storage.url}/{name}, which has a part of tensor {key!r}, {what}")
 
 
-def _lies_plain(tensor: torch.Tensor) -> bool:
+def _is_row_major_memory(tensor: torch.Tensor) -> bool:
     """Whether a tensor's elements are its memory, row-major."""
     return tensor.device.type == "cpu" and tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg()
 
@@ -218,18 +218,18 @@ def put_elements(target: torch.Tensor, elements: torch.Tensor, key: str) -> None
     """
     with torch.inference_mode(target.is_inference()):  # such tensors may not be written outside of it
         target.copy_(elements)
-    if _has_less_range(target.dtype, elements.dtype) and _is_beyond(elements, target.dtype):
+    if _has_smaller_range(target.dtype, elements.dtype) and _has_overflow(elements, target.dtype):
         raise DistCheckpointError(f"tensor {key!r} was saved as {elements.dtype}, with numbers beyond {target.dtype}")
 
 
-def _has_less_range(dtype: torch.dtype, other: torch.dtype) -> bool:
+def _has_smaller_range(dtype: torch.dtype, other: torch.dtype) -> bool:
     """Whether a finite number of another dtype may be none of a dtype."""
     if dtype is other or dtype.is_complex or not dtype.is_floating_point or not other.is_floating_point:
         return False
     return torch.finfo(dtype).max < torch.finfo(other).max
 
 
-def _is_beyond(elements: torch.Tensor, dtype: torch.dtype) -> bool:
+def _has_overflow(elements: torch.Tensor, dtype: torch.dtype) -> bool:
     """Whether a finite element becomes infinite, or the largest number that there is."""
     limits = torch.finfo(dtype)
     if elements.itemsize == 1:  # of which torch compares nothing

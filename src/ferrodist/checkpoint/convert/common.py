@@ -29,7 +29,7 @@ from ferrodist.checkpoint.reader import CheckpointReader
 from ferrodist.checkpoint.retention import read_manifest
 from ferrodist.checkpoint.shard_metadata import ShardMetadata
 from ferrodist.checkpoint.storage import open_storage
-from ferrodist.checkpoint.tools.reshard import BAND_BYTES, Progress, RewriteSource, row_blocks
+from ferrodist.checkpoint.tools.reshard import ROW_BLOCK_BYTES, ProgressCounter, RewriteSource, row_blocks
 from ferrodist.checkpoint.writer import BLOCK_BYTES
 from ferrodist.errors import DistCheckpointError
 from ferrodist.tensor.local_shards import Box
@@ -43,7 +43,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class RawPart:
+class FileShard:
     """A box of a tensor, row-major in a file.
 
     Args:
@@ -58,7 +58,7 @@ class RawPart:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class LoadedPart:
+class LazyShard:
     """A box of a tensor that is loaded whole when it is wanted.
 
     Args:
@@ -82,7 +82,7 @@ class ExternalTensor:
 
     shape: tuple[int, ...]
     dtype: str
-    parts: Sequence[RawPart] | Sequence[LoadedPart]
+    parts: Sequence[FileShard] | Sequence[LazyShard]
 
     @property
     def size_bytes(self) -> int:
@@ -91,7 +91,7 @@ class ExternalTensor:
 
 
 @contextlib.contextmanager
-def explain_external(where: str) -> Iterator[None]:
+def conversion_errors(where: str) -> Iterator[None]:
     """Say of what the block can't use that it is in a file of another maker.
 
     Raises:
@@ -111,7 +111,7 @@ def _first_line(error: Exception) -> str:
     return str(error).strip().partition("\n")[0] or type(error).__name__
 
 
-def make_contents(state: Any, storage: Storage) -> RewriteSource:
+def make_rewrite_source(state: Any, storage: Storage) -> RewriteSource:
     """A state, in which `ExternalTensor`s may be where tensors are, for `rewrite`.
 
     Args:
@@ -122,32 +122,32 @@ def make_contents(state: Any, storage: Storage) -> RewriteSource:
         TypeError, ValueError: A part of it can't be saved.
         DistCheckpointError: A tensor's parts are not the tensor.
     """
-    foreign: dict[int, ExternalTensor] = {}
+    external: dict[int, ExternalTensor] = {}
     encoder = Encoder(0)
-    tree = encoder.encode(_with_stands(state, foreign))
+    tree = encoder.encode(_with_placeholders(state, external))
     for key, tensor in encoder.tensors.items():
         if tensor.dim() > MAX_DIMS:
             raise ValueError(f"tensor {key!r} has {tensor.dim()} dims, and {MAX_DIMS} are the most")
-    known = {key: foreign[id(tensor)] for key, tensor in encoder.tensors.items() if id(tensor) in foreign}
+    known = {key: external[id(tensor)] for key, tensor in encoder.tensors.items() if id(tensor) in external}
     for key, each in known.items():
         _check_whole(key, each, storage.url)
     own = {key: tensor for key, tensor in encoder.tensors.items() if key not in known}
     shapes = {key: (tuple(tensor.shape), dtype_name(tensor.dtype)) for key, tensor in encoder.tensors.items()}
-    return RewriteSource(tree=tree, tensors=shapes, source=_Source(storage, known, own))
+    return RewriteSource(tree=tree, tensors=shapes, source=_ExternalSource(storage, known, own))
 
 
-def _with_stands(node: Any, foreign: dict[int, ExternalTensor]) -> Any:
+def _with_placeholders(node: Any, external: dict[int, ExternalTensor]) -> Any:
     """The state with tensors of right shapes in the places of foreign ones, of which only one element is in memory."""
     if isinstance(node, ExternalTensor):
         dtype = dtype_from_name(node.dtype)
         first = torch.empty((1,) * len(node.shape), dtype=dtype, device="cpu")
-        stand = first.expand(node.shape)
-        foreign[id(stand)] = node
-        return stand
+        placeholder = first.expand(node.shape)
+        external[id(placeholder)] = node
+        return placeholder
     if isinstance(node, dict):
-        return {key: _with_stands(each, foreign) for key, each in node.items()}
+        return {key: _with_placeholders(each, external) for key, each in node.items()}
     if type(node) in (list, tuple):
-        return type(node)(_with_stands(each, foreign) for each in node)
+        return type(node)(_with_placeholders(each, external) for each in node)
     return node
 
 
@@ -168,19 +168,19 @@ def _check_whole(key: str, tensor: ExternalTensor, where: str) -> None:
         raise DistCheckpointError(f"{where}: the parts of tensor {key!r} overlap, or are not all of it")
 
 
-class _Source:
+class _ExternalSource:
     """A `BoxSource` of foreign tensors, and of some in memory."""
 
     def __init__(
-        self, storage: Storage, foreign: Mapping[str, ExternalTensor], own: Mapping[str, torch.Tensor]
+        self, storage: Storage, external: Mapping[str, ExternalTensor], own: Mapping[str, torch.Tensor]
     ) -> None:
-        raw = {key: each for key, each in foreign.items() if all(isinstance(part, RawPart) for part in each.parts)}
+        raw = {key: each for key, each in external.items() if all(isinstance(part, FileShard) for part in each.parts)}
         self._raw = raw.keys()
-        self._loaded = {key: each for key, each in foreign.items() if key not in raw}
+        self._loaded = {key: each for key, each in external.items() if key not in raw}
         self._own = own
         self._url = storage.url
         self._reader = CheckpointReader(storage, _manifest_of(storage, raw), verify=False)
-        self._last: tuple[object, torch.Tensor] | None = None
+        self._cached_shard: tuple[object, torch.Tensor] | None = None
 
     def read_box(self, key: str, box: Box, target: torch.Tensor) -> None:
         """See `BoxSource`."""
@@ -196,16 +196,16 @@ class _Source:
 
     def _load(self, key: str, part: Any) -> torch.Tensor:
         """A part; the last one is kept, for bands follow each other in it."""
-        if self._last is None or self._last[0] is not part:
-            self._last = None
-            with explain_external(f"{self._url}: {key!r}"):
-                self._last = part, part.load()
-        return self._last[1]
+        if self._cached_shard is None or self._cached_shard[0] is not part:
+            self._cached_shard = None
+            with conversion_errors(f"{self._url}: {key!r}"):
+                self._cached_shard = part, part.load()
+        return self._cached_shard[1]
 
 
 def _manifest_of(storage: Storage, tensors: Mapping[str, ExternalTensor]) -> Manifest:
     """Where raw tensors lie, as if we had written them; there are no hashes."""
-    parts = [part for each in tensors.values() for part in each.parts if isinstance(part, RawPart)]
+    parts = [part for each in tensors.values() for part in each.parts if isinstance(part, FileShard)]
     names = list(dict.fromkeys(part.file for part in parts))
     files = []
     for name in names:
@@ -214,7 +214,7 @@ def _manifest_of(storage: Storage, tensors: Mapping[str, ExternalTensor]) -> Man
         except FileNotFoundError:
             raise DistCheckpointError(f"{storage.url}/{name} is missing") from None
         files.append(FileEntry(name=name, size_bytes=size, header_bytes=0, header_hash=""))
-    places = {name: place for place, name in enumerate(names)}
+    indices = {name: place for place, name in enumerate(names)}
     entries = {}
     for key, each in tensors.items():
         itemsize = dtype_from_name(each.dtype).itemsize
@@ -222,13 +222,13 @@ def _manifest_of(storage: Storage, tensors: Mapping[str, ExternalTensor]) -> Man
             ShardEntry(
                 offsets=part.box.offsets,
                 shape=part.box.shape,
-                file=places[part.file],
+                file=indices[part.file],
                 start=part.start,
                 stop=part.start + part.box.numel * itemsize,
                 hashes=[],
             )
             for part in each.parts
-            if isinstance(part, RawPart)
+            if isinstance(part, FileShard)
         ]
         entries[key] = TensorEntry(shape=each.shape, dtype=each.dtype, placement="", shards=shards)
     return Manifest(
@@ -246,7 +246,7 @@ def _manifest_of(storage: Storage, tensors: Mapping[str, ExternalTensor]) -> Man
 @contextlib.contextmanager
 def materialize(
     path: str | os.PathLike[str],
-    beside: Path,
+    scratch_folder: Path,
     *,
     storage_options: Mapping[str, Any] | None,
     progress: ProgressCallback | None,
@@ -258,7 +258,7 @@ def materialize(
 
     Args:
         path: The checkpoint.
-        beside: In this folder the tensors' files are made, and removed at the end; it needs room for all of them.
+        scratch_folder: The folder for temporary files of the tensors; it needs room for all of them.
         storage_options: For fsspec's file system, if the path is a URL.
         progress: Told how many bytes are read, and of how many.
 
@@ -269,33 +269,35 @@ def materialize(
     try:
         manifest = read_manifest(storage)
         try:
-            made = tempfile.TemporaryDirectory(prefix=".ferrodist-", dir=beside)
+            made = tempfile.TemporaryDirectory(prefix=".ferrodist-", dir=scratch_folder)
         except OSError as error:
-            raise DistCheckpointError(f"{beside} can't be written: {error}") from error
+            raise DistCheckpointError(f"{scratch_folder} can't be written: {error}") from error
         with made as folder:
             names = iter(range(len(manifest.tensors)))
 
             def make(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-                return _map(Path(folder) / str(next(names)), shape, dtype)
+                return _mmap_tensor(Path(folder) / str(next(names)), shape, dtype)
 
-            matching = LoadPlanner(manifest, 0, 1, ShardMetadata(num_ranks=1), make=make)
+            planner = LoadPlanner(manifest, 0, 1, ShardMetadata(num_ranks=1), make=make)
             try:
-                build = matching.decode(_plain(manifest.tree))
+                build = planner.decode(_portable_tree(manifest.tree))
             except OSError as error:
-                raise DistCheckpointError(f"{beside} has no room for the tensors: {error}") from error
+                raise DistCheckpointError(f"{scratch_folder} has no room for the tensors: {error}") from error
             reader = CheckpointReader(storage, manifest, verify=True)
-            sizes = {key: dtype_from_name(manifest.tensors[key].dtype).itemsize for key, _, _ in matching.targets}
-            meter = Progress(sum(tensor.numel() * sizes[key] for key, tensor, _ in matching.targets), progress)
-            for key, tensor, _ in matching.targets:
-                for band in row_blocks(tuple(tensor.shape), BAND_BYTES // sizes[key]):
-                    reader.read_box(key, band, band.take(tensor))
-                    meter.add(band.numel * sizes[key])
+            sizes = {key: dtype_from_name(manifest.tensors[key].dtype).itemsize for key, _, _ in planner.targets}
+            progress_meter = ProgressCounter(
+                sum(tensor.numel() * sizes[key] for key, tensor, _ in planner.targets), progress
+            )
+            for key, tensor, _ in planner.targets:
+                for rows in row_blocks(tuple(tensor.shape), ROW_BLOCK_BYTES // sizes[key]):
+                    reader.read_box(key, rows, rows.take(tensor))
+                    progress_meter.add(rows.numel * sizes[key])
             yield build()
     finally:
         storage.close()
 
 
-def _map(file: Path, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+def _mmap_tensor(file: Path, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
     """A tensor whose memory is a new file."""
     if not prod(shape):
         return torch.empty(shape, dtype=dtype, device="cpu")
@@ -305,19 +307,19 @@ def _map(file: Path, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor
     return torch.from_file(str(file), shared=True, size=prod(shape), dtype=dtype, device="cpu").view(shape)
 
 
-def _plain(node: Any) -> Any:
+def _portable_tree(node: Any) -> Any:
     """A tree without what only we and NumPy have."""
     if isinstance(node, list):
-        return [_plain(each) for each in node]
+        return [_portable_tree(each) for each in node]
     if not isinstance(node, dict):
         return node
     ((mark, content),) = node.items()
     if mark in ("array", "number"):
         return {"tensor": content} if mark == "array" else content[1]
     if mark in ("dict", "per_rank"):
-        return {"dict": {key: _plain(each) for key, each in content.items()}}
+        return {"dict": {key: _portable_tree(each) for key, each in content.items()}}
     if mark == "pairs":
-        content = [[key, _plain(each)] for key, each in content]
+        content = [[key, _portable_tree(each)] for key, each in content]
     elif mark in ("tuple", "set", "frozenset"):
-        content = _plain(content)
+        content = _portable_tree(content)
     return {mark: content}

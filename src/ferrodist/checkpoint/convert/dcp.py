@@ -25,19 +25,19 @@ from torch.distributed.checkpoint.state_dict_saver import save
 
 from ferrodist.checkpoint.convert.common import (
     ExternalTensor,
-    LoadedPart,
-    RawPart,
-    explain_external,
-    make_contents,
+    FileShard,
+    LazyShard,
+    conversion_errors,
+    make_rewrite_source,
     materialize,
 )
-from ferrodist.checkpoint.convert.pickle_reader import Global, Items, Made, check_written_out, read_pickle
+from ferrodist.checkpoint.convert.pickle_reader import Global, PickledCall, PickledDict, check_expansion, read_pickle
 from ferrodist.checkpoint.convert.torch_pickle import load_checked
 from ferrodist.checkpoint.format.dtypes import dtype_name
 from ferrodist.checkpoint.format.manifest import MAX_DIMS
-from ferrodist.checkpoint.format.tree import spread
+from ferrodist.checkpoint.format.tree import check_collisions
 from ferrodist.checkpoint.retention import DCP_METADATA_NAME as METADATA_NAME
-from ferrodist.checkpoint.retention import describe_other
+from ferrodist.checkpoint.retention import describe_foreign_format
 from ferrodist.checkpoint.storage import open_storage
 from ferrodist.checkpoint.tools.reshard import RewriteOptions, rewrite
 from ferrodist.errors import DistCheckpointError
@@ -54,7 +54,7 @@ if TYPE_CHECKING:
     from ferrodist.checkpoint.tools.reshard import ProgressCallback
 
 _METADATA = "torch.distributed.checkpoint.metadata"
-_KNOWN = {
+_ALLOWED_GLOBALS = {
     _METADATA: (
         "Metadata",
         "MetadataIndex",
@@ -123,26 +123,26 @@ def decode_metadata(data: bytes) -> DcpMetadata:
         ValueError: They are something else, or name a class that doesn't belong there.
     """
     try:
-        value = read_pickle(io.BytesIO(data), len(data), _check_known)
-        check_written_out(value, len(data))  # chunks that many tensors share are made for each
+        value = read_pickle(io.BytesIO(data), len(data), _check_allowed)
+        check_expansion(value, len(data))  # chunks that many tensors share are made for each
         fields = _fields(value, "Metadata")
         found = DcpMetadata()
-        for name, node in _by_text(fields.get("state_dict_metadata")).items():
+        for name, node in _str_keyed(fields.get("state_dict_metadata")).items():
             found.tensors[name] = _tensor(node)
-        if isinstance(fields.get("planner_data"), Items):  # otherwise another planner's
-            for name, path in _by_text(fields["planner_data"]).items():
+        if isinstance(fields.get("planner_data"), PickledDict):  # otherwise another planner's
+            for name, path in _str_keyed(fields["planner_data"]).items():
                 found.paths[name] = _path(path)
         if fields.get("storage_data") is not None:
             pairs = _pairs(fields["storage_data"])
-            keys = spread(_index(key) for key, _ in pairs)
+            keys = check_collisions(_index(key) for key, _ in pairs)
             found.items = {key: _item(key[0], node) for key, (_, node) in zip(keys, pairs, strict=True)}
     except ValueError as error:
         raise ValueError(f"{METADATA_NAME} is not what torch.distributed.checkpoint writes: {error}") from error
     return found
 
 
-def _check_known(found: Global) -> None:
-    if found.name in _KNOWN.get(found.module, ()):
+def _check_allowed(found: Global) -> None:
+    if found.name in _ALLOWED_GLOBALS.get(found.module, ()):
         return
     if found.module == "torch" and (found.name == "Size" or isinstance(vars(torch).get(found.name), torch.dtype)):
         return
@@ -150,20 +150,20 @@ def _check_known(found: Global) -> None:
 
 
 def _tensor(node: Any) -> DcpTensor | None:
-    if isinstance(node, Made) and node.function == (_METADATA, "BytesStorageMetadata"):
+    if isinstance(node, PickledCall) and node.function == (_METADATA, "BytesStorageMetadata"):
         return None
     fields = _fields(node, "TensorStorageMetadata")
     properties = fields.get("properties")
-    if not isinstance(properties, Made) or properties.function != (_METADATA, "TensorProperties"):
+    if not isinstance(properties, PickledCall) or properties.function != (_METADATA, "TensorProperties"):
         raise ValueError("it has a tensor without properties")
-    state = _of(properties.state, tuple)
+    state = _expect(properties.state, tuple)
     dtype = vars(torch).get(state[0].name) if state and isinstance(state[0], Global) else None
     if not isinstance(dtype, torch.dtype):
         raise ValueError("it has a tensor without a dtype")  # noqa: TRY004 - of the file
     layout = state[1] if len(state) > 1 else None
-    if not isinstance(layout, Made) or layout.arguments != ("torch.strided",):
+    if not isinstance(layout, PickledCall) or layout.arguments != ("torch.strided",):
         raise ValueError("it has a tensor of another layout than torch.strided")
-    chunks = [_fields(chunk, "ChunkStorageMetadata") for chunk in _of(fields.get("chunks"), list)]
+    chunks = [_fields(chunk, "ChunkStorageMetadata") for chunk in _expect(fields.get("chunks"), list)]
     boxes = tuple(Box(_sizes(chunk.get("offsets")), _sizes(chunk.get("sizes"))) for chunk in chunks)
     return DcpTensor(shape=_sizes(fields.get("size")), dtype=dtype, chunks=boxes)
 
@@ -172,7 +172,7 @@ def _index(node: Any) -> tuple[str, tuple[int, ...] | None]:
     """The name of a tensor or value, and for a chunk its offsets."""
     fields = _fields(node, "MetadataIndex")
     offset = fields.get("offset")
-    return _of(fields.get("fqn"), str), None if offset is None else _sizes(offset)
+    return _expect(fields.get("fqn"), str), None if offset is None else _sizes(offset)
 
 
 def _item(name: str, node: Any) -> DcpItem:
@@ -180,29 +180,31 @@ def _item(name: str, node: Any) -> DcpItem:
     transforms = fields.get("transform_descriptors")
     return DcpItem(
         name=name,
-        file=_of(fields.get("relative_path"), str),
-        offset=_of(fields.get("offset"), int),
-        length=_of(fields.get("length"), int),
-        transforms=() if transforms is None else tuple(_of(each, str) for each in _of(transforms, (list, tuple))),
+        file=_expect(fields.get("relative_path"), str),
+        offset=_expect(fields.get("offset"), int),
+        length=_expect(fields.get("length"), int),
+        transforms=()
+        if transforms is None
+        else tuple(_expect(each, str) for each in _expect(transforms, (list, tuple))),
     )
 
 
 def _fields(node: Any, name: str) -> dict[str, Any]:
     """The attributes of an object of a class."""
-    if not isinstance(node, Made) or node.function.name != name or node.arguments:
+    if not isinstance(node, PickledCall) or node.function.name != name or node.arguments:
         raise ValueError(f"it has something else where {with_article(name)} is expected")
-    return {} if node.state is None else _by_text(node.state)
+    return {} if node.state is None else _str_keyed(node.state)
 
 
 def _pairs(node: Any) -> list[tuple[Any, Any]]:
-    if isinstance(node, Made) and node.function.name == "OrderedDict" and not node.arguments:
+    if isinstance(node, PickledCall) and node.function.name == "OrderedDict" and not node.arguments:
         node = node.items
-    pairs: list[tuple[Any, Any]] = _of(node, Items).pairs
+    pairs: list[tuple[Any, Any]] = _expect(node, PickledDict).pairs
     return pairs
 
 
-def _by_text(node: Any) -> dict[str, Any]:
-    return {_of(key, str): value for key, value in _pairs(node)}
+def _str_keyed(node: Any) -> dict[str, Any]:
+    return {_expect(key, str): value for key, value in _pairs(node)}
 
 
 def _path(node: Any) -> tuple[str | int, ...]:
@@ -213,14 +215,14 @@ def _path(node: Any) -> tuple[str | int, ...]:
 
 def _sizes(node: Any) -> tuple[int, ...]:
     """A torch.Size."""
-    if isinstance(node, Made) and node.function == ("torch", "Size") and len(node.arguments) == 1:
+    if isinstance(node, PickledCall) and node.function == ("torch", "Size") and len(node.arguments) == 1:
         sizes = node.arguments[0]
         if isinstance(sizes, (list, tuple)) and len(sizes) <= MAX_DIMS:
-            return tuple(_of(size, int) for size in sizes)
+            return tuple(_expect(size, int) for size in sizes)
     raise ValueError("it has something else where a torch.Size is expected")
 
 
-def _of(node: Any, kind: Any) -> Any:
+def _expect(node: Any, kind: Any) -> Any:
     if not isinstance(node, kind) or isinstance(node, (bool, Global)):
         raise ValueError(f"it has {with_article(type(node).__name__)} in a place of something else")  # noqa: TRY004 - of the file
     return node
@@ -296,17 +298,17 @@ def import_dcp(
     """
     storage, new_storage = open_storage(path, storage_options), open_storage(new_path, new_storage_options)
     try:
-        with explain_external(storage.url):
+        with conversion_errors(storage.url):
             if METADATA_NAME not in storage.list_names():
                 what = f"{storage.url} is no folder of torch.distributed.checkpoint: {METADATA_NAME} is missing"
-                raise DistCheckpointError(f"{what}. {other}" if (other := describe_other(storage)) else what)
-            contents = make_contents(_Folder(storage).state(), storage)
+                raise DistCheckpointError(f"{what}. {other}" if (other := describe_foreign_format(storage)) else what)
+            contents = make_rewrite_source(_DcpReader(storage).state(), storage)
         rewrite(contents, new_storage, options or RewriteOptions())
     finally:
         storage.close()
 
 
-class _Folder:
+class _DcpReader:
     """A DCP folder."""
 
     def __init__(self, storage: Storage) -> None:
@@ -318,21 +320,21 @@ class _Folder:
         """The state that was saved, with `ExternalTensor`s."""
         state: dict[Any, Any] = {}
         for name, found in self._metadata.tensors.items():
-            with explain_external(f"{self._storage.url}: {name!r}"):
+            with conversion_errors(f"{self._storage.url}: {name!r}"):
                 value = self._load(self._item(name, None)) if found is None else self._tensor(name, found)
-            _put(state, self._metadata.paths.get(name, (name,)), value)
+            _set_at(state, self._metadata.paths.get(name, (name,)), value)
         return _with_lists(state)
 
     def _tensor(self, name: str, found: DcpTensor) -> ExternalTensor:
         dtype = found.dtype
-        parts = [self._part(name, box, dtype) for box in found.chunks]
-        if not all(isinstance(part, RawPart) for part in parts):
+        parts = [self._chunk_source(name, box, dtype) for box in found.chunks]
+        if not all(isinstance(part, FileShard) for part in parts):
             parts = [
-                LoadedPart(box=part.box, load=partial(self._load, self._item(name, part.box.offsets))) for part in parts
+                LazyShard(box=part.box, load=partial(self._load, self._item(name, part.box.offsets))) for part in parts
             ]
         return ExternalTensor(shape=found.shape, dtype=dtype_name(dtype), parts=parts)  # type: ignore[arg-type]
 
-    def _part(self, name: str, box: Box, dtype: torch.dtype) -> RawPart | LoadedPart:
+    def _chunk_source(self, name: str, box: Box, dtype: torch.dtype) -> FileShard | LazyShard:
         """A chunk: where its bytes are, if they lie row-major."""
         item = self._item(name, box.offsets)
         tensor = self._load(item, device="meta")
@@ -340,11 +342,11 @@ class _Folder:
             raise ValueError(f"its chunk at {box.offsets} in {item.file} is another tensor")
         start = checkpoint_offset(tensor)
         if start is None or not tensor.is_contiguous() or tensor.is_conj() or tensor.is_neg():
-            return LoadedPart(box=box, load=partial(self._load, item))
+            return LazyShard(box=box, load=partial(self._load, item))
         at = item.offset + start + tensor.storage_offset() * dtype.itemsize
         if not item.offset <= at <= at + tensor.nbytes <= item.offset + item.length:
             raise ValueError(f"its chunk at {box.offsets} in {item.file} is longer than its item")
-        return RawPart(box=box, file=item.file, start=at)
+        return FileShard(box=box, file=item.file, start=at)
 
     def _item(self, key: str, offsets: tuple[int, ...] | None) -> DcpItem:
         """Where a value lies, or a chunk of a tensor."""
@@ -370,7 +372,7 @@ class _Folder:
             return load_checked(view, item.length, map_location=device)
 
 
-def _put(state: dict[Any, Any], path: tuple[Any, ...], value: Any) -> None:
+def _set_at(state: dict[Any, Any], path: tuple[Any, ...], value: Any) -> None:
     """Put a value to its place in nested dicts; a list is a dict by numbers as yet."""
     for step in path[:-1]:
         state = state.setdefault(step, {})
@@ -410,10 +412,10 @@ def export_dcp(
     Raises:
         DistCheckpointError: There is no checkpoint, it is damaged or has no dict, or the folder can't be written.
     """
-    place = Path(new_path).absolute()
-    if place.exists() and (not place.is_dir() or any(place.iterdir())):
-        raise DistCheckpointError(f"{place} is there already: name a folder that is not, or is empty")
-    with materialize(path, place.parent, storage_options=storage_options, progress=progress) as state:
+    folder = Path(new_path).absolute()
+    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        raise DistCheckpointError(f"{folder} is there already: name a folder that is not, or is empty")
+    with materialize(path, folder.parent, storage_options=storage_options, progress=progress) as state:
         if not isinstance(state, dict):
             raise DistCheckpointError(
                 f"{path} has {with_article(type(state).__name__)}, and torch.distributed.checkpoint keeps dicts"
@@ -421,12 +423,12 @@ def export_dcp(
         try:
             with warnings.catch_warnings():
                 warnings.filterwarnings("ignore", message="torch.distributed is disabled")
-                save(state, checkpoint_id=place, no_dist=True)
+                save(state, checkpoint_id=folder, no_dist=True)
         except BaseException as error:
-            shutil.rmtree(place, ignore_errors=True)
+            shutil.rmtree(folder, ignore_errors=True)
             if isinstance(error, CheckpointException):  # which is no Exception
                 first, _ = next(iter(error.failures.values()))
-                raise DistCheckpointError(f"could not write {place}: {first}") from error
+                raise DistCheckpointError(f"could not write {folder}: {first}") from error
             if isinstance(error, Exception):
-                raise DistCheckpointError(f"could not write {place}: {error}") from error
+                raise DistCheckpointError(f"could not write {folder}: {error}") from error
             raise

@@ -6,13 +6,13 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from ferrodist.checkpoint.convert.common import ExternalTensor, RawPart, explain_external, make_contents
-from ferrodist.checkpoint.format.dtypes import name_of_safetensors_dtype
+from ferrodist.checkpoint.convert.common import ExternalTensor, FileShard, conversion_errors, make_rewrite_source
+from ferrodist.checkpoint.format.dtypes import from_safetensors
 from ferrodist.checkpoint.format.manifest import INDEX_NAME, LENGTH_BYTES, MANIFEST_NAME, MAX_HEADER_BYTES, SINGLE_NAME
 from ferrodist.checkpoint.format.safetensors import parse_header
 from ferrodist.checkpoint.format.tree import tensor_key
 from ferrodist.checkpoint.reader import CheckpointReader
-from ferrodist.checkpoint.retention import describe_other, read_manifest
+from ferrodist.checkpoint.retention import describe_foreign_format, read_manifest
 from ferrodist.checkpoint.storage import open_storage
 from ferrodist.checkpoint.tools.reshard import RewriteOptions, RewriteSource, rewrite
 from ferrodist.errors import DistCheckpointError
@@ -56,8 +56,8 @@ def import_hugging_face(
     """
     storage, new_storage = open_storage(path, storage_options), open_storage(new_path, new_storage_options)
     try:
-        with explain_external(storage.url):
-            contents = make_contents(_find_tensors(storage), storage)
+        with conversion_errors(storage.url):
+            contents = make_rewrite_source(_find_tensors(storage), storage)
         rewrite(contents, new_storage, options or RewriteOptions())
     finally:
         storage.close()
@@ -68,45 +68,45 @@ def _find_tensors(storage: Storage) -> dict[str, ExternalTensor]:
     if MANIFEST_NAME in names:
         raise DistCheckpointError(f"{storage.url} is a checkpoint of ferrodist already: reshard makes another of it")
     if SINGLE_NAME in names:
-        return _tensors_of(storage, SINGLE_NAME)
+        return _parse_file(storage, SINGLE_NAME)
     if INDEX_NAME not in names:
         what = f"{storage.url} has neither {SINGLE_NAME} nor {INDEX_NAME}"
-        raise DistCheckpointError(f"{what}. {other}" if (other := describe_other(storage)) else what)
-    places = msgspec.json.decode(storage.get(INDEX_NAME), type=_Index).weight_map
-    for file in dict.fromkeys(places.values()):
+        raise DistCheckpointError(f"{what}. {other}" if (other := describe_foreign_format(storage)) else what)
+    file_of_tensor = msgspec.json.decode(storage.get(INDEX_NAME), type=_Index).weight_map
+    for file in dict.fromkeys(file_of_tensor.values()):
         if file not in names:
             raise DistCheckpointError(f"{storage.url}/{file} is missing, which {INDEX_NAME} names")
-    files = {file: _tensors_of(storage, file) for file in dict.fromkeys(places.values())}
-    for name, file in places.items():
+    files = {file: _parse_file(storage, file) for file in dict.fromkeys(file_of_tensor.values())}
+    for name, file in file_of_tensor.items():
         if name not in files[file]:
             raise DistCheckpointError(f"{storage.url}/{file} lacks tensor {name!r}, which {INDEX_NAME} says it has")
-    return {name: files[file][name] for name, file in places.items()}
+    return {name: files[file][name] for name, file in file_of_tensor.items()}
 
 
-def _tensors_of(storage: Storage, file: str) -> dict[str, ExternalTensor]:
+def _parse_file(storage: Storage, file: str) -> dict[str, ExternalTensor]:
     """The tensors of a file."""
     where, size = f"{storage.url}/{file}", storage.size_bytes(file)
-    head = bytearray(LENGTH_BYTES)
+    length_field = bytearray(LENGTH_BYTES)
     if size < LENGTH_BYTES:
         raise DistCheckpointError(f"{where} is no safetensors file: it has {counted(size, 'byte')}")
-    storage.read(file, 0, memoryview(head))
-    begin = LENGTH_BYTES + int.from_bytes(head, "little")
+    storage.read(file, 0, memoryview(length_field))
+    begin = LENGTH_BYTES + int.from_bytes(length_field, "little")
     if begin > min(size, MAX_HEADER_BYTES):
         raise DistCheckpointError(f"{where} is no safetensors file, or is cut off: its header is longer than it is")
     header = bytearray(begin)
     storage.read(file, 0, memoryview(header))
     found = {}
-    with explain_external(where):
+    with conversion_errors(where):
         entries = parse_header(bytes(header))
         _check_layout(entries, size - begin, where)
         for name, entry in entries.items():
             start, stop = entry.data_offsets
             if not 0 <= start <= stop <= size - begin:
                 raise DistCheckpointError(f"{where} is damaged or cut off: tensor {name!r} ends after its end")
-            dtype = name_of_safetensors_dtype(entry.dtype)
+            dtype = from_safetensors(entry.dtype)
             box = Box((0,) * len(entry.shape), entry.shape)
             found[name] = ExternalTensor(
-                shape=entry.shape, dtype=dtype, parts=[RawPart(box=box, file=file, start=begin + start)]
+                shape=entry.shape, dtype=dtype, parts=[FileShard(box=box, file=file, start=begin + start)]
             )
             if found[name].size_bytes != stop - start:
                 raise DistCheckpointError(
@@ -171,14 +171,16 @@ def export_hugging_face(
         if not names:
             raise DistCheckpointError(f"{storage.url} has no tensors{'' if part is None else f' in {part!r}'}")
         tensors = {names[key]: (tensor.shape, tensor.dtype) for key, tensor in manifest.tensors.items() if key in names}
-        source = _Renamed(CheckpointReader(storage, manifest, verify=True), {name: key for key, name in names.items()})
+        source = _RenamedSource(
+            CheckpointReader(storage, manifest, verify=True), {name: key for key, name in names.items()}
+        )
         contents = RewriteSource(tree=tree, tensors=tensors, source=source, world_size=manifest.world_size)
         rewrite(contents, new_storage, options, single_name=SINGLE_NAME)
     finally:
         storage.close()
 
 
-class _Renamed:
+class _RenamedSource:
     """A `BoxSource` by other keys."""
 
     def __init__(self, source: BoxSource, keys: Mapping[str, str]) -> None:

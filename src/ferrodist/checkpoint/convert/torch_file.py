@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ferrodist.checkpoint.convert.common import explain_external, make_contents, materialize
+from ferrodist.checkpoint.convert.common import conversion_errors, make_rewrite_source, materialize
 from ferrodist.checkpoint.convert.torch_pickle import check_pickles
-from ferrodist.checkpoint.retention import describe_other
+from ferrodist.checkpoint.retention import describe_foreign_format
 from ferrodist.checkpoint.storage import LocalStorage, open_storage
 from ferrodist.checkpoint.storage.local import open_regular
 from ferrodist.checkpoint.tools.reshard import RewriteOptions, rewrite
@@ -45,14 +45,14 @@ def import_torch_file(
         DistCheckpointError: The file has what is not to be loaded, can't be read, or the checkpoint can't be written.
     """
     storage = open_storage(new_path, new_storage_options)
-    place = Path(file).absolute()
-    if place.is_dir():
+    path_ = Path(file).absolute()
+    if path_.is_dir():
         raise DistCheckpointError(
-            f"{place} is a folder, not a file of torch.save. {describe_other(LocalStorage(place))}".strip()
+            f"{path_} is a folder, not a file of torch.save. {describe_foreign_format(LocalStorage(path_))}".strip()
         )
-    with explain_external(str(place)):
-        state = _load(place)
-        contents = make_contents(state, LocalStorage(place.parent))
+    with conversion_errors(str(path_)):
+        state = _load(path_)
+        contents = make_rewrite_source(state, LocalStorage(path_.parent))
     rewrite(contents, storage, options or RewriteOptions())
 
 
@@ -99,16 +99,18 @@ def export_torch_file(
     Raises:
         DistCheckpointError: There is no checkpoint, it is damaged, or the file can't be written.
     """
-    place = Path(file).absolute()
-    with materialize(path, place.parent, storage_options=storage_options, progress=progress) as state:
-        made = place.with_name(f".{place.name}.{secrets.token_hex(8)}")  # which nobody else can have made a link before
+    path_ = Path(file).absolute()
+    with materialize(path, path_.parent, storage_options=storage_options, progress=progress) as state:
+        temporary = path_.with_name(
+            f".{path_.name}.{secrets.token_hex(8)}"
+        )  # which nobody else can have made a link before
         try:
-            with made.open("xb") as opened:
+            with temporary.open("xb") as opened:
                 torch.save(state, opened)
                 opened.flush()
                 os.fsync(opened.fileno())
-            made.replace(place)
+            temporary.replace(path_)
         except (OSError, RuntimeError) as error:
-            raise DistCheckpointError(f"could not write {place}: {error}") from error
+            raise DistCheckpointError(f"could not write {path_}: {error}") from error
         finally:
-            made.unlink(missing_ok=True)
+            temporary.unlink(missing_ok=True)

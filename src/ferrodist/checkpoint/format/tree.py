@@ -47,13 +47,13 @@ _INT_BITS = 63
 MAX_DEPTH = 100
 """How deep states may be nested; a few calls for each level stay below Python's limit."""
 
-_MOST_OF_ONE_HASH = 100
+_MAX_SAME_HASH = 100
 """Members of a set; those of honest ones have hashes of their own, but for a few."""
 
-_NAMES_OF_NUMBERS = (
+_NUMPY_SCALAR_NAMES = (
     "bool int8 int16 int32 int64 uint8 uint16 uint32 uint64 float16 float32 float64 complex64 complex128"
 )
-_NUMBERS = {name: np.dtype(name).type for name in _NAMES_OF_NUMBERS.split()}
+_NUMPY_SCALARS = {name: np.dtype(name).type for name in _NUMPY_SCALAR_NAMES.split()}
 
 
 class PerRank:
@@ -117,9 +117,9 @@ class Encoder:
     """The keys of those that only this rank has, for they are in a `PerRank`."""
     unsaved: set[str] = field(default_factory=set)
     """The keys of those that another rank saves."""
-    _known: dict[object, str] = field(default_factory=dict)
-    _arrays: list[torch.Tensor] = field(default_factory=list)
-    _is_own: bool = False
+    _keys_by_identity: dict[object, str] = field(default_factory=dict)
+    _keep_alive: list[torch.Tensor] = field(default_factory=list)
+    _in_per_rank: bool = False
     """Whether it is in a `PerRank`."""
 
     def encode(self, value: Any, path: tuple[object, ...] = ()) -> Node:
@@ -133,9 +133,9 @@ class Encoder:
         if isinstance(value, (torch.Tensor, SavedElsewhere)):
             return {"tensor": self._add_tensor(value, path)}
         if isinstance(value, np.ndarray):
-            return {"array": self._add(self._from_array(value, path), path)}
+            return {"array": self._add(self._tensor_from_array(value, path), path)}
         if isinstance(value, PerRank):
-            return {"per_rank": {str(self.rank): self._encode_own(value.value, path)}}
+            return {"per_rank": {str(self.rank): self._encode_per_rank(value.value, path)}}
         if isinstance(value, Mapping) and not isinstance(value, Counter):
             return self._encode_mapping(value, path)
         for kind, mark in ((torch.Size, "size"), (tuple, "tuple")):
@@ -146,24 +146,24 @@ class Encoder:
         return _encode_plain(value, path)
 
     def _encode_members(self, members: Sequence[Any], path: tuple[object, ...]) -> list[Node]:
-        return [self.encode(each, (*path, place)) for place, each in enumerate(members)]
+        return [self.encode(each, (*path, index)) for index, each in enumerate(members)]
 
     def _add_tensor(self, value: torch.Tensor | SavedElsewhere, path: tuple[object, ...]) -> str:
         if isinstance(value, torch.Tensor):
             return self._add(value, path)
         key = self._add(value.tensor, path)
-        if not self._is_own:
+        if not self._in_per_rank:
             self.unsaved.add(key)
         return key
 
-    def _encode_own(self, value: Any, path: tuple[object, ...]) -> Node:
-        before, known, was_own = set(self.tensors), self._known, self._is_own
+    def _encode_per_rank(self, value: Any, path: tuple[object, ...]) -> Node:
+        before, known, was_own = set(self.tensors), self._keys_by_identity, self._in_per_rank
         # Another rank has other memory under this name: what is the same outside is saved by itself.
-        self._known, self._is_own = {}, True
+        self._keys_by_identity, self._in_per_rank = {}, True
         try:
             node = self.encode(value, (*path, f"rank{self.rank}"))
         finally:
-            self._known, self._is_own = known, was_own
+            self._keys_by_identity, self._in_per_rank = known, was_own
         self.own |= set(self.tensors) - before
         return node
 
@@ -172,10 +172,10 @@ class Encoder:
         nodes = [self.encode(each, (*path, key)) for key, each in value.items()]
         if all(isinstance(key, str) for key in keys):
             return {"dict": dict(zip(keys, nodes, strict=True))}
-        spread(value, path_text(path))
+        check_collisions(value, path_text(path))
         return {"pairs": [list(pair) for pair in zip(keys, nodes, strict=True)]}
 
-    def _from_array(self, array: np.ndarray[Any, Any], path: tuple[object, ...]) -> torch.Tensor:
+    def _tensor_from_array(self, array: np.ndarray[Any, Any], path: tuple[object, ...]) -> torch.Tensor:
         if isinstance(array, np.ma.MaskedArray):
             raise TypeError(f"{path_text(path)} is a masked array: save its data and its mask")
         native = np.ascontiguousarray(array, array.dtype.newbyteorder("=")).reshape(array.shape)
@@ -187,7 +187,7 @@ class Encoder:
     def _add(self, tensor: torch.Tensor, path: tuple[object, ...]) -> str:
         check_tensor(tensor, path)
         identity = tensor_identity(tensor)
-        if (known := self._known.get(identity)) is not None:
+        if (known := self._keys_by_identity.get(identity)) is not None:
             return known
         key = tensor_key(path)
         if key == "__metadata__":
@@ -197,8 +197,8 @@ class Encoder:
                 f"two tensors would be named {key!r} in the files, that of {self.paths[key]} and that of"
                 f" {path_text(path)}: rename one"
             )
-        self._known[identity] = key
-        self._arrays.append(tensor)  # an identity is one as long as the tensor lives
+        self._keys_by_identity[identity] = key
+        self._keep_alive.append(tensor)  # an identity is one as long as the tensor lives
         self.tensors[key], self.paths[key] = tensor, path_text(path)
         return key
 
@@ -209,8 +209,8 @@ def tensor_identity(tensor: torch.Tensor) -> object:
     plain = tensor if local is None else local
     if plain.is_nested or not plain.numel() or plain.layout is not torch.strided or plain.device.type == "meta":
         return id(tensor)
-    lies = plain.data_ptr(), tuple(plain.shape), plain.stride(), plain.dtype, plain.is_conj(), plain.is_neg()
-    return (*lies, getattr(tensor, "_layout", None), flat_shard_of(tensor))
+    layout = plain.data_ptr(), tuple(plain.shape), plain.stride(), plain.dtype, plain.is_conj(), plain.is_neg()
+    return (*layout, getattr(tensor, "_layout", None), flat_shard_of(tensor))
 
 
 def check_tensor(tensor: torch.Tensor, path: tuple[object, ...]) -> None:
@@ -249,13 +249,13 @@ def _encode_plain(value: Any, path: tuple[object, ...]) -> Node:
         return {"tuple": [_encode_plain(each, path) for each in value]}
     if isinstance(value, (set, frozenset)):
         # Not as they come, which is otherwise on each rank.
-        found = spread(value, path_text(path))
+        found = check_collisions(value, path_text(path))
         members = sorted((_encode_plain(each, path) for each in found), key=msgspec.json.encode)
         return {"set" if isinstance(value, set) else "frozenset": members}
     if isinstance(value, Counter):
-        spread(value, path_text(path))
+        check_collisions(value, path_text(path))
         return {"counter": [[_encode_key(key, path), _encode_plain(count, path)] for key, count in value.items()]}
-    if isinstance(value, np.generic) and value.dtype.name in _NUMBERS:
+    if isinstance(value, np.generic) and value.dtype.name in _NUMPY_SCALARS:
         return {"number": [value.dtype.name, _encode_plain(value.item(), path)]}
     if kind not in _ENCODERS:
         raise TypeError(
@@ -347,23 +347,23 @@ def _decode_number(pair: list[Node], depth: int) -> Any:
     if not isinstance(value, (bool, int, float, complex)):
         raise TypeError(f"a number of {type(value).__name__}")
     with np.errstate(all="ignore"):
-        return _NUMBERS[name](value)
+        return _NUMPY_SCALARS[name](value)
 
 
 def _decode_counter(pairs: list[list[Node]], depth: int) -> Counter[Any]:
-    keys = spread(decode_leaf(key, depth) for key, _ in pairs)
+    keys = check_collisions(decode_leaf(key, depth) for key, _ in pairs)
     return Counter(dict(zip(keys, (decode_leaf(count, depth) for _, count in pairs), strict=True)))
 
 
-def spread(values: Iterable[Any], where: str = "it") -> list[Any]:
+def check_collisions(values: Iterable[Any], where: str = "it") -> list[Any]:
     """Hashable values as they are, to be a set or a dict's keys; ``where`` is for messages.
 
     Raises:
         ValueError: Many have one hash: Python would take a time in the square of their number.
     """
     found = list(values)
-    if max(Counter(map(hash, found)).values(), default=0) > _MOST_OF_ONE_HASH:
-        raise ValueError(f"{where} has more than {_MOST_OF_ONE_HASH} members or keys with one hash")
+    if max(Counter(map(hash, found)).values(), default=0) > _MAX_SAME_HASH:
+        raise ValueError(f"{where} has more than {_MAX_SAME_HASH} members or keys with one hash")
     return found
 
 
@@ -382,7 +382,7 @@ _DECODERS: dict[str, Callable[[Any, int], Any]] = {
     "dtype": lambda name, _: dtype_from_name(name),
     "device": _decode_device,
     "tuple": lambda members, depth: tuple(decode_leaf(each, depth) for each in members),
-    "frozenset": lambda members, depth: frozenset(spread(decode_leaf(each, depth) for each in members)),
+    "frozenset": lambda members, depth: frozenset(check_collisions(decode_leaf(each, depth) for each in members)),
 }
 
 
@@ -427,26 +427,26 @@ def check_tree(node: Node, keys: Collection[str], depth: int = 0) -> None:
         check_tree(each, keys, depth + 1)
 
 
-def _pairs(content: list[Any]) -> list[Node]:
+def _check_pairs(content: list[Any]) -> list[Node]:
     if not all(isinstance(pair, list) and len(pair) == 2 for pair in content):
         raise ValueError("pairs of a key and a node that are none")
-    _hashable([key for key, _ in content])
+    _check_hashable([key for key, _ in content])
     return [node for _, node in content]
 
 
-def _of_ranks(content: dict[str, Node]) -> Iterable[Node]:
+def _check_ranks(content: dict[str, Node]) -> Iterable[Node]:
     if not all(rank.isdecimal() and str(int(rank[:10])) == rank for rank in content):
         raise ValueError(f"ranks {list(content)[:10]}")
     return content.values()
 
 
-def _sizes(content: list[Any]) -> list[Node]:
+def _check_sizes(content: list[Any]) -> list[Node]:
     if not all(type(size) is int and -(1 << 63) <= size < 1 << 63 for size in content):
         raise ValueError(f"a torch.Size of {content[:10]}")
     return []
 
 
-def _hashable(content: list[Any]) -> list[Node]:
+def _check_hashable(content: list[Any]) -> list[Node]:
     try:
         hash(decode_leaf({"frozenset": content}))
     except TypeError as error:
@@ -458,11 +458,11 @@ _BRANCH_CHECKS: dict[str, tuple[type, Callable[[Any], Iterable[Node]]]] = {
     "list": (list, list),
     "tuple": (list, list),
     "dict": (dict, dict.values),
-    "per_rank": (dict, _of_ranks),
-    "pairs": (list, _pairs),
-    "size": (list, _sizes),
-    "set": (list, _hashable),
-    "frozenset": (list, _hashable),
+    "per_rank": (dict, _check_ranks),
+    "pairs": (list, _check_pairs),
+    "size": (list, _check_sizes),
+    "set": (list, _check_hashable),
+    "frozenset": (list, _check_hashable),
     "tensor": (str, lambda _: ()),
     "array": (str, lambda _: ()),
 }

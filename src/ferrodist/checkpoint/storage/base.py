@@ -45,13 +45,13 @@ if TYPE_CHECKING:
 MAX_SMALL_FILE_BYTES = 1 << 30
 """The most that `Storage.get` reads: room for a manifest of some million shards."""
 
-_OF_A_SAVE = re.compile(r"model-([0-9a-f]{12})-\d{5,}-of-\d{5,}\.safetensors")
+_SAVE_FILE_NAME = re.compile(r"model-([0-9a-f]{12})-\d{5,}-of-\d{5,}\.safetensors")
 """Names that only saves give: what a save was killed before it could remove is known by them for what it is."""
 
 
-def save_of(name: str) -> str | None:
+def save_id_of(name: str) -> str | None:
     """The id of the save that a file's name has in it; None if it has none."""
-    found = _OF_A_SAVE.fullmatch(name)
+    found = _SAVE_FILE_NAME.fullmatch(name)
     return found and found[1]
 
 
@@ -148,7 +148,7 @@ class Storage(Protocol):
         """Give back what reading keeps open."""
 
 
-DEAD_SECONDS = 86_400
+DEAD_AFTER_SECONDS = 86_400
 """How long nothing has changed of a save of which nobody can tell whether it lives, until it counts as dead."""
 
 
@@ -162,25 +162,25 @@ def system_id() -> bytes:
 
 def describe_process() -> bytes:
     """This process: its system, its namespace of process ids, its id there, and when it was started."""
-    return b" ".join((system_id(), _namespace(), str(os.getpid()).encode(), _start_of(os.getpid())))
+    return b" ".join((system_id(), _pid_namespace(), str(os.getpid()).encode(), _start_time(os.getpid())))
 
 
 def is_process_alive(description: bytes) -> bool | None:
     """Whether a process that described itself lives; None if that can't be told here."""
     fields = description.split(b" ")
-    if len(fields) != 4 or fields[0] != system_id() or fields[1] != _namespace() or not fields[2].isdigit():
+    if len(fields) != 4 or fields[0] != system_id() or fields[1] != _pid_namespace() or not fields[2].isdigit():
         return None
-    return _start_of(int(fields[2])) == fields[3]
+    return _start_time(int(fields[2])) == fields[3]
 
 
-def _namespace() -> bytes:
+def _pid_namespace() -> bytes:
     try:
         return os.fsencode(Path("/proc/self/ns/pid").readlink())
     except OSError:
         return b"?"
 
 
-def _start_of(pid: int) -> bytes:
+def _start_time(pid: int) -> bytes:
     """When a process was started, in the system's ticks; empty if there is none, or it has ended."""
     try:
         state, *facts = Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()

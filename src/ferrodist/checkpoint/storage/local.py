@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ferrodist.checkpoint.storage.base import DEAD_SECONDS, MAX_SMALL_FILE_BYTES, system_id
+from ferrodist.checkpoint.storage.base import DEAD_AFTER_SECONDS, MAX_SMALL_FILE_BYTES, system_id
 from ferrodist.checkpoint.storage.local_writer import LocalWriter
 
 if TYPE_CHECKING:
@@ -25,13 +25,13 @@ if TYPE_CHECKING:
     from ferrodist.deadline import Deadline
 
 _SAVING = ".saving-"
-_MAX_OPEN = 100
+_MAX_OPEN_FILES = 100
 """How many files reading keeps open: as many as a checkpoint has may be more than a process may open."""
 
-_LOCK_PAUSE_SECONDS = 0.01
+_LOCK_POLL_SECONDS = 0.01
 _LOCK_PREFIX = "lock-"
 """Of the name of the file in a save's folder that is locked; see [Note: living saves] in `base`."""
-_NUM_TRIES = 100
+_MAX_ATTEMPTS = 100
 
 
 @dataclass(slots=True)
@@ -70,18 +70,18 @@ class LocalStorage:
         missing = [folder for folder in (self.path, *self.path.parents) if not folder.exists()]
         self._is_new = bool(missing)
         self._release()
-        self._release = weakref.finalize(self, _unlock, _make_locked(self._place(save_id)))
+        self._release = weakref.finalize(self, _unlock, _make_locked(self._staging_folder(save_id)))
         for folder in missing:
             _sync_folder(folder.parent)
         _sync_folder(self.path)
 
     def create(self, save_id: str, name: str, size_bytes: int) -> LocalWriter:
         """See `Storage`."""
-        place = self._place(save_id)
-        if not place.is_dir():
+        staging = self._staging_folder(save_id)
+        if not staging.is_dir():
             what = "rank 0 has made this folder, and it isn't here: all ranks must see one disk, and save to it in turn"
-            raise FileNotFoundError(errno.ENOENT, what, str(place))
-        return LocalWriter(place / name, size_bytes)
+            raise FileNotFoundError(errno.ENOENT, what, str(staging))
+        return LocalWriter(staging / name, size_bytes)
 
     @contextlib.contextmanager
     def exclusive(self, deadline: Deadline) -> Iterator[None]:
@@ -92,7 +92,7 @@ class LocalStorage:
                 if deadline.expired:
                     what = "Another save to this folder is being committed, and has not ended in time"
                     raise TimeoutError(errno.ETIMEDOUT, what, self.url)
-                time.sleep(min(_LOCK_PAUSE_SECONDS, deadline.remaining()))
+                time.sleep(min(_LOCK_POLL_SECONDS, deadline.remaining()))
             self._is_exclusive = True
             yield
         finally:
@@ -103,16 +103,16 @@ class LocalStorage:
 
     def publish(self, save_id: str, names: Sequence[str]) -> None:
         """See `Storage`."""
-        place = self._place(save_id)
-        _sync_folder(place)
+        staging = self._staging_folder(save_id)
+        _sync_folder(staging)
         for name in names:
-            (place / name).replace(self.path / name)
+            (staging / name).replace(self.path / name)
         _sync_folder(self.path)
 
     def put(self, name: str, data: bytes) -> None:
         """See `Storage`."""
-        place = self._place(f"{name}-{uuid.uuid4().hex}")
-        writer = LocalWriter(place, len(data))
+        staging = self._staging_folder(f"{name}-{uuid.uuid4().hex}")
+        writer = LocalWriter(staging, len(data))
         try:
             writer.write(memoryview(data))
             writer.close()
@@ -124,15 +124,15 @@ class LocalStorage:
 
     def copy(self, name: str, new_name: str) -> None:
         """See `Storage`; a hard link."""
-        place = self._place(f"{new_name}-{uuid.uuid4().hex}")
-        os.link(self.path / name, place)
-        place.replace(self.path / new_name)
+        staging = self._staging_folder(f"{new_name}-{uuid.uuid4().hex}")
+        os.link(self.path / name, staging)
+        staging.replace(self.path / new_name)
         _sync_folder(self.path)
 
     def discard(self, save_id: str) -> None:
         """See `Storage`."""
         if self.path.is_dir():
-            shutil.rmtree(self._place(save_id), ignore_errors=True)
+            shutil.rmtree(self._staging_folder(save_id), ignore_errors=True)
             if self._is_new:
                 self.remove_folder()
         self._release()
@@ -169,15 +169,15 @@ class LocalStorage:
                 elif self._is_exclusive:  # a small file that was not put in its place: nobody puts one now
                     found.unlink()
 
-    def _remove_if_dead(self, place: Path) -> None:
+    def _remove_if_dead(self, staging: Path) -> None:
         """Remove the folder of a save, unless the save lives or may live."""
         try:
-            file = os.open(_lock_path(place), os.O_RDWR | os.O_CLOEXEC)
+            file = os.open(_lock_path(staging), os.O_RDWR | os.O_CLOEXEC)
         except FileNotFoundError:  # of another system; or it begins, and makes its folder again; or was half removed
-            if self._is_old(place):
-                shutil.rmtree(place, ignore_errors=True)
+            if self._is_expired(staging):
+                shutil.rmtree(staging, ignore_errors=True)
             else:
-                place.rmdir()  # unless something is in it
+                staging.rmdir()  # unless something is in it
             return
         try:
             try:
@@ -185,16 +185,16 @@ class LocalStorage:
             except BlockingIOError:
                 return
             except OSError:
-                is_dead = self._is_old(place)
+                is_dead = self._is_expired(staging)
             else:  # unless another has removed it, and a save has begun since; one that begins makes its folder again
-                is_dead = _is_at(_lock_path(place), file)
+                is_dead = _is_same_file(_lock_path(staging), file)
             if is_dead:
-                shutil.rmtree(place, ignore_errors=True)
+                shutil.rmtree(staging, ignore_errors=True)
         finally:
             os.close(file)
 
-    def _is_old(self, place: Path) -> bool:
-        return self.path.stat().st_mtime - _last_change(place) > DEAD_SECONDS
+    def _is_expired(self, staging: Path) -> bool:
+        return self.path.stat().st_mtime - _last_modified(staging) > DEAD_AFTER_SECONDS
 
     def remove_folder(self) -> None:
         """See `Storage`."""
@@ -266,10 +266,10 @@ class LocalStorage:
     def _close_idle(self) -> None:
         """Close files that nobody reads at the moment, if many are open, the one that was read first first."""
         idle = [name for name, file in self._open.items() if not file.num_readers]
-        for name in idle[: max(0, len(self._open) - _MAX_OPEN + 1)]:
+        for name in idle[: max(0, len(self._open) - _MAX_OPEN_FILES + 1)]:
             os.close(self._open.pop(name).descriptor)
 
-    def _place(self, save_id: str) -> Path:
+    def _staging_folder(self, save_id: str) -> Path:
         return self.path / f"{_SAVING}{save_id}"
 
 
@@ -277,40 +277,40 @@ def _nothing() -> None:
     pass
 
 
-def _make_locked(place: Path) -> int:
+def _make_locked(staging: Path) -> int:
     """Make the folder of a save, with a file that is locked: a descriptor.
 
     Who removes what dead saves left may take the folder for theirs, as long as the file isn't locked.
     """
-    for _ in range(_NUM_TRIES):
+    for _ in range(_MAX_ATTEMPTS):
         with contextlib.suppress(FileNotFoundError):
-            return _try_to_make_locked(place)
-    return _try_to_make_locked(place)
+            return _make_locked_once(staging)
+    return _make_locked_once(staging)
 
 
-def _try_to_make_locked(place: Path) -> int:
+def _make_locked_once(staging: Path) -> int:
     with contextlib.suppress(FileExistsError):  # with exist_ok it looks again, when the folder may be gone
-        place.mkdir(parents=True)
-    file = os.open(_lock_path(place), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+        staging.mkdir(parents=True)
+    file = os.open(_lock_path(staging), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
     try:
         with contextlib.suppress(OSError):  # some file systems have no locks
             fcntl.flock(file, fcntl.LOCK_EX)
-        is_there = _is_at(_lock_path(place), file)
+        is_there = _is_same_file(_lock_path(staging), file)
     except BaseException:
         os.close(file)
         raise
     if not is_there:
         os.close(file)
-        raise FileNotFoundError(errno.ENOENT, "The folder of a save was removed as it was made", str(place))
+        raise FileNotFoundError(errno.ENOENT, "The folder of a save was removed as it was made", str(staging))
     return file
 
 
-def _lock_path(place: Path) -> Path:
+def _lock_path(staging: Path) -> Path:
     """What this system locks in the folder of a save; its name says whose lock it is from the moment it is there."""
-    return place / f"{_LOCK_PREFIX}{os.fsdecode(system_id())}"
+    return staging / f"{_LOCK_PREFIX}{os.fsdecode(system_id())}"
 
 
-def _is_at(path: Path, file: int) -> bool:
+def _is_same_file(path: Path, file: int) -> bool:
     return os.path.samestat(path.stat(), os.fstat(file))
 
 
@@ -320,10 +320,10 @@ def _unlock(file: int) -> None:
     os.close(file)
 
 
-def _last_change(place: Path) -> float:
+def _last_modified(staging: Path) -> float:
     """When something in a folder was changed last, by the clock of its file system."""
-    with os.scandir(place) as entries:
-        return max([place.stat().st_mtime, *(entry.stat().st_mtime for entry in entries)])
+    with os.scandir(staging) as entries:
+        return max([staging.stat().st_mtime, *(entry.stat().st_mtime for entry in entries)])
 
 
 def _is_file(entry: os.DirEntry[str]) -> bool:

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 _ALIGNMENT = 4096
 _BUFFER_BYTES = 4 << 20
-_NUM_WRITES = 2
+_MAX_PENDING = 2
 """How many buffers of a file are written at once, while another one is filled: a disk does not wait for the next."""
 _SMALL_BYTES = 1 << 20
 """Files below go through the page cache."""
@@ -30,7 +30,7 @@ _SMALL_BYTES = 1 << 20
 _spare_buffers: list[mmap.mmap] = []
 """For the next file: memory that is new takes as long to get as to write. At most three for each that may have some."""
 
-_direct_places = threading.BoundedSemaphore(2)
+_direct_slots = threading.BoundedSemaphore(2)
 """How many files may have buffers at a time; what is written to many at once goes through the page cache."""
 
 
@@ -55,7 +55,7 @@ class LocalWriter:
         self._buffer: mmap.mmap | None = None
         """Is filled."""
         self._filled = 0
-        self._pending: deque[tuple[_Write, mmap.mmap]] = deque()
+        self._pending: deque[tuple[_WriteThread, mmap.mmap]] = deque()
         """Buffers that are written, the oldest first."""
         try:
             if self._is_direct:
@@ -67,11 +67,11 @@ class LocalWriter:
             raise
 
     def _open(self, size_bytes: int) -> int:
-        if size_bytes >= _SMALL_BYTES and hasattr(os, "O_DIRECT") and _direct_places.acquire(blocking=False):
+        if size_bytes >= _SMALL_BYTES and hasattr(os, "O_DIRECT") and _direct_slots.acquire(blocking=False):
             try:
                 file = os.open(self.path, self._flags | os.O_DIRECT, 0o666)
             except OSError:  # file systems in memory refuse
-                _direct_places.release()
+                _direct_slots.release()
             else:
                 self._is_direct = True
                 return file
@@ -99,12 +99,12 @@ class LocalWriter:
         full, self._buffer = self._buffer, None
         assert self._file is not None and full is not None, "the file is open"  # noqa: PT018
         # Their places in the file are fixed, so they may end in any order.
-        self._pending.append((_Write(self._file, memoryview(full)[:size], self._at), full))
+        self._pending.append((_WriteThread(self._file, memoryview(full)[:size], self._at), full))
         self._at += size
         self._filled = 0
-        self._buffer = self._wait() if len(self._pending) > _NUM_WRITES else _take_buffer()
+        self._buffer = self._wait_for_oldest() if len(self._pending) > _MAX_PENDING else _take_buffer()
 
-    def _wait(self) -> mmap.mmap:
+    def _wait_for_oldest(self) -> mmap.mmap:
         """Wait for the oldest buffer; raise what went wrong."""
         written, buffer = self._pending[0]
         written.finish()
@@ -113,7 +113,7 @@ class LocalWriter:
 
     def _wait_for_all(self) -> None:
         while self._pending:
-            _spare_buffers.append(self._wait())
+            _spare_buffers.append(self._wait_for_oldest())
 
     def close(self) -> None:
         """See `FileWriter`."""
@@ -151,7 +151,7 @@ class LocalWriter:
             os.close(file)
         if self._is_direct:
             self._is_direct = False
-            _direct_places.release()
+            _direct_slots.release()
 
 
 def _take_buffer() -> mmap.mmap:
@@ -162,7 +162,7 @@ def _take_buffer() -> mmap.mmap:
         return mmap.mmap(-1, _BUFFER_BYTES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
 
 
-class _Write(threading.Thread):
+class _WriteThread(threading.Thread):
     """A write that goes on beside its maker; `finish` waits for it.
 
     No executor does it: they take no work any more when the program ends, and a save may be under way then.
@@ -201,21 +201,21 @@ def _reserve(file: int, size: int) -> None:
 
 
 def _write_all(file: int, data: memoryview, at: int) -> None:
-    has_left = False
+    has_disabled = False
     while len(data):
         try:
             count = os.pwrite(file, data, at)
         except OSError as error:
             # Another thread may have left it meanwhile: then this one tries again, too.
-            if error.errno != errno.EINVAL or has_left:
+            if error.errno != errno.EINVAL or has_disabled:
                 raise
-            _leave_direct(file)
-            has_left = True
+            _disable_direct(file)
+            has_disabled = True
             continue
         data, at = data[count:], at + count
 
 
-def _leave_direct(file: int) -> None:
+def _disable_direct(file: int) -> None:
     """Write by the page cache from now on.
 
     Some file systems take ``O_DIRECT`` and refuse such writes, or want another alignment, which what is left of a

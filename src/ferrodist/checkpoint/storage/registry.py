@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from ferrodist.checkpoint.storage.base import Storage
 
 _URL = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*)://(.*)", re.DOTALL)
-_FOLDED_URL = re.compile(r"([A-Za-z][A-Za-z0-9+.-]+):/[^/]")
+_URL_AS_PATH = re.compile(r"([A-Za-z][A-Za-z0-9+.-]+):/[^/]")
 _PASSWORD = re.compile(r"://[^/@:]*:[^/@]*@")
 _LOCAL = ("file", "local")
 
@@ -59,7 +59,7 @@ def open_storage(path: str | os.PathLike[str], options: Mapping[str, Any] | None
     text = os.fspath(path)
     if not text:
         raise ValueError("a checkpoint's path is empty: name a folder")
-    if not isinstance(path, str) and (folded := _FOLDED_URL.match(text)) and folded[1] in known_implementations:
+    if not isinstance(path, str) and (folded := _URL_AS_PATH.match(text)) and folded[1] in known_implementations:
         raise ValueError(f"{text!r} was a URL before it was made a Path, which drops a slash: give it as text")
     url = _URL.fullmatch(text)
     if "::" in text and "://" in text:

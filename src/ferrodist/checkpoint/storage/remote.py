@@ -26,11 +26,11 @@ from fsspec.asyn import AsyncFileSystem, sync
 from fsspec.spec import AbstractBufferedFile
 
 from ferrodist.checkpoint.storage.base import (
-    DEAD_SECONDS,
+    DEAD_AFTER_SECONDS,
     MAX_SMALL_FILE_BYTES,
     describe_process,
     is_process_alive,
-    save_of,
+    save_id_of,
 )
 from ferrodist.errors import describe_error
 
@@ -42,7 +42,7 @@ if TYPE_CHECKING:
 
     from ferrodist.deadline import Deadline
 
-_NUMBERS: dict[type[OSError], int] = {
+_ERRNOS: dict[type[OSError], int] = {
     FileNotFoundError: errno.ENOENT,
     PermissionError: errno.EACCES,
     FileExistsError: errno.EEXIST,
@@ -52,7 +52,7 @@ _NUMBERS: dict[type[OSError], int] = {
 }
 """Of those that are raised with a text alone."""
 
-_REFUSALS = (FileNotFoundError, PermissionError, FileExistsError, IsADirectoryError, NotADirectoryError)
+_REFUSAL_CLASSES = (FileNotFoundError, PermissionError, FileExistsError, IsADirectoryError, NotADirectoryError)
 
 
 @contextlib.contextmanager
@@ -74,19 +74,19 @@ def to_os_error(error: BaseException, where: str) -> OSError:
         return OSError(errno.EIO, describe_error(error), where)
     number = error.errno
     if number is None:
-        number = next((number for kind, number in _NUMBERS.items() if isinstance(error, kind)), errno.EIO)
+        number = next((number for kind, number in _ERRNOS.items() if isinstance(error, kind)), errno.EIO)
     text = error.strerror or (str(error).strip().partition("\n")[0]) or type(error).__name__
     return OSError(number, text, where)
 
 
-def was_refused(error: OSError) -> bool:
+def is_refusal(error: OSError) -> bool:
     """Whether the store has answered, with a no; without an answer, what was asked for may still happen."""
     cause: BaseException | None = error
     while cause is not None:
         if isinstance(getattr(cause, "response", None), dict):  # botocore's: what the server sent
             return True
         cause = cause.__cause__
-    return isinstance(error, _REFUSALS)
+    return isinstance(error, _REFUSAL_CLASSES)
 
 
 _logger = logging.getLogger(__name__)
@@ -131,12 +131,12 @@ class RemoteWriter:
         """See `FileWriter`."""
         try:
             with as_os_errors(self._where), contextlib.suppress(FileNotFoundError):
-                self._give_up()
+                self._abort()
         except OSError as error:
             # Raised, it would hide why the file is given up. The next save to the folder removes what stays.
             _logger.warning("what was sent of %s can't be removed: %s", self._where, error)
 
-    def _give_up(self) -> None:
+    def _abort(self) -> None:
         try:
             if isinstance(self._file, AbstractBufferedFile):
                 self._file.closed = True  # closing it, which it does by itself when it is forgotten, would complete it
@@ -187,19 +187,19 @@ def abort_upload(fs: Any, path: str, upload: str) -> None:
 _PART_BYTES = 16 << 20
 """Kept in memory until it is sent, and twice while it is. Larger files have larger parts:"""
 
-_MOST_PARTS = 9_000
+_MAX_PARTS = 9_000
 """of one file. S3 takes 10,000."""
 
 _RANGE_BYTES = 8 << 20
 _NUM_RANGES = 8
 """So much is asked for in one request, and so many requests are made at once: S3 gives 50 to 100 MB/s for each."""
 
-_NUM_REMOVALS = 16
+_REMOVAL_BATCH = 16
 
-_MARK = re.compile(r"\.saving-([0-9a-f]{12})")
+_MARKER = re.compile(r"\.saving-([0-9a-f]{12})")
 """The name of the object that says of which process a save is; see [Note: living saves] in `base`."""
 
-_TIMES = ("LastModified", "last_modified", "mtime", "updated", "created")
+_MTIME_KEYS = ("LastModified", "last_modified", "mtime", "updated", "created")
 """How file systems call the time of a file."""
 
 _own_saves: weakref.WeakValueDictionary[str, RemoteStorage] = weakref.WeakValueDictionary()
@@ -231,7 +231,7 @@ class RemoteStorage:
         self._folder = folder.rstrip("/")
         self._is_new = False
         """Whether `begin` has made the folder."""
-        self._begun: str | None = None
+        self._uncommitted: str | None = None
         """The save that was begun here and that no manifest can name as yet."""
         protocols = {fs.protocol} if isinstance(fs.protocol, str) else set(fs.protocol)
         self._has_buckets = bool(protocols & _OBJECT_STORES)
@@ -247,15 +247,15 @@ class RemoteStorage:
                 self._is_new = not self._fs.exists(self._folder)
                 self._fs.makedirs(self._folder, exist_ok=True)
             if self._has_buckets:
-                self._find_bucket(self._folder.partition("/")[0])
+                self._check_bucket(self._folder.partition("/")[0])
             self._fs.pipe_file(self._path(f".saving-{save_id}"), describe_process())
         _own_saves[save_id] = self
-        self._begun = save_id
+        self._uncommitted = save_id
 
     def create(self, save_id: str, name: str, size_bytes: int) -> RemoteWriter:
         """See `Storage`."""
-        assert save_of(name) == save_id, "names of files that are not staged have the save's id"
-        part_bytes = max(_PART_BYTES, size_bytes // _MOST_PARTS + 1)
+        assert save_id_of(name) == save_id, "names of files that are not staged have the save's id"
+        part_bytes = max(_PART_BYTES, size_bytes // _MAX_PARTS + 1)
         return RemoteWriter(self._fs, self._path(name), self._where(name), part_bytes)
 
     def exclusive(self, deadline: Deadline) -> AbstractContextManager[None]:  # noqa: ARG002 - nothing is waited for
@@ -267,15 +267,15 @@ class RemoteStorage:
 
     def put(self, name: str, data: bytes) -> None:
         """See `Storage`."""
-        begun, self._begun = self._begun, None
+        uncommitted, self._uncommitted = self._uncommitted, None
         try:
             with as_os_errors(self._where(name)):
                 self._put(name, data)
         except OSError as error:
-            if was_refused(error):
-                self._begun = begun
+            if is_refusal(error):
+                self._uncommitted = uncommitted
                 raise
-            if not self._holds(name, data):  # else only the answer was lost
+            if not self._has_content(name, data):  # else only the answer was lost
                 text = f"{error.strerror}; whether it was written is not known"
                 raise OSError(error.errno, text, error.filename) from error
 
@@ -286,13 +286,13 @@ class RemoteStorage:
 
     def discard(self, save_id: str) -> None:
         """See `Storage`."""
-        if self._begun == save_id:
+        if self._uncommitted == save_id:
             self._abort_uploads({save_id})
-            self.remove([name for name in self.list_names() if save_of(name) == save_id])
+            self.remove([name for name in self.list_names() if save_id_of(name) == save_id])
         if _own_saves.get(save_id) is self:
             _own_saves.pop(save_id, None)
             self.remove([f".saving-{save_id}"])
-        if self._begun == save_id and self._is_new:
+        if self._uncommitted == save_id and self._is_new:
             self.remove_folder()
 
     def read_beside(self, name: str, size_bytes: int) -> list[bytes]:
@@ -306,16 +306,16 @@ class RemoteStorage:
                 folders |= {entry["name"].rstrip("/") for entry in found if entry["type"] == "directory"}
             paths = [f"{folder}/{name}" for folder in sorted(folders)]
             size = [size_bytes] * len(paths)
-            pieces = self._fs.cat_ranges(paths, [0] * len(paths), size, on_error="return") if paths else []
-        return [bytes(piece) for piece in pieces if not isinstance(piece, BaseException)]
+            chunks = self._fs.cat_ranges(paths, [0] * len(paths), size, on_error="return") if paths else []
+        return [bytes(chunk) for chunk in chunks if not isinstance(chunk, BaseException)]
 
     def remove(self, names: Collection[str]) -> None:
         """See `Storage`."""
         if isinstance(self._fs, AsyncFileSystem):
             left = list(names)
             while left:  # not by threads, of which none can be begun while the program ends
-                self._remove_at_once(left[:_NUM_REMOVALS])
-                del left[:_NUM_REMOVALS]
+                self._remove_batch(left[:_REMOVAL_BATCH])
+                del left[:_REMOVAL_BATCH]
         else:
             for name in names:
                 with contextlib.suppress(FileNotFoundError), as_os_errors(self._where(name)):
@@ -323,23 +323,23 @@ class RemoteStorage:
 
     def has_leftovers(self, save_id: str = "") -> bool:
         """See `Storage`; whole files are told by their names."""
-        saves = self._marked_saves() | {str(save_of(name)) for name, _ in self._uploads()}
+        saves = self._saves_with_marker() | {str(save_id_of(name)) for name, _ in self._uploads()}
         return save_id in saves if save_id else bool(saves)
 
     def remove_leftovers(self) -> None:
         """See `Storage`."""
-        marks = self._marked_saves()
-        living = {save_id for save_id in marks if self._may_live(save_id)}
-        dead = {str(save_of(name)) for name, _ in self._uploads()} - living
+        markers = self._saves_with_marker()
+        living = {save_id for save_id in markers if self._may_be_alive(save_id)}
+        dead = {str(save_id_of(name)) for name, _ in self._uploads()} - living
         if dead:
             self._abort_uploads(dead)
-        self.remove([f".saving-{save_id}" for save_id in sorted(marks - living)])
+        self.remove([f".saving-{save_id}" for save_id in sorted(markers - living)])
 
     def living_saves(self) -> set[str]:
         """See `Storage`."""
-        return {save_id for save_id in self._marked_saves() if self._may_live(save_id)}
+        return {save_id for save_id in self._saves_with_marker() if self._may_be_alive(save_id)}
 
-    def _may_live(self, save_id: str) -> bool:
+    def _may_be_alive(self, save_id: str) -> bool:
         """Whether a save may live, of which an object tells."""
         if save_id in _own_saves:
             return True
@@ -352,10 +352,10 @@ class RemoteStorage:
                 facts = self._fs.info(self._path(name))
         except FileNotFoundError:
             return False
-        changed = next((facts[key] for key in _TIMES if facts.get(key) is not None), None)
+        changed = next((facts[key] for key in _MTIME_KEYS if facts.get(key) is not None), None)
         if isinstance(changed, dt.datetime):
             changed = changed.timestamp()
-        return not isinstance(changed, (int, float)) or time.time() - changed < DEAD_SECONDS
+        return not isinstance(changed, (int, float)) or time.time() - changed < DEAD_AFTER_SECONDS
 
     def remove_folder(self) -> None:
         """See `Storage`."""
@@ -367,11 +367,11 @@ class RemoteStorage:
 
     def list_names(self) -> list[str]:
         """See `Storage`; without the objects that tell of living saves."""
-        return [name for name in self._list("file") if _MARK.fullmatch(name) is None]
+        return [name for name in self._list("file") if _MARKER.fullmatch(name) is None]
 
-    def _marked_saves(self) -> set[str]:
+    def _saves_with_marker(self) -> set[str]:
         """The ids of the saves that such objects tell of."""
-        return {found[1] for name in self._list("file") if (found := _MARK.fullmatch(name)) is not None}
+        return {found[1] for name in self._list("file") if (found := _MARKER.fullmatch(name)) is not None}
 
     def list_folders(self) -> list[str]:
         """See `Storage`."""
@@ -411,7 +411,7 @@ class RemoteStorage:
         """See `Storage`."""
         left = into.cast("B")
         while len(left):
-            count = self._read_some(name, start, left)
+            count = self._read_chunk(name, start, left)
             start, left = start + count, left[count:]
 
     def close(self) -> None:
@@ -423,7 +423,7 @@ class RemoteStorage:
     def _where(self, name: str) -> str:
         return f"{self.url}/{name}"
 
-    def _find_bucket(self, bucket: str) -> None:
+    def _check_bucket(self, bucket: str) -> None:
         """Raise FileNotFoundError if it is not there, before anything is sent to it."""
         try:
             self._fs.info(bucket)
@@ -436,22 +436,22 @@ class RemoteStorage:
         if not self._has_folders:
             self._fs.pipe_file(self._path(name), data)
             return
-        place = self._path(f".{name}.new")
+        temporary = self._path(f".{name}.new")
         try:
-            self._fs.pipe_file(place, data)
-            self._fs.mv(place, self._path(name))
+            self._fs.pipe_file(temporary, data)
+            self._fs.mv(temporary, self._path(name))
         except BaseException:
             with contextlib.suppress(Exception):
-                self._fs.rm_file(place)
+                self._fs.rm_file(temporary)
             raise
 
-    def _holds(self, name: str, data: bytes) -> bool:
+    def _has_content(self, name: str, data: bytes) -> bool:
         try:
             return self.get(name) == data
         except OSError:
             return False
 
-    def _remove_at_once(self, names: Sequence[str]) -> None:
+    def _remove_batch(self, names: Sequence[str]) -> None:
         async def remove() -> list[BaseException | None]:
             removals = [self._fs._rm_file(self._path(name)) for name in names]
             outcomes: list[BaseException | None] = await asyncio.gather(*removals, return_exceptions=True)
@@ -464,7 +464,7 @@ class RemoteStorage:
     def _abort_uploads(self, save_ids: set[str]) -> None:
         """Abort those of some saves."""
         for name, upload in self._uploads():
-            if save_of(name) in save_ids:
+            if save_id_of(name) in save_ids:
                 with as_os_errors(self._where(name)):
                     abort_upload(self._fs, self._path(name), upload)
 
@@ -474,32 +474,32 @@ class RemoteStorage:
             with as_os_errors(self.url):
                 found = list(list_uploads(self._fs, self._folder))
         except OSError as error:
-            if not was_refused(error):
+            if not is_refusal(error):
                 raise
             # Not all who may write may list uploads, and not all stores do it.
             _logger.debug("uploads to %s that were not completed can't be looked for: %s", self.url, error)
             return []
-        return [(name, upload) for name, upload in found if save_of(name) is not None]
+        return [(name, upload) for name, upload in found if save_id_of(name) is not None]
 
-    def _read_some(self, name: str, start: int, into: memoryview) -> int:
+    def _read_chunk(self, name: str, start: int, into: memoryview) -> int:
         """Fill the beginning of ``into``, with several requests at once; how much that was."""
         path, stop = self._path(name), min(start + len(into), start + _NUM_RANGES * _RANGE_BYTES)
         starts = list(range(start, stop, _RANGE_BYTES))
         ends = [min(begin + _RANGE_BYTES, stop) for begin in starts]
         with as_os_errors(self._where(name)):
-            pieces = self._fs.cat_ranges([path] * len(starts), starts, ends, on_error="return")
+            chunks = self._fs.cat_ranges([path] * len(starts), starts, ends, on_error="return")
         count = 0
-        for begin, end, piece in zip(starts, ends, pieces, strict=True):
-            if isinstance(piece, BaseException):
-                self._check_inside(name, end, piece)
-                raise to_os_error(piece, self._where(name)) from piece
-            if len(piece) > end - begin:
+        for begin, end, chunk in zip(starts, ends, chunks, strict=True):
+            if isinstance(chunk, BaseException):
+                self._check_inside(name, end, chunk)
+                raise to_os_error(chunk, self._where(name)) from chunk
+            if len(chunk) > end - begin:
                 raise OSError(
-                    errno.EIO, f"{len(piece)} bytes came where {end - begin} were asked for", self._where(name)
+                    errno.EIO, f"{len(chunk)} bytes came where {end - begin} were asked for", self._where(name)
                 )
-            into[count : count + len(piece)] = piece
-            count += len(piece)
-            if len(piece) < end - begin:
+            into[count : count + len(chunk)] = chunk
+            count += len(chunk)
+            if len(chunk) < end - begin:
                 break  # the rest is asked for again
         if not count:
             self._check_inside(name, start + 1, None)

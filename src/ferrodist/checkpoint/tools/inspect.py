@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
     from ferrodist.checkpoint.format.manifest import Manifest
 
-_SHOWN_CHARACTERS = 200
+_MAX_VALUE_LENGTH = 200
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -124,13 +124,13 @@ def inspect_checkpoint(path: str | os.PathLike[str], *, storage_options: Mapping
 
 def _entries(manifest: Manifest, node: Any, place: tuple[str, ...]) -> Iterator[StateEntry]:
     if is_leaf_node(node):
-        yield StateEntry(place=place, kind="value", value=leaf_text(node)[:_SHOWN_CHARACTERS])
+        yield StateEntry(place=place, kind="value", value=leaf_text(node)[:_MAX_VALUE_LENGTH])
         return
     mark: str
     content: Any
     mark, content = ("list", node) if isinstance(node, list) else next(iter(node.items()))
     if mark in ("tensor", "array"):
-        yield StateEntry(place=place, kind=mark, tensor=_facts(manifest, content))
+        yield StateEntry(place=place, kind=mark, tensor=_tensor_facts(manifest, content))
         return
     if mark == "pairs":
         members = {leaf_text(key): each for key, each in content}
@@ -141,7 +141,7 @@ def _entries(manifest: Manifest, node: Any, place: tuple[str, ...]) -> Iterator[
         yield from _entries(manifest, each, (*place, f"rank {key}" if mark == "per_rank" else key))
 
 
-def _facts(manifest: Manifest, key: str) -> TensorFacts | None:
+def _tensor_facts(manifest: Manifest, key: str) -> TensorFacts | None:
     tensor = manifest.tensors.get(key)
     if tensor is None:
         return None

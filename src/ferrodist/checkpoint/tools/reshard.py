@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
+from ferrodist.arguments import check_int
 from ferrodist.checkpoint.format.dtypes import dtype_from_name
 from ferrodist.checkpoint.reader import CheckpointReader
 from ferrodist.checkpoint.retention import check_owned, read_manifest
@@ -41,7 +42,7 @@ if TYPE_CHECKING:
     from ferrodist.checkpoint.save_plan import Span
     from ferrodist.checkpoint.storage.base import Storage
 
-BAND_BYTES = 16 << 20
+ROW_BLOCK_BYTES = 16 << 20
 """Enough that reading a band takes longer than beginning to."""
 
 
@@ -71,8 +72,8 @@ def row_blocks(shape: tuple[int, ...], max_elements: int) -> Iterator[Box]:
             yield Box((row, *[0] * len(rest)), (min(num_rows, size - row), *rest))
         return
     for row in range(size):
-        for band in row_blocks(tuple(rest), max_elements):
-            yield Box((row, *band.offsets), (1, *band.shape))
+        for rows in row_blocks(tuple(rest), max_elements):
+            yield Box((row, *rows.offsets), (1, *rows.shape))
 
 
 if TYPE_CHECKING:
@@ -80,7 +81,7 @@ if TYPE_CHECKING:
     """Told how many bytes are done, and of how many."""
 
 
-class Progress:
+class ProgressCounter:
     """Counts bytes.
 
     Args:
@@ -107,8 +108,8 @@ if TYPE_CHECKING:
 
 
 DEFAULT_MEMORY_BYTES = 256 << 20
-_LEAST_MEMORY_BYTES = 16 << 20
-_MOST_OPEN_FILES = 128
+_MIN_MEMORY_BYTES = 16 << 20
+_MAX_OPEN_FILES = 128
 _UPLOAD_BYTES = 32 << 20
 """What a file that is not on a disk may keep in memory until it is sent."""
 
@@ -153,13 +154,9 @@ class RewriteOptions:
     progress: ProgressCallback | None = None
 
     def __post_init__(self) -> None:
-        for name in ("num_ranks", "max_file_bytes", "max_memory_bytes"):
-            value = getattr(self, name)
-            if type(value) is not int:
-                raise TypeError(f"{name} must be an int, not {type(value).__name__}")
-            least = _LEAST_MEMORY_BYTES if name == "max_memory_bytes" else 1
-            if value < least:
-                raise ValueError(f"{name} must be at least {least}, not {value}")
+        check_int("num_ranks", self.num_ranks, min=1)
+        check_int("max_file_bytes", self.max_file_bytes, min=1)
+        check_int("max_memory_bytes", self.max_memory_bytes, min=_MIN_MEMORY_BYTES)
         if not (self.dim is None or type(self.dim) is int or callable(self.dim)):
             raise TypeError(f"dim must be an int, a function of key and shape, or None, not {type(self.dim).__name__}")
 
@@ -181,12 +178,12 @@ class RewriteOptions:
 
 
 def rewrite(
-    contents: RewriteSource, storage: Storage, options: RewriteOptions, *, single_name: str | None = None
+    source_state: RewriteSource, storage: Storage, options: RewriteOptions, *, single_name: str | None = None
 ) -> None:
     """Write a checkpoint; what is in the folder is replaced at once at the end, as by `save_distributed`.
 
     Args:
-        contents: What goes into it.
+        source_state: What goes into it.
         storage: Where.
         options: How.
         single_name: What the file of tensors is called if it is the only one.
@@ -194,7 +191,7 @@ def rewrite(
     Raises:
         DistCheckpointError: The source is damaged, or the storage refuses. Nothing was committed.
     """
-    reports = _make_reports(contents, options)
+    reports = _make_reports(source_state, options)
     save_id = uuid.uuid4().hex[:12]
     try:
         check_owned(storage)
@@ -202,12 +199,12 @@ def rewrite(
         del reports
         storage.begin(save_id)
         files = [[FileStream(storage, save_id, file, plan.tensors) for file in own] for own in plan.files]
-        _write(contents, plan, files, _open_at_once(storage, options), options)
+        _write(source_state, plan, files, _num_open_ranks(storage, options), options)
         manifest = make_manifest(
             plan,
             [[file.report() for file in own] for own in files],
             save_id=save_id,
-            world_size=contents.world_size if _has_own(plan.tree) else options.num_ranks,
+            world_size=source_state.world_size if _has_per_rank(plan.tree) else options.num_ranks,
         )
         commit(storage, manifest, Deadline(default_timeout()), single_name=single_name)
     except BaseException as error:
@@ -225,18 +222,18 @@ def _discard(storage: Storage, save_id: str) -> None:
         pass  # the error that is being raised says more
 
 
-def _open_at_once(storage: Storage, options: RewriteOptions) -> int:
+def _num_open_ranks(storage: Storage, options: RewriteOptions) -> int:
     """For how many ranks files may be open together."""
     if storage.is_staged:
-        return _MOST_OPEN_FILES
-    return max(1, min(_MOST_OPEN_FILES, options.max_memory_bytes // 2 // _UPLOAD_BYTES))
+        return _MAX_OPEN_FILES
+    return max(1, min(_MAX_OPEN_FILES, options.max_memory_bytes // 2 // _UPLOAD_BYTES))
 
 
-def _make_reports(contents: RewriteSource, options: RewriteOptions) -> list[StateReport]:
+def _make_reports(source_state: RewriteSource, options: RewriteOptions) -> list[StateReport]:
     """What each rank would have."""
-    reports = [StateReport(contents.tree, {}) for _ in range(options.num_ranks)]
-    own = _own_keys(contents.tree)
-    for key, (shape, dtype) in contents.tensors.items():
+    reports = [StateReport(source_state.tree, {}) for _ in range(options.num_ranks)]
+    own = _per_rank_keys(source_state.tree)
+    for key, (shape, dtype) in source_state.tensors.items():
         ranks: Sequence[int] = range(options.num_ranks)
         if (owner := own.get(key)) is not None:
             ranks = [owner % options.num_ranks]
@@ -247,8 +244,8 @@ def _make_reports(contents: RewriteSource, options: RewriteOptions) -> list[Stat
         else:
             boxes = [[box] if prod(box.shape) else [] for box in _divide(shape, dim, options.num_ranks)]
             placement = f"Shard({dim}) over {counted(options.num_ranks, 'rank')}"
-        for rank, having in zip(ranks, boxes, strict=True):
-            reports[rank].tensors[key] = TensorReport(shape, dtype, placement, having)
+        for rank, boxes_of_rank in zip(ranks, boxes, strict=True):
+            reports[rank].tensors[key] = TensorReport(shape, dtype, placement, boxes_of_rank)
     return reports
 
 
@@ -259,17 +256,17 @@ def _divide(shape: tuple[int, ...], dim: int, num_ranks: int) -> Iterator[BoxRep
         yield BoxReport(offsets, (*shape[:dim], end - begin, *shape[dim + 1 :]))
 
 
-def _has_own(node: Any) -> bool:
+def _has_per_rank(node: Any) -> bool:
     """Whether a tree has `PerRank` values."""
     if isinstance(node, list):
-        return any(map(_has_own, node))
+        return any(map(_has_per_rank, node))
     if not isinstance(node, dict):
         return False
-    contents = [list(each.values()) if isinstance(each, dict) else each for each in node.values()]
-    return "per_rank" in node or any(map(_has_own, contents))
+    source_state = [list(each.values()) if isinstance(each, dict) else each for each in node.values()]
+    return "per_rank" in node or any(map(_has_per_rank, source_state))
 
 
-def _own_keys(tree: Any) -> dict[str, int]:
+def _per_rank_keys(tree: Any) -> dict[str, int]:
     """The keys of tensors that only one rank has, for they are in its `PerRank` values, with that rank."""
     found: dict[str, set[int | None]] = {}
 
@@ -292,24 +289,24 @@ def _own_keys(tree: Any) -> dict[str, int]:
 
 
 def _write(
-    contents: RewriteSource, plan: SavePlan, files: list[list[FileStream]], at_once: int, options: RewriteOptions
+    source_state: RewriteSource, plan: SavePlan, files: list[list[FileStream]], at_once: int, options: RewriteOptions
 ) -> None:
     sizes = {key: dtype_from_name(tensor.dtype).itemsize for key, tensor in plan.tensors.items()}
     total = sum(prod(tensor.shape) * sizes[key] for key, tensor in plan.tensors.items())
-    progress = Progress(total, options.progress)
+    progress = ProgressCounter(total, options.progress)
     # A band, a copy of it where it lies otherwise in the source, one of a part where it goes, and blocks to be checked.
-    band_bytes = min(BAND_BYTES, options.max_memory_bytes // 4)
+    block_bytes = min(ROW_BLOCK_BYTES, options.max_memory_bytes // 4)
     for first in range(0, len(files), at_once):
         streams = [file for own in files[first : first + at_once] for file in own]
-        takers: dict[str, list[tuple[Span, FileStream]]] = {}
+        consumers: dict[str, list[tuple[Span, FileStream]]] = {}
         for file in streams:
             for span in file.plan.spans:
-                takers.setdefault(span.key, []).append((span, file))
+                consumers.setdefault(span.key, []).append((span, file))
         try:
-            for key in sorted(takers, key=_file_order(plan, sizes)):
-                bands = row_blocks(plan.tensors[key].shape, max(1, band_bytes // sizes[key]))
-                for band in bands:
-                    progress.add(_write_band(contents.source, key, plan.tensors[key].dtype, band, takers[key]))
+            for key in sorted(consumers, key=_file_order(plan, sizes)):
+                row_ranges = row_blocks(plan.tensors[key].shape, max(1, block_bytes // sizes[key]))
+                for rows in row_ranges:
+                    progress.add(_write_rows(source_state.source, key, plan.tensors[key].dtype, rows, consumers[key]))
             for file in streams:
                 file.close()
         except BaseException:
@@ -324,17 +321,19 @@ def _file_order(plan: SavePlan, sizes: Mapping[str, int]) -> Callable[[str], tup
     return lambda key: (-sizes[key], places[key])
 
 
-def _write_band(source: BoxSource, key: str, dtype: str, band: Box, takers: Sequence[tuple[Span, FileStream]]) -> int:
+def _write_rows(
+    source: BoxSource, key: str, dtype: str, rows: Box, consumers: Sequence[tuple[Span, FileStream]]
+) -> int:
     """Give each file what it has of a band; returns how many bytes these are."""
-    parts = [(span, file, Box(span.offsets, span.shape).intersect(band)) for span, file in takers]
-    wanted = [(span, file, part) for span, file, part in parts if part is not None]
+    overlaps = [(span, file, Box(span.offsets, span.shape).intersect(rows)) for span, file in consumers]
+    wanted = [(span, file, part) for span, file, part in overlaps if part is not None]
     if not wanted:
         return 0
-    tensor = torch.empty(band.shape, dtype=dtype_from_name(dtype), device="cpu")
-    source.read_box(key, band, tensor)
+    tensor = torch.empty(rows.shape, dtype=dtype_from_name(dtype), device="cpu")
+    source.read_box(key, rows, tensor)
     written = 0
     for span, file, part in wanted:
-        data = bytes_of(part.within(band).take(tensor))
+        data = bytes_of(part.within(rows).take(tensor))
         file.add(span, data)
         written += len(data)
     return written
@@ -390,13 +389,13 @@ def reshard(
     storage, new_storage = open_storage(path, storage_options), open_storage(new_path, new_storage_options)
     try:
         manifest = read_manifest(storage)
-        contents = RewriteSource(
+        source_state = RewriteSource(
             tree=manifest.tree,
             tensors={key: (tensor.shape, tensor.dtype) for key, tensor in manifest.tensors.items()},
             source=CheckpointReader(storage, manifest, verify=verify),
             world_size=manifest.world_size,
         )
-        rewrite(contents, new_storage, options)
+        rewrite(source_state, new_storage, options)
     finally:
         storage.close()
         new_storage.close()

@@ -13,7 +13,7 @@ from ferrodist.checkpoint.format.tree import referenced_keys
 from ferrodist.checkpoint.retention import read_manifest
 from ferrodist.checkpoint.save import make_index
 from ferrodist.checkpoint.storage import open_storage
-from ferrodist.checkpoint.tools.reshard import Progress
+from ferrodist.checkpoint.tools.reshard import ProgressCounter
 from ferrodist.errors import DistCheckpointError
 from ferrodist.wording import counted
 
@@ -127,33 +127,33 @@ class _Verifier:
         self._manifest = manifest
         self._names = names
         self._contents = contents
-        self._progress = Progress(sum(map(self._to_read, manifest.files)), progress)
+        self._progress = ProgressCounter(sum(map(self._bytes_to_read, manifest.files)), progress)
         self._size_bytes = 0
         self._shards: list[list[tuple[str, ShardEntry]]] = [[] for _ in manifest.files]
         for key, tensor in manifest.tensors.items():
             for shard in tensor.shards:
                 self._shards[shard.file].append((key, shard))
 
-    def _to_read(self, file: FileEntry) -> int:
+    def _bytes_to_read(self, file: FileEntry) -> int:
         return file.size_bytes if self._contents else file.header_bytes
 
     def run(self) -> VerificationReport:
         """The report."""
         problems = list(self._check_tree())
-        for place, file in enumerate(self._manifest.files):
-            problems += self._check_file(place, file)
+        for file_index, file in enumerate(self._manifest.files):
+            problems += self._check_file(file_index, file)
             self._storage.close()  # there may be more files than can be open together
         problems += self._check_index()
         problems += self._check_others()
         known = {MANIFEST_NAME, INDEX_NAME, *(file.name for file in self._manifest.files)}
-        strange = {problem.file for problem in problems}
+        reported = {problem.file for problem in problems}
         return VerificationReport(
             url=self._storage.url,
             num_files=len(self._manifest.files),
             num_tensors=len(self._manifest.tensors),
             size_bytes=self._size_bytes,
             problems=tuple(problems),
-            other_files=tuple(sorted(self._names - known - strange)),
+            other_files=tuple(sorted(self._names - known - reported)),
         )
 
     def _check_tree(self) -> Iterator[Problem]:
@@ -161,34 +161,34 @@ class _Verifier:
         for key in sorted(set(self._manifest.tensors) - set(referenced_keys(self._manifest.tree))):
             yield Problem(file=MANIFEST_NAME, tensor=key, what="is among the tensors, but not in the state")
 
-    def _check_file(self, place: int, file: FileEntry) -> Iterator[Problem]:
-        shards = sorted(self._shards[place], key=lambda each: (each[1].start, each[1].stop))
+    def _check_file(self, file_index: int, file: FileEntry) -> Iterator[Problem]:
+        shards = sorted(self._shards[file_index], key=lambda each: (each[1].start, each[1].stop))
         try:
             size = self._storage.size_bytes(file.name)
         except FileNotFoundError:
-            self._progress.add(self._to_read(file))
-            yield from self._of_all(file, shards, "is missing")
+            self._progress.add(self._bytes_to_read(file))
+            yield from self._for_each_tensor(file, shards, "is missing")
             return
         except OSError as error:
-            self._progress.add(self._to_read(file))
-            yield from self._of_all(file, shards, f"can't be read: {error}")
+            self._progress.add(self._bytes_to_read(file))
+            yield from self._for_each_tensor(file, shards, f"can't be read: {error}")
             return
         if size != file.size_bytes:
             yield Problem(file=file.name, what=f"has {counted(size, 'byte')} where {file.size_bytes} were written")
-        yield from self._check_header(place, file)
+        yield from self._check_header(file_index, file)
         yield from self._check_layout(file, shards)
         if self._contents:
             for key, shard in shards:
                 yield from self._check_shard(file, key, shard)
 
-    def _of_all(self, file: FileEntry, shards: list[tuple[str, ShardEntry]], what: str) -> Iterator[Problem]:
+    def _for_each_tensor(self, file: FileEntry, shards: list[tuple[str, ShardEntry]], what: str) -> Iterator[Problem]:
         """The same for each tensor of a file."""
         for key in dict.fromkeys(key for key, _ in shards):
             yield Problem(file=file.name, tensor=key, what=what)
         if not shards:
             yield Problem(file=file.name, what=what)
 
-    def _check_header(self, place: int, file: FileEntry) -> Iterator[Problem]:
+    def _check_header(self, file_index: int, file: FileEntry) -> Iterator[Problem]:
         header = bytearray(file.header_bytes)
         if (problem := self._read(file, 0, memoryview(header))) is not None:
             yield Problem(file=file.name, what=f"its header {problem}")
@@ -200,7 +200,7 @@ class _Verifier:
         except ValueError as error:
             yield Problem(file=file.name, what=str(error))
             return
-        expected = expected_entries(self._manifest, place)
+        expected = expected_entries(self._manifest, file_index)
         for name, (key, entry) in expected.items():
             if found.get(name) != entry:
                 what = "lacks it" if name not in found else f"says {found[name]} of it"
@@ -222,11 +222,11 @@ class _Verifier:
 
     def _check_shard(self, file: FileEntry, key: str, shard: ShardEntry) -> Iterator[Problem]:
         step = self._manifest.block_bytes
-        for number, start in enumerate(range(shard.start, shard.stop, step)):
+        for index, start in enumerate(range(shard.start, shard.stop, step)):
             block = memoryview(bytearray(min(step, shard.stop - start)))
             stop = start + len(block)
             problem = self._read(file, start, block)
-            if problem is None and hash_bytes(block) != shard.hashes[number]:
+            if problem is None and hash_bytes(block) != shard.hashes[index]:
                 problem = "don't have the hash that they were saved with"
             if problem is not None:
                 yield Problem(file=file.name, tensor=key, what=f"bytes {start} to {stop} {problem}")
