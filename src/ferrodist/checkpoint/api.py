@@ -48,7 +48,7 @@ def save_distributed(
         group: All ranks that hold a shard of the state; None is the default group, or this process alone without one.
         max_file_bytes: The size from which a rank's data is split into several files.
         check_replicas: Compare the replicas of a tensor by hash, at 10 to 20 GB/s.
-        shards: How plain tensors are sharded that the program itself has sharded.
+        shards: The sharding of plain tensors that the program has sharded itself.
         keep_last: The number of checkpoints to keep beside this one and including it; older ones in the same parent
             folder are removed after the save. Damaged checkpoints neither count nor are removed. None keeps all.
         storage_options: Options of fsspec's file system, if the path is a URL.
@@ -115,7 +115,7 @@ def load_distributed(
             have.
         one_reads: Have rank 0 read for all ranks, each byte once, and send it on; for storage that is slower than the
             network between ranks.
-        shards: How plain tensors in ``into`` are sharded that the program itself shards.
+        shards: The sharding of plain tensors in ``into``.
         verify: Check the hashes of all blocks read: a fifth of the time of a load from memory, little of one from a
             disk.
         storage_options: Options of fsspec's file system, if the path is a URL.
@@ -126,7 +126,7 @@ def load_distributed(
         ``into`` with the loaded values; its tensors, modules and objects are the same objects.
 
     Raises:
-        DistCheckpointError: On all ranks: there is no checkpoint, it doesn't fit, or it is damaged. Some tensors may
+        DistCheckpointError: On all ranks: the checkpoint is missing, doesn't fit, or is damaged. Some tensors may
             have been filled already.
         TypeError, ValueError: An argument is wrong.
     """
@@ -151,7 +151,7 @@ def check_keep_last(keep_last: object) -> None:
 
 
 def resolve_ranks(group: Backend | None) -> Backend:
-    """Return the group, the default group, or a group of this process alone if there is none."""
+    """Return the group, the default group, or a new group of this process alone."""
     if group is None and not is_initialized():
         return SimulatedBackend.create_group(1)[0]
     return resolve_group(group)

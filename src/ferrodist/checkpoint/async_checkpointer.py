@@ -111,7 +111,7 @@ class CheckpointFuture:
         return self.path
 
     def done(self) -> bool:
-        """Whether the save has committed or failed."""
+        """Return whether the save has committed or failed."""
         return self._future.done()
 
     def exception(self) -> BaseException | None:

@@ -48,7 +48,7 @@ def all_or_none(
     """Run the block on every rank; at its end raise on all ranks if it failed on any.
 
     Args:
-        action: What the block does: "write a checkpoint".
+        action: The step that the block takes: "write a checkpoint".
         path: The checkpoint; must be the same on all ranks.
         group: The ranks.
         deadline: When the other ranks must have arrived.

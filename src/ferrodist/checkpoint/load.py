@@ -1,10 +1,9 @@
-"""Loading a checkpoint into what is there, however it lies, on however many ranks.
+"""Loading a checkpoint into a state of any sharding, on any number of ranks.
 
-manifest --rank 0 reads, all get it--> match with `into` --agree--> each rank reads what it needs --agree--> done
+    manifest --rank 0 reads, all get it--> plan with `into` --agree--> each rank reads its boxes --agree--> done
 
-One rank reads for all: where storage is slow, or each reader costs, every byte is read once and sent on.
-
-All ranks go through their boxes in one order, that of the files; so each message comes when it is waited for.
+With ``one_reads`` rank 0 reads every byte once and sends it to the ranks that need it, for slow or metered storage. All
+ranks then go through their boxes in the order of the files, so that no message waits.
 """
 
 from __future__ import annotations
@@ -35,13 +34,12 @@ if TYPE_CHECKING:
     from ferrodist.backends.base import Backend
     from ferrodist.checkpoint.storage.base import Storage
     from ferrodist.deadline import Deadline
-    from ferrodist.tensor.local_shards import LocalShard
 
 _MESSAGE_BYTES = 32 << 20
 
 
 class ReadRequest(msgspec.Struct, frozen=True, array_like=True):
-    """A box of a saved tensor that a rank wants."""
+    """A box of a saved tensor that a rank needs."""
 
     key: str
     offsets: tuple[int, ...]
@@ -57,20 +55,20 @@ def read_on_rank0(
     group: Backend,
     deadline: Deadline,
 ) -> None:
-    """Fill tensors on all ranks with what rank 0 reads; every rank calls this.
+    """Fill tensors on all ranks with data that rank 0 reads; every rank calls this.
 
     Args:
-        reader: Reads; on rank 0 only.
-        manifest: The checkpoint's.
-        wanted: Boxes of saved tensors, and what of this rank they fill.
+        reader: The reader; used on rank 0 only.
+        manifest: The checkpoint's manifest.
+        wanted: Boxes of saved tensors, and this rank's memory that they fill.
         where: The checkpoint, for messages.
         group: The ranks.
         deadline: When all must be done.
 
     Raises:
-        DistCheckpointError: A rank has no memory for it; or, when everything was sent, something could not be read, on
-            rank 0, or doesn't fit.
-        DistributedError: A rank was lost, or is late.
+        DistCheckpointError: A rank has no memory for it; or, after everything was sent, a read failed on rank 0 or data
+            doesn't fit.
+        DistributedError: A rank was lost or is late.
     """
     own: dict[ReadRequest, list[torch.Tensor]] = {}
     for key, box, view in wanted:
@@ -89,7 +87,7 @@ def read_on_rank0(
 
 
 def _receivers(own: Iterable[ReadRequest], gathered: Sequence[bytes]) -> dict[ReadRequest, list[int]]:
-    """Which other ranks want what rank 0 reads; elsewhere what this rank wants, and nobody."""
+    """Return the other ranks that need each box, on rank 0; elsewhere this rank's boxes, without receivers."""
     receivers: dict[ReadRequest, list[int]] = {request: [] for request in own}
     for rank, encoded in enumerate(gathered):
         for request in msgspec.msgpack.decode(encoded, type=list[ReadRequest]) if rank else ():
@@ -105,7 +103,7 @@ def _receive(
     group: Backend,
     deadline: Deadline,
 ) -> Exception | None:
-    """Fill what this rank wants; why it could not."""
+    """Fill this rank's tensors; return the first error."""
     failure: Exception | None = None
     for request, chunk, inner in _chunks(own, manifest):
         data = _buffer_view(buffer, request, chunk, manifest)
@@ -124,7 +122,7 @@ def _read_and_send(
     group: Backend,
     deadline: Deadline,
 ) -> Exception | None:
-    """Read what all ranks want; why that could not be done."""
+    """Read the boxes of all ranks; return the first error."""
     failure: Exception | None = None
     for request, chunk, inner in _chunks(receivers, manifest):
         data = _buffer_view(buffer, request, chunk, manifest)
@@ -136,7 +134,7 @@ def _read_and_send(
 
 
 def _catch(act: Callable[[], None]) -> Exception | None:
-    """Why it can't be done, for other ranks wait for all that they want, and learn of it then."""
+    """Return the error of a call, since other ranks still wait for data and are told at the end."""
     try:
         act()
     except Exception as error:  # noqa: BLE001 - raised when all is sent
@@ -145,7 +143,7 @@ def _catch(act: Callable[[], None]) -> Exception | None:
 
 
 def _max_message_bytes(requests: Iterable[ReadRequest], manifest: Manifest) -> int:
-    """Of one message: some rows, and where they are long one row, of the tensor with the longest ones."""
+    """The size of the longest message, one or more rows."""
     sizes = [chunk.numel * _dtype(request, manifest).itemsize for request, chunk, _ in _chunks(requests, manifest)]
     return max(sizes, default=0)
 
@@ -155,7 +153,7 @@ def _dtype(request: ReadRequest, manifest: Manifest) -> torch.dtype:
 
 
 def _buffer_view(buffer: torch.Tensor, request: ReadRequest, box: Box, manifest: Manifest) -> torch.Tensor:
-    """A tensor for the elements of a box, at the beginning of the room."""
+    """View the beginning of the buffer as a tensor of a box's shape."""
     dtype = _dtype(request, manifest)
     return buffer[: box.numel * dtype.itemsize].view(dtype).view(box.shape)
 
@@ -166,14 +164,14 @@ def _copy_to_targets(request: ReadRequest, data: torch.Tensor, inner: Box, views
 
 
 def _sorted_requests(requests: Iterable[ReadRequest], manifest: Manifest) -> list[ReadRequest]:
-    """As they lie in the files, and the same on all ranks."""
+    """Sort by position in the files, the same way on all ranks."""
     return sorted(
         requests, key=lambda request: (*manifest.place(request.key), request.key, request.offsets, request.shape)
     )
 
 
 def _chunks(requests: Iterable[ReadRequest], manifest: Manifest) -> Iterator[tuple[ReadRequest, Box, Box]]:
-    """All needs in parts of some rows: as boxes of the saved tensor, and of what is wanted."""
+    """Split all requests into chunks of some rows: as boxes of the saved tensor, and of the request."""
     for request in _sorted_requests(requests, manifest):
         whole = Box(request.offsets, request.shape)
         if not request.shape:
@@ -185,10 +183,6 @@ def _chunks(requests: Iterable[ReadRequest], manifest: Manifest) -> Iterator[tup
             count = min(at_once, request.shape[0] - begin)
             chunk = Box((request.offsets[0] + begin, *request.offsets[1:]), (count, *request.shape[1:]))
             yield request, chunk, chunk.within(whole)
-
-
-if TYPE_CHECKING:
-    _Target = tuple[str, torch.Tensor, LocalShard]
 
 
 @torch.no_grad()
@@ -203,7 +197,7 @@ def load(
     shards: ShardMetadata | None,
     deadline: Deadline,
 ) -> Any:
-    """See `load_distributed`."""
+    """Load a checkpoint, as `load_distributed` does."""
     manifest = _share_manifest(storage, group, deadline)
     with all_or_none("load a checkpoint", storage.url, group, deadline):
         shards = shards or ShardMetadata(num_ranks=group.world_size)
@@ -233,7 +227,7 @@ def load(
 
 
 def _share_manifest(storage: Storage, group: Backend, deadline: Deadline) -> Manifest:
-    """Rank 0's, on all ranks: the folder may change while they read it."""
+    """Return rank 0's manifest on all ranks, since the folder may change while they read it."""
     own: list[Manifest] = []
 
     def read() -> bytes:
@@ -245,14 +239,7 @@ def _share_manifest(storage: Storage, group: Backend, deadline: Deadline) -> Man
 
 
 def _check_complete(planner: LoadPlanner | None, where: str, group: Backend, deadline: Deadline) -> None:
-    """Raise, on all ranks, if a rank wants what is not there, or if a module has no place for what is there.
-
-    Args:
-        planner: Of this rank; None if it doesn't mind.
-        where: The checkpoint.
-        group: The ranks.
-        deadline: When the others must have come.
-    """
+    """Raise on all ranks if wanted values were not saved or saved tensors have no target; None skips this rank's."""
     own = ([], 0, {}) if planner is None else (planner.missing[:10], len(planner.missing), planner.unexpected)
     answers = all_gather_object(own, group=group, timeout=deadline.remaining())
     for rank, (names, number, _) in enumerate(answers):

@@ -1,7 +1,4 @@
-"""What else is in a checkpoint's folder: older saves to it, and files that are none of ours.
-
-Folders of checkpoints: which is the newest, and which may go.
-"""
+"""The contents of checkpoint folders: manifests, stale files, the newest checkpoint, and the removal of old ones."""
 
 from __future__ import annotations
 
@@ -34,16 +31,16 @@ if TYPE_CHECKING:
     from ferrodist.checkpoint.storage.base import Storage
 
 DCP_METADATA_NAME = ".metadata"
-"""What torch.distributed.checkpoint calls its manifest."""
+"""The manifest's name in torch.distributed.checkpoint."""
 
 _logger = logging.getLogger(__name__)
 
 
 def read_manifest(storage: Storage) -> Manifest:
-    """The manifest of the checkpoint in a folder.
+    """Read the manifest of the checkpoint in a folder.
 
     Raises:
-        DistCheckpointError: There is none, or it is damaged.
+        DistCheckpointError: The manifest is missing or damaged.
     """
     where = f"{storage.url}/{MANIFEST_NAME}"
     try:
@@ -62,11 +59,7 @@ def read_manifest(storage: Storage) -> Manifest:
 
 
 def describe_foreign_format(storage: Storage) -> str:
-    """A sentence that says of which other format a folder is, and what to do; empty if it is of none that is known.
-
-    Raises:
-        OSError: The folder can't be listed.
-    """
+    """Return a sentence on which other format a folder has and how to convert it; empty for unknown formats."""
     names = storage.list_names()
     if DCP_METADATA_NAME in names:
         return f"It is a folder of torch.distributed.checkpoint. {_conversion_hint('dcp', storage.url)}"
@@ -90,7 +83,7 @@ def _conversion_hint(kind: str, path: str) -> str:
 
 
 def _explain_missing(storage: Storage) -> str:
-    """Why there is no checkpoint in a folder that lacks a manifest."""
+    """Return the message for a folder without a manifest."""
     try:
         is_empty, other, inner = not storage.list_names(), describe_foreign_format(storage), storage.list_folders()
     except OSError as error:
@@ -105,10 +98,10 @@ def _explain_missing(storage: Storage) -> str:
 
 
 def check_owned(storage: Storage) -> None:
-    """See that a save to the folder takes nothing from others.
+    """Refuse to save into a folder with files of tensors that no save of ferrodist wrote.
 
     Raises:
-        DistCheckpointError: The folder has tensors of something else.
+        DistCheckpointError: The folder has such files.
     """
     names = storage.list_names()
     if MANIFEST_NAME in names:
@@ -121,7 +114,7 @@ def check_owned(storage: Storage) -> None:
 
 
 def stale_files(storage: Storage) -> set[str]:
-    """The files of older saves to the folder."""
+    """Return the files of earlier saves in the folder."""
     names = set(storage.list_names())
     living = {None} | storage.living_saves()
     stale = {name for name in names if save_id_of(name) not in living}
@@ -135,12 +128,12 @@ def stale_files(storage: Storage) -> set[str]:
 
 
 def next_commit_time_ns(storage: Storage) -> int:
-    """The time of a checkpoint that is committed now: now, or later than that of every checkpoint beside it.
+    """Return the time of a commit now, later than that of every checkpoint in the folder and beside it.
 
-    Clocks are put back, and those of hosts differ; what is saved last is the newest all the same.
+    Clocks are set back, and those of hosts differ; the last checkpoint saved is the newest all the same.
     """
     now = time.time_ns()
-    if not is_time(now):  # of a clock that was never set: such a manifest would be none
+    if not is_time(now):  # the clock was never set
         now = 0
     try:
         prefixes = storage.read_beside(MANIFEST_NAME, TIME_WITHIN_BYTES)
@@ -151,10 +144,10 @@ def next_commit_time_ns(storage: Storage) -> int:
 
 
 def remove_uncommitted(storage: Storage) -> None:
-    """Remove what saves to the folder have left that were never committed, unless a checkpoint is there.
+    """Remove the leftovers of saves that were never committed, unless the folder has a checkpoint.
 
     Raises:
-        OSError: What the storage says; another save is being committed.
+        OSError: The storage failed, or another save is being committed.
     """
     with storage.exclusive(Deadline(0.0)):
         if MANIFEST_NAME in storage.list_names():
@@ -165,23 +158,21 @@ def remove_uncommitted(storage: Storage) -> None:
 
 
 _EXIT_TIMEOUT_SECONDS = 2.0
-"""How long to wait for the end of a process that was lost."""
+"""The wait for the operating system to clean up after a lost process."""
 _POLL_INTERVAL_SECONDS = 0.01
 
 
 def remove_dead_saves(storage: Storage, save_id: str) -> bool:
-    """Remove what saves left whose rank 0 has died, and look for one of them.
+    """Remove the leftovers of saves whose rank 0 has died; return whether nothing is left of one.
 
     Args:
         storage: The folder.
-        save_id: The save; its published files go, too, unless it was committed. Empty for one that isn't known.
-
-    Returns:
-        Whether nothing is left of it; False where it may still live.
+        save_id: The save to report on, whose published files are removed too unless it was committed. Empty if its id
+            is unknown.
     """
     deadline = Deadline(_EXIT_TIMEOUT_SECONDS)
     try:
-        # The system drops locks of a process that ends, and its connections, in any order.
+        # When a process ends, its connections may be closed before its locks are released.
         while storage.has_leftovers(save_id):
             storage.remove_leftovers()
             if not storage.has_leftovers(save_id):
@@ -206,7 +197,7 @@ def remove_dead_saves(storage: Storage, save_id: str) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class _Checkpoint:
-    """A checkpoint that can be loaded, as far as its manifest and the sizes of its files tell."""
+    """A checkpoint whose manifest and file sizes are right."""
 
     path: str
     storage: Storage
@@ -218,13 +209,13 @@ def list_checkpoints(
     *,
     storage_options: Mapping[str, Any] | None = None,
 ) -> list[str]:
-    """The paths of the checkpoints in a folder, the oldest first; those that lack anything are left out.
+    """Return the paths of the complete checkpoints in a folder, oldest first.
 
-    Links to folders are left out too: a checkpoint counts once.
+    Links to folders are skipped: a checkpoint counts once.
 
     Args:
-        dir: The folder, or a URL of fsspec's.
-        storage_options: For fsspec's file system, if it is a URL.
+        dir: The folder, or an fsspec URL.
+        storage_options: Options of fsspec's file system, if ``dir`` is a URL.
 
     Raises:
         DistCheckpointError: The folder can't be listed.
@@ -241,7 +232,7 @@ def find_latest(
     *,
     storage_options: Mapping[str, Any] | None = None,
 ) -> str | None:
-    """The path of the newest checkpoint in a folder that lacks nothing, or None. See `list_checkpoints`."""
+    """Return the path of the newest complete checkpoint in a folder, or None. See `list_checkpoints`."""
     return next(reversed(list_checkpoints(dir, storage_options=storage_options)), None)
 
 
@@ -251,13 +242,13 @@ def remove_old(
     storage_options: Mapping[str, Any] | None,
     names: re.Pattern[str] | None = None,
 ) -> None:
-    """Remove older checkpoints beside one that was just saved; what can't be removed is logged.
+    """Remove older checkpoints beside one that was just saved; failures are logged.
 
     Args:
-        saved: It; the newest, whatever clocks say.
-        keep_last: How many stay with it, at least 1. Damaged ones don't count and stay.
-        storage_options: For fsspec's file system, if it is a URL.
-        names: What the folders of those are called that count; None is anything.
+        saved: The path of the new checkpoint.
+        keep_last: The number of checkpoints to keep, including the new one. Damaged ones neither count nor are removed.
+        storage_options: Options of fsspec's file system, if ``saved`` is a URL.
+        names: The pattern of names of folders that count; None is any name.
     """
     try:
         newest = read_manifest(open_storage(saved, storage_options)).save_id  # by whatever path it was saved
@@ -275,14 +266,13 @@ def _remove(found: _Checkpoint) -> None:
         with found.storage.exclusive(Deadline(0.0)):
             if read_manifest(found.storage).save_id != found.manifest.save_id:
                 return  # another job has saved there meanwhile
-            # Without its manifest it is no checkpoint any more: never one that lacks files.
-            found.storage.remove([INDEX_NAME])  # which no later look could tell from somebody else's
-            found.storage.remove([MANIFEST_NAME])
+            found.storage.remove([INDEX_NAME])  # first, since its name doesn't say whose it is
+            found.storage.remove([MANIFEST_NAME])  # before the files, so that no checkpoint ever lacks some
             found.storage.remove([file.name for file in found.manifest.files])
             found.storage.remove_leftovers()
         found.storage.remove_folder()
     except (TimeoutError, FileNotFoundError):
-        pass  # another job removes it at the moment, or has, or saves there: then it is no old one any more
+        pass  # another job removes it or saves there
     except (OSError, DistCheckpointError) as error:
         if _may_exist(found):
             _logger.warning("the old checkpoint %s can't be removed: %s", found.path, error)

@@ -267,7 +267,7 @@ class Save:
         group: All ranks that hold a shard of the state.
         max_file_bytes: The size from which files are split, between tensors.
         check_replicas: Whether to compare replicas of a tensor.
-        shards: How plain tensors are sharded.
+        shards: The sharding of plain tensors.
         deadline: When all ranks must be done.
     """
 

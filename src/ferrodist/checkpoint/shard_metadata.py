@@ -34,7 +34,7 @@ class TensorShardSpec:
 
     Raises:
         TypeError: A size or the dim is not an int.
-        ValueError: The sizes don't add up to the dim's, or there is no such dim.
+        ValueError: The sizes don't add up to the dim's, or the dim doesn't exist.
     """
 
     full_shape: Sequence[int]
@@ -63,7 +63,7 @@ class TensorShardSpec:
         """Describe a rank's shard, which is ``tensor``; a flat shard may have any shape.
 
         Raises:
-            ValueError: It has another shape, or a flat shard is not contiguous.
+            ValueError: The tensor has another shape, or a flat shard is not contiguous.
         """
         shape = self.shape_of(rank)
         if len(shape) == 1 and tensor.dim() != 1 and tensor.numel() == shape[0]:
@@ -171,11 +171,11 @@ class DistributedCheckpoint:
     """An existing checkpoint, for a look at its metadata.
 
     Args:
-        path: Its folder, or an fsspec URL.
+        path: The checkpoint's folder, or an fsspec URL.
         storage_options: Options of fsspec's file system, if ``path`` is a URL.
 
     Raises:
-        DistCheckpointError: There is no checkpoint, or its manifest is damaged.
+        DistCheckpointError: The checkpoint is missing, or its manifest is damaged.
     """
 
     def __init__(self, path: str | os.PathLike[str], *, storage_options: Mapping[str, Any] | None = None) -> None:

@@ -132,7 +132,7 @@ class OptimizerState:
 
     @property
     def _is_partial(self) -> bool:
-        """Whether other ranks have other parameters of the model, according to a wrapper's ``is_partial``."""
+        """True if other ranks have other parameters of the model, according to a wrapper's ``is_partial``."""
         return any(getattr(each, "is_partial", False) for each in _unwrap(self._model))
 
     def _groups(self) -> list[list[str]]:
@@ -164,7 +164,7 @@ class OptimizerState:
         """Load a state.
 
         Raises:
-            DistCheckpointError: It has other parameters. Nothing was loaded.
+            DistCheckpointError: The state has other parameters. Nothing was loaded.
         """
         own = self._groups()
         self.check_groups([list(group["params"]) for group in state_dict["param_groups"]], "the optimizer")

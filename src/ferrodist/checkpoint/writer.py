@@ -28,10 +28,10 @@ class FileReport(msgspec.Struct, array_like=True):
     """A written file.
 
     Args:
-        name: Its name.
-        size_bytes: Its size.
-        header_bytes: The size of its header; tensors begin there.
-        header_hash: The hash of its header.
+        name: The file's name.
+        size_bytes: The size of the file.
+        header_bytes: The size of the header; tensors begin there.
+        header_hash: The hash of the header.
         starts: The first byte of each span.
         hashes: The hashes of each span's blocks.
     """

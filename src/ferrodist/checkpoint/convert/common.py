@@ -1,11 +1,7 @@
-"""Tensors in files of other makers, as what `rewriting` takes.
+"""Conversion between checkpoints and other formats: external tensors as a source, and materialized state for writers.
 
-Where their bytes lie as they are wanted, row-major in a file, the reader of checkpoints reads them, with a manifest
-that is made up for it; what doesn't lie so is loaded whole.
-
-A checkpoint's state with whole tensors, for writers of other formats, which want all of it at once.
-
-The tensors are files in a folder of their own, mapped to memory: the system keeps of them what memory there is for.
+Tensors that are row-major in external files are read by the checkpoint reader, through a temporary manifest; others are
+loaded whole. Writers of other formats want the full state at once: its tensors are memory-mapped temporary files.
 """
 
 from __future__ import annotations
@@ -47,9 +43,9 @@ class FileShard:
     """A box of a tensor, row-major in a file.
 
     Args:
-        box: Which elements.
+        box: The elements.
         file: The file's name.
-        start: Its first byte there.
+        start: The first byte in the file.
     """
 
     box: Box
@@ -59,11 +55,11 @@ class FileShard:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LazyShard:
-    """A box of a tensor that is loaded whole when it is wanted.
+    """A box of a tensor that is loaded whole when it is needed.
 
     Args:
-        box: Which elements.
-        load: Gives them.
+        box: The elements.
+        load: Returns them.
     """
 
     box: Box
@@ -72,12 +68,12 @@ class LazyShard:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExternalTensor:
-    """A tensor in files of another maker; stands for it in a state.
+    """A tensor in files of another format; stands for it in a state.
 
     Args:
-        shape: Of the whole.
-        dtype: Torch's name of it.
-        parts: The tensor together, all of one kind.
+        shape: The full tensor's shape.
+        dtype: torch's name of its dtype.
+        parts: Shards that cover the tensor, all of one kind.
     """
 
     shape: tuple[int, ...]
@@ -86,17 +82,13 @@ class ExternalTensor:
 
     @property
     def size_bytes(self) -> int:
-        """Of its elements."""
+        """The size of its elements."""
         return prod(self.shape) * dtype_from_name(self.dtype).itemsize
 
 
 @contextlib.contextmanager
 def conversion_errors(where: str) -> Iterator[None]:
-    """Say of what the block can't use that it is in a file of another maker.
-
-    Raises:
-        DistCheckpointError: For what the block raises but such errors.
-    """
+    """Convert errors of the block to DistCheckpointError, with the name of the external file."""
     try:
         yield
     except DistCheckpointError:
@@ -112,15 +104,11 @@ def _first_line(error: Exception) -> str:
 
 
 def make_rewrite_source(state: Any, storage: Storage) -> RewriteSource:
-    """A state, in which `ExternalTensor`s may be where tensors are, for `rewrite`.
-
-    Args:
-        state: Nested dicts, lists and tuples; its own tensors are taken as they are.
-        storage: Has the files.
+    """Return a state that may have `ExternalTensor` leaves as a source for `rewrite`.
 
     Raises:
         TypeError, ValueError: A part of it can't be saved.
-        DistCheckpointError: A tensor's parts are not the tensor.
+        DistCheckpointError: A tensor's shards don't cover it.
     """
     external: dict[int, ExternalTensor] = {}
     encoder = Encoder(0)
@@ -137,7 +125,7 @@ def make_rewrite_source(state: Any, storage: Storage) -> RewriteSource:
 
 
 def _with_placeholders(node: Any, external: dict[int, ExternalTensor]) -> Any:
-    """The state with tensors of right shapes in the places of foreign ones, of which only one element is in memory."""
+    """Replace external tensors by tensors of the same shape that have one element in memory."""
     if isinstance(node, ExternalTensor):
         dtype = dtype_from_name(node.dtype)
         first = torch.empty((1,) * len(node.shape), dtype=dtype, device="cpu")
@@ -169,7 +157,7 @@ def _check_whole(key: str, tensor: ExternalTensor, where: str) -> None:
 
 
 class _ExternalSource:
-    """A `BoxSource` of foreign tensors, and of some in memory."""
+    """A `BoxSource` of external tensors, and of some in memory."""
 
     def __init__(
         self, storage: Storage, external: Mapping[str, ExternalTensor], own: Mapping[str, torch.Tensor]
@@ -183,7 +171,7 @@ class _ExternalSource:
         self._cached_shard: tuple[object, torch.Tensor] | None = None
 
     def read_box(self, key: str, box: Box, target: torch.Tensor) -> None:
-        """See `BoxSource`."""
+        """Fill a tensor with a box of a tensor."""
         if key in self._raw:
             self._reader.read_box(key, box, target)
         elif key in self._own:
@@ -195,7 +183,7 @@ class _ExternalSource:
                     common.within(box).take(target).copy_(common.within(part.box).take(self._load(key, part)))
 
     def _load(self, key: str, part: Any) -> torch.Tensor:
-        """A part; the last one is kept, for bands follow each other in it."""
+        """Load a shard; the last one is cached, since consecutive row blocks are in the same one."""
         if self._cached_shard is None or self._cached_shard[0] is not part:
             self._cached_shard = None
             with conversion_errors(f"{self._url}: {key!r}"):
@@ -204,7 +192,7 @@ class _ExternalSource:
 
 
 def _manifest_of(storage: Storage, tensors: Mapping[str, ExternalTensor]) -> Manifest:
-    """Where raw tensors lie, as if we had written them; there are no hashes."""
+    """Return a manifest of file shards, without hashes."""
     parts = [part for each in tensors.values() for part in each.parts if isinstance(part, FileShard)]
     names = list(dict.fromkeys(part.file for part in parts))
     files = []
@@ -251,19 +239,19 @@ def materialize(
     storage_options: Mapping[str, Any] | None,
     progress: ProgressCallback | None,
 ) -> Iterator[Any]:
-    """The state of a checkpoint, as long as the block runs.
+    """Provide a checkpoint's full state during the block.
 
-    NumPy arrays and numbers come as tensors and Python's numbers, and what each rank had its own of as a dict by ranks,
-    as text: readers of other formats take no more than these.
+    NumPy arrays and numbers become tensors and Python's numbers, and `PerRank` values a dict by rank, since readers of
+    other formats support no more.
 
     Args:
         path: The checkpoint.
         scratch_folder: The folder for temporary files of the tensors; it needs room for all of them.
-        storage_options: For fsspec's file system, if the path is a URL.
-        progress: Told how many bytes are read, and of how many.
+        storage_options: Options of fsspec's file system, if the path is a URL.
+        progress: Called with the bytes read, and their total.
 
     Raises:
-        DistCheckpointError: There is no checkpoint, it is damaged, or the folder can't be written.
+        DistCheckpointError: The checkpoint is missing or damaged, or the folder can't be written.
     """
     storage = open_storage(path, storage_options)
     try:
@@ -298,17 +286,17 @@ def materialize(
 
 
 def _mmap_tensor(file: Path, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-    """A tensor whose memory is a new file."""
+    """Return a tensor in a new memory-mapped file."""
     if not prod(shape):
         return torch.empty(shape, dtype=dtype, device="cpu")
     with file.open("wb") as opened:
-        # On a disk that is full this fails; a mapped file without its room would end the process when it is written.
+        # Fails on a full disk, where writing to a sparse mapped file would kill the process.
         os.posix_fallocate(opened.fileno(), 0, prod(shape) * dtype.itemsize)
     return torch.from_file(str(file), shared=True, size=prod(shape), dtype=dtype, device="cpu").view(shape)
 
 
 def _portable_tree(node: Any) -> Any:
-    """A tree without what only we and NumPy have."""
+    """Replace nodes that other formats don't support."""
     if isinstance(node, list):
         return [_portable_tree(each) for each in node]
     if not isinstance(node, dict):

@@ -1,11 +1,7 @@
-"""Folders of torch.distributed.checkpoint (DCP).
+"""Conversion from and to folders of torch.distributed.checkpoint (DCP).
 
-Each item of a DCP file is a file of ``torch.save`` in itself: of a chunk of a tensor, whose bytes lie in it as they
-are, or of a value.
-
-``.metadata`` of torch.distributed.checkpoint: a pickle, of which nothing is taken but what belongs there.
-
-A part of a file of a `Storage` as a Python file, for those who read only these.
+Each item of a DCP file is a ``torch.save`` file in itself: a chunk of a tensor, whose bytes are in it as they are, or a
+value. ``.metadata`` is a pickle, of which only known classes are accepted, as inert values.
 """
 
 from __future__ import annotations
@@ -22,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict_saver import save
+from typing_extensions import override
 
 from ferrodist.checkpoint.convert.common import (
     ExternalTensor,
@@ -75,7 +72,7 @@ _ALLOWED_GLOBALS = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DcpTensor:
-    """A tensor: its shape, and the chunks that it lies in."""
+    """A tensor's shape, dtype and chunks."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
@@ -84,14 +81,14 @@ class DcpTensor:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DcpItem:
-    """Where a chunk or a value lies.
+    """The position of a chunk or a value.
 
     Args:
         name: The name of the tensor or value.
         file: The file's name.
         offset: The item's first byte in the file.
-        length: Its size in bytes.
-        transforms: How its bytes are transformed, by names.
+        length: The item's size in bytes.
+        transforms: The names of transforms of its bytes.
     """
 
     name: str
@@ -103,12 +100,12 @@ class DcpItem:
 
 @dataclass(slots=True, kw_only=True)
 class DcpMetadata:
-    """What a folder has.
+    """The contents of a folder.
 
     Args:
-        tensors: By name; None for what is a value.
-        paths: The keys that lead to each in the state, where they are known.
-        items: By name, and for a chunk its offsets.
+        tensors: Tensors by name; None for a value.
+        paths: The path of each in the state, where it is known.
+        items: Items by name, and for a chunk its offsets.
     """
 
     tensors: dict[str, DcpTensor | None] = field(default_factory=dict)
@@ -117,10 +114,10 @@ class DcpMetadata:
 
 
 def decode_metadata(data: bytes) -> DcpMetadata:
-    """Read the file's bytes. Nothing is called or changed for them, and memory is taken in proportion to them.
+    """Decode ``.metadata``. Nothing is called or changed by it, and memory is proportional to its size.
 
     Raises:
-        ValueError: They are something else, or name a class that doesn't belong there.
+        ValueError: The bytes are something else, or name an unexpected class.
     """
     try:
         value = read_pickle(io.BytesIO(data), len(data), _check_allowed)
@@ -169,7 +166,7 @@ def _tensor(node: Any) -> DcpTensor | None:
 
 
 def _index(node: Any) -> tuple[str, tuple[int, ...] | None]:
-    """The name of a tensor or value, and for a chunk its offsets."""
+    """Return the name of a tensor or value, and for a chunk its offsets."""
     fields = _fields(node, "MetadataIndex")
     offset = fields.get("offset")
     return _expect(fields.get("fqn"), str), None if offset is None else _sizes(offset)
@@ -190,7 +187,7 @@ def _item(name: str, node: Any) -> DcpItem:
 
 
 def _fields(node: Any, name: str) -> dict[str, Any]:
-    """The attributes of an object of a class."""
+    """Return the attributes of an object of a class."""
     if not isinstance(node, PickledCall) or node.function.name != name or node.arguments:
         raise ValueError(f"it has something else where {with_article(name)} is expected")
     return {} if node.state is None else _str_keyed(node.state)
@@ -214,7 +211,7 @@ def _path(node: Any) -> tuple[str | int, ...]:
 
 
 def _sizes(node: Any) -> tuple[int, ...]:
-    """A torch.Size."""
+    """Return the sizes of a torch.Size."""
     if isinstance(node, PickledCall) and node.function == ("torch", "Size") and len(node.arguments) == 1:
         sizes = node.arguments[0]
         if isinstance(sizes, (list, tuple)) and len(sizes) <= MAX_DIMS:
@@ -229,7 +226,7 @@ def _expect(node: Any, kind: Any) -> Any:
 
 
 def open_view(storage: Storage, name: str, start: int, size_bytes: int) -> io.BufferedReader:
-    """Bytes of a file, to be read and sought in; the file isn't read before."""
+    """Open a range of bytes of a file as a seekable Python file."""
     return io.BufferedReader(_View(storage, name, start, size_bytes))
 
 
@@ -242,28 +239,28 @@ class _View(io.RawIOBase):
         self._size_bytes = size_bytes
         self._at = 0
 
+    @override
     def readable(self) -> bool:
-        """See `io.RawIOBase`."""
         return True
 
+    @override
     def seekable(self) -> bool:
-        """See `io.RawIOBase`."""
         return True
 
+    @override
     def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
-        """See `io.RawIOBase`."""
         base = {os.SEEK_SET: 0, os.SEEK_CUR: self._at, os.SEEK_END: self._size_bytes}[whence]
         if base + offset < 0:
             raise OSError("a place before the beginning of a file")
         self._at = base + offset
         return self._at
 
+    @override
     def tell(self) -> int:
-        """See `io.RawIOBase`."""
         return self._at
 
+    @override
     def readinto(self, buffer: Buffer) -> int:
-        """See `io.RawIOBase`."""
         into = memoryview(buffer).cast("B")
         into = into[: max(0, self._size_bytes - self._at)]
         if len(into):
@@ -280,21 +277,21 @@ def import_dcp(
     storage_options: Mapping[str, Any] | None = None,
     new_storage_options: Mapping[str, Any] | None = None,
 ) -> None:
-    """Make a checkpoint of a folder that ``torch.distributed.checkpoint.save`` has written.
+    """Convert a folder of ``torch.distributed.checkpoint.save`` to a checkpoint.
 
-    None of its code runs: ``.metadata`` is read without any class, values with ``weights_only=True``. Memory is taken
-    in proportion to the files. Keys of dicts are text there, whatever they were.
+    None of its code runs: ``.metadata`` is read without any class, values with ``weights_only=True``. Memory is
+    proportional to the files. DCP turns all keys of dicts into text.
 
     Args:
         path: The folder.
-        new_path: Where the checkpoint goes.
-        options: How it is written; None is whole tensors.
-        storage_options: For fsspec's file system, if ``path`` is a URL.
-        new_storage_options: The same for ``new_path``.
+        new_path: The new checkpoint.
+        options: Options for writing it; None writes full tensors.
+        storage_options: Options of fsspec's file system, if ``path`` is a URL.
+        new_storage_options: Options of fsspec's file system, if ``new_path`` is a URL.
 
     Raises:
-        DistCheckpointError: There is no such folder, it is damaged or has what is not to be loaded, or the checkpoint
-            can't be written.
+        DistCheckpointError: The folder is missing, damaged or not safe to load, or the checkpoint can't be
+            written.
     """
     storage, new_storage = open_storage(path, storage_options), open_storage(new_path, new_storage_options)
     try:
@@ -309,7 +306,7 @@ def import_dcp(
 
 
 class _DcpReader:
-    """A DCP folder."""
+    """Reads a DCP folder."""
 
     def __init__(self, storage: Storage) -> None:
         self._storage = storage
@@ -317,7 +314,7 @@ class _DcpReader:
         self._sizes: dict[str, int] = {}
 
     def state(self) -> Any:
-        """The state that was saved, with `ExternalTensor`s."""
+        """Return the state that was saved, with `ExternalTensor` leaves."""
         state: dict[Any, Any] = {}
         for name, found in self._metadata.tensors.items():
             with conversion_errors(f"{self._storage.url}: {name!r}"):
@@ -335,7 +332,7 @@ class _DcpReader:
         return ExternalTensor(shape=found.shape, dtype=dtype_name(dtype), parts=parts)  # type: ignore[arg-type]
 
     def _chunk_source(self, name: str, box: Box, dtype: torch.dtype) -> FileShard | LazyShard:
-        """A chunk: where its bytes are, if they lie row-major."""
+        """Return a chunk as a range of a file, if it is row-major there."""
         item = self._item(name, box.offsets)
         tensor = self._load(item, device="meta")
         if not isinstance(tensor, torch.Tensor) or (tuple(tensor.shape), tensor.dtype) != (box.shape, dtype):
@@ -349,7 +346,7 @@ class _DcpReader:
         return FileShard(box=box, file=item.file, start=at)
 
     def _item(self, key: str, offsets: tuple[int, ...] | None) -> DcpItem:
-        """Where a value lies, or a chunk of a tensor."""
+        """Return the position of a value, or of a chunk of a tensor."""
         found = self._metadata.items.get((key, offsets))
         if found is None:
             raise ValueError("it has no place in a file")
@@ -373,7 +370,7 @@ class _DcpReader:
 
 
 def _set_at(state: dict[Any, Any], path: tuple[Any, ...], value: Any) -> None:
-    """Put a value to its place in nested dicts; a list is a dict by numbers as yet."""
+    """Set a value in nested dicts; lists are dicts with int keys for now."""
     for step in path[:-1]:
         state = state.setdefault(step, {})
         if not isinstance(state, dict):
@@ -382,7 +379,7 @@ def _set_at(state: dict[Any, Any], path: tuple[Any, ...], value: Any) -> None:
 
 
 def _with_lists(node: Any) -> Any:
-    """What has the keys 0, 1, ... as numbers was a list."""
+    """Convert dicts with int keys to lists."""
     if not isinstance(node, dict):
         return node
     members = {key: _with_lists(each) for key, each in node.items()}
@@ -398,19 +395,19 @@ def export_dcp(
     storage_options: Mapping[str, Any] | None = None,
     progress: ProgressCallback | None = None,
 ) -> None:
-    """Write a checkpoint's state with torch.distributed.checkpoint; its ``load`` reads it, on any number of ranks.
+    """Write a checkpoint's state with torch.distributed.checkpoint, whose ``load`` reads it on any number of ranks.
 
-    DCP has dicts of text and lists: other keys become text. NumPy arrays and numbers become tensors and Python's
-    numbers, and `PerRank` a dict by ranks.
+    DCP supports dicts of strings and lists: other keys become strings. NumPy arrays and numbers become tensors and
+    Python's numbers, and `PerRank` a dict by rank.
 
     Args:
         path: The checkpoint, of a dict.
-        new_path: A local folder that is not there yet, or is empty; beside it there must be room for as much again.
-        storage_options: For fsspec's file system, if ``path`` is a URL.
-        progress: Told how many bytes are read, and of how many.
+        new_path: A local folder that is new or empty, with room beside it for as much again.
+        storage_options: Options of fsspec's file system, if ``path`` is a URL.
+        progress: Called with the bytes read, and their total.
 
     Raises:
-        DistCheckpointError: There is no checkpoint, it is damaged or has no dict, or the folder can't be written.
+        DistCheckpointError: The checkpoint is missing, damaged or not a dict, or the folder can't be written.
     """
     folder = Path(new_path).absolute()
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):

@@ -1,4 +1,4 @@
-"""Folders of safetensors files as Hugging Face's tools write and read them."""
+"""Conversion from and to Hugging Face's folders of safetensors files."""
 
 from __future__ import annotations
 
@@ -40,19 +40,19 @@ def import_hugging_face(
     storage_options: Mapping[str, Any] | None = None,
     new_storage_options: Mapping[str, Any] | None = None,
 ) -> None:
-    """Make a checkpoint of a folder with ``model.safetensors``, or with several such files and an index.
+    """Convert a folder with ``model.safetensors``, or with several such files and an index, to a checkpoint.
 
-    Its state is a dict of the tensors by name, as a module's.
+    Its state is a dict of tensors by name, like a module's state dict.
 
     Args:
         path: The folder.
-        new_path: Where the checkpoint goes.
-        options: How it is written; None is whole tensors.
-        storage_options: For fsspec's file system, if ``path`` is a URL.
-        new_storage_options: The same for ``new_path``.
+        new_path: The new checkpoint.
+        options: Options for writing it; None writes full tensors.
+        storage_options: Options of fsspec's file system, if ``path`` is a URL.
+        new_storage_options: Options of fsspec's file system, if ``new_path`` is a URL.
 
     Raises:
-        DistCheckpointError: There is no such folder, it is damaged, or the checkpoint can't be written.
+        DistCheckpointError: The folder is missing or damaged, or the checkpoint can't be written.
     """
     storage, new_storage = open_storage(path, storage_options), open_storage(new_path, new_storage_options)
     try:
@@ -84,7 +84,7 @@ def _find_tensors(storage: Storage) -> dict[str, ExternalTensor]:
 
 
 def _parse_file(storage: Storage, file: str) -> dict[str, ExternalTensor]:
-    """The tensors of a file."""
+    """Return the tensors of a file."""
     where, size = f"{storage.url}/{file}", storage.size_bytes(file)
     length_field = bytearray(LENGTH_BYTES)
     if size < LENGTH_BYTES:
@@ -116,10 +116,10 @@ def _parse_file(storage: Storage, file: str) -> dict[str, ExternalTensor]:
 
 
 def _check_layout(entries: Mapping[str, HeaderEntry], size_bytes: int, where: str) -> None:
-    """See that each byte behind the header is of one tensor, as readers of these files demand.
+    """Check that each byte after the header belongs to one tensor, as other readers demand.
 
-    A small file of many tensors in the same bytes would fill the disk with its checkpoint, and bytes of no tensor may
-    be of one that comes twice, of which readers see different ones.
+    A small file of many tensors in the same bytes would make a huge checkpoint, and bytes of no tensor may hide one
+    that occurs twice, of which readers see different ones.
     """
     end, last = 0, ""
     for (start, stop), name in sorted((entry.data_offsets, name) for name, entry in entries.items()):
@@ -142,23 +142,22 @@ def export_hugging_face(
     storage_options: Mapping[str, Any] | None = None,
     new_storage_options: Mapping[str, Any] | None = None,
 ) -> None:
-    """Write a checkpoint's tensors whole; the folder is a checkpoint of ferrodist, too.
+    """Write a checkpoint's full tensors to a folder, which is also a checkpoint of ferrodist.
 
-    One file is called ``model.safetensors``, as Hugging Face's tools call it; of several there is an index.
+    A single file is named ``model.safetensors``, as by Hugging Face's tools; several have an index.
 
     Args:
         path: The checkpoint.
-        new_path: Where the folder goes.
-        part: Only what is in this place of the state, dicts' keys with dots between, and the tensors named from there
-            on: with ``"model"``, ``model.weight`` is named ``weight``.
-        options: How it is written; tensors stay whole.
-        storage_options: For fsspec's file system, if ``path`` is a URL.
-        new_storage_options: The same for ``new_path``.
+        new_path: The folder.
+        part: The path of the part to export, dict keys joined by dots, which tensor names then don't begin with: with
+            ``"model"``, ``model.weight`` is named ``weight``.
+        options: Options for writing; tensors stay whole.
+        storage_options: Options of fsspec's file system, if ``path`` is a URL.
+        new_storage_options: Options of fsspec's file system, if ``new_path`` is a URL.
 
     Raises:
-        DistCheckpointError: There is no checkpoint, or no such part of it, it is damaged, or the folder can't be
-            written.
-        ValueError: ``options`` asks for more than one rank's files.
+        DistCheckpointError: The checkpoint or the part is missing or damaged, or the folder can't be written.
+        ValueError: ``options`` asks for the files of more than one rank.
     """
     options = options or RewriteOptions()
     if options.num_ranks != 1:
@@ -181,19 +180,19 @@ def export_hugging_face(
 
 
 class _RenamedSource:
-    """A `BoxSource` by other keys."""
+    """A `BoxSource` with other keys."""
 
     def __init__(self, source: BoxSource, keys: Mapping[str, str]) -> None:
         self._source = source
         self._keys = keys
 
     def read_box(self, key: str, box: Box, target: Any) -> None:
-        """See `BoxSource`."""
+        """Fill a tensor with a box of a tensor."""
         self._source.read_box(self._keys[key], box, target)
 
 
 def _find_part(node: Any, part: str | None, where: str) -> Any:
-    """What is in a place of a tree; keys may have dots themselves."""
+    """Return the node at a path; keys may contain dots themselves."""
     if not part:
         return node
     members = node.get("dict") if isinstance(node, dict) else None
@@ -207,7 +206,7 @@ def _find_part(node: Any, part: str | None, where: str) -> Any:
 
 
 def _rename(node: Any, path: tuple[object, ...], names: dict[str, str]) -> Any:
-    """A tree whose tensors have the keys that they would have been saved with; ``names`` gets them."""
+    """Rename a tree's tensors by their new paths; ``names`` collects the new names."""
     if isinstance(node, list):
         return [_rename(each, (*path, place), names) for place, each in enumerate(node)]
     if not isinstance(node, dict):

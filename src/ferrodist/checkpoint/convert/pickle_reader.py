@@ -1,14 +1,14 @@
-"""Pickles of other makers, read without a class of theirs: an interpreter of pickle's opcodes that makes inert values.
+"""A safe reader of pickles: an interpreter of pickle's opcodes that produces inert values.
 
-Python's own unpickler calls what a file names, sets attributes of what it has made, and sizes its memo by a number in
-the file. This one looks up nothing, calls nothing, hashes nothing that a file says, and takes memory in proportion to
-the bytes that it reads. A pickle becomes::
+Python's unpickler calls whatever a file names, sets attributes of the results, and sizes its memo by a number in the
+file. This one looks up nothing, calls nothing, hashes nothing from the file, and takes memory in proportion to the
+bytes read. A pickle becomes::
 
     None, bool, int, float, str, bytes, list, tuple      itself
-    dict                                                 Items
+    dict                                                 PickledDict
     a class or function                                  Global
-    a call of one, or an object                          Made
-    a persistent id                                      Persistent
+    a call of one, or an object                          PickledCall
+    a persistent id                                      PersistentId
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _MEMBERS_PER_BYTE = 10
 
 
 class Global(NamedTuple):
-    """A class or function that a pickle names."""
+    """A class or function named by a pickle."""
 
     module: str
     name: str
@@ -49,13 +49,13 @@ class PickledDict:
 
 @dataclass(slots=True, eq=False)
 class PickledCall:
-    """A call that a pickle asks for, and what it does with the result.
+    """A call that a pickle requests, and its use of the result.
 
     Args:
         function: The class or function.
-        arguments: Its arguments.
-        state: What BUILD gives the object; None without BUILD.
-        items: What is set in the object as in a dict.
+        arguments: The arguments of the call.
+        state: The state that BUILD sets; None without BUILD.
+        items: Items that are set as in a dict.
     """
 
     function: Global
@@ -66,28 +66,28 @@ class PickledCall:
 
 @dataclass(slots=True, eq=False)
 class PersistentId:
-    """A reference to what lies outside of the pickle."""
+    """A reference to an object outside of the pickle."""
 
     id: Any
 
 
 def read_pickle(file: IO[bytes], size_bytes: int, check: Callable[[Global], None]) -> Any:
-    """Read one pickle from where a file stands, up to its STOP.
+    """Read one pickle from a file's position up to its STOP.
 
     Args:
         file: The file.
-        size_bytes: The most that the pickle may have. Holes of a file cost nothing on a disk, so that a file's size
-            says little: it may have `MAX_SMALL_FILE_BYTES` in any case.
-        check: Raises ValueError for a class or function that doesn't belong into the file.
+        size_bytes: The largest size of the pickle. Since sparse files are cheap, it is capped at
+            `MAX_SMALL_FILE_BYTES`.
+        check: Raises ValueError for an unexpected class or function.
 
     Raises:
-        ValueError: The bytes are no pickle, or one with opcodes that these files don't have.
+        ValueError: The bytes are not a pickle, or have opcodes that these files don't use.
     """
     return _PickleMachine(file, min(size_bytes, MAX_SMALL_FILE_BYTES), check).run()
 
 
 def members_of(value: Any) -> list[Any]:
-    """The values directly in a value."""
+    """Return the direct members of a value."""
     if isinstance(value, (list, tuple)) and not isinstance(value, Global):
         return list(value)
     if isinstance(value, PickledDict):
@@ -98,22 +98,22 @@ def members_of(value: Any) -> list[Any]:
 
 
 def check_expansion(value: Any, pickle_bytes: int) -> None:
-    """See that a value written out is in proportion to the bytes of its pickle.
+    """Check that a value is in proportion to the bytes of its pickle when shared members are expanded.
 
     Raises:
-        ValueError: It is larger, or holds itself.
+        ValueError: The value is larger, or contains itself.
     """
     check_expanded_size(value, max(_MIN_MEMBERS, _MEMBERS_PER_BYTE * pickle_bytes))
 
 
 def check_expanded_size(value: Any, max_members: int) -> None:
-    """See that a value written out, shared members each time, has at most so many members.
+    """Check the number of members of a value when shared members are expanded.
 
-    A few bytes of pickle can say a list of two lists, each of which is the same list of two, and so on. Text and bytes
-    count one more for each 8 of them.
+    A few bytes of pickle can encode a list of two lists, each of which is the same list of two, and so on. Strings and
+    bytes count one more per 8 of them.
 
     Raises:
-        ValueError: It has more, or holds itself.
+        ValueError: The value has more members, or contains itself.
     """
     sizes: dict[int, int] = {}
     in_progress: set[int] = set()
@@ -150,7 +150,7 @@ class _PickleMachine:
         self._memo: dict[int, Any] = {}
 
     def run(self) -> Any:
-        """The value."""
+        """Return the value."""
         try:
             while (code := self._take(1)) != b".":
                 operation = _OPERATIONS.get(code)
@@ -352,4 +352,4 @@ _OPERATIONS: dict[bytes, tuple[Callable[..., None], Any]] = {
     b"b": (_PickleMachine._build, None),
     b"Q": (_PickleMachine._persistent, None),
 }
-"""Methods and their arguments by the opcodes, but for those that neither DCP nor torch.save writes."""
+"""Methods and their arguments by opcode, for the opcodes that DCP and torch.save write."""

@@ -1,8 +1,8 @@
-"""Files of ``torch.save``, looked through before torch loads them.
+"""Checks of ``torch.save`` files before torch loads them.
 
-With ``weights_only=True`` torch calls nothing but functions that it knows to be harmless. Some of them still take what
-memory a number in the file says, a compressed archive is larger than its file, and a few bytes can say a value that is
-2**50 members when it is written out. Such files are refused here.
+With ``weights_only=True`` torch calls only functions that it knows to be harmless. Some of them still allocate as much
+memory as a number in the file says, a compressed archive is larger than its file, and a few bytes can encode a value
+with 2**50 members. Such files are refused here.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from typing import IO
 
 _NUM_LEGACY_PICKLES = 5
-"""At the beginning of files that torch wrote before version 1.6: a number, a version, facts, the state, and keys."""
+"""At the beginning of files of torch before 1.6: magic number, version, system info, state, and keys."""
 
 # A zip archive's end, and what archives that may be long have before it: where their long end is, and this.
 _END = struct.Struct("<4s4H2IH")
@@ -44,15 +44,10 @@ _LATIN_1_NAMES = ("latin1", "latin-1")
 
 
 def load_checked(file: IO[bytes], size_bytes: int, **options: Any) -> Any:
-    """What `torch.load` gives of a file that was looked through.
-
-    Args:
-        file: The file, at its beginning.
-        size_bytes: Its size.
-        options: For `torch.load`; ``weights_only`` is True.
+    """Check a file, then load it with `torch.load` and ``weights_only=True``.
 
     Raises:
-        ValueError: The file has what would take more memory than it has bytes.
+        ValueError: Loading would take more memory than the file's size.
     """
     check_pickles(file, size_bytes)
     file.seek(0)
@@ -60,10 +55,10 @@ def load_checked(file: IO[bytes], size_bytes: int, **options: Any) -> Any:
 
 
 def check_pickles(file: IO[bytes], size_bytes: int) -> None:
-    """See that torch takes memory in proportion to a file when it loads it.
+    """Check that loading a file takes memory in proportion to its size.
 
     Raises:
-        ValueError: It would take more, or the file is none of `torch.save`.
+        ValueError: Loading would take more, or the file is not one of `torch.save`.
     """
     start = file.read(4)
     file.seek(0)
@@ -81,7 +76,7 @@ def check_pickles(file: IO[bytes], size_bytes: int) -> None:
             if sum(entry.file_size for entry in entries) > size_bytes:
                 raise ValueError("its records are longer together than it is")
             for entry in entries:
-                # By the name that torch looks at, and as it does, which finds DATA.PKL, too.
+                # Compared as torch does, which also finds DATA.PKL.
                 if entry.orig_filename.rpartition("/")[2].lower() == "data.pkl":
                     with archive.open(entry) as opened:
                         _check_one_pickle(opened, entry.file_size, size_bytes)
@@ -90,12 +85,9 @@ def check_pickles(file: IO[bytes], size_bytes: int) -> None:
 
 
 def _check_directory(file: IO[bytes]) -> None:
-    """See that an archive ends with its directory, which is where its end says, and nothing else.
+    """Check that an archive ends with its directory, at the offset that its end record names.
 
-    Where these two differ, Python believes one and torch the other: it would load records that were not looked through.
-
-    Raises:
-        ValueError: They differ.
+    If they differ, Python believes one and torch the other, and torch would load unchecked records.
     """
     at = file.seek(-_END.size, os.SEEK_END)
     signature, _, _, _, _, length, start, comment = _END.unpack(file.read(_END.size))
@@ -111,7 +103,7 @@ def _check_directory(file: IO[bytes]) -> None:
 
 
 def _check_one_pickle(file: IO[bytes], most_bytes: int, size_bytes: int) -> None:
-    """See to one pickle of a file, from where it stands."""
+    """Check one pickle, from the file's position on."""
     start = file.tell()
     value = read_pickle(file, most_bytes, lambda _: None)
     check_expansion(value, file.tell() - start)
@@ -125,7 +117,7 @@ def _check_one_pickle(file: IO[bytes], most_bytes: int, size_bytes: int) -> None
 
 
 def _walk(value: Any) -> Iterator[Any]:
-    """All values in a value, each once."""
+    """Yield all values in a value, each once."""
     seen: set[int] = set()
     pending = [value]
     keep_alive = []  # an id is one as long as its object lives
@@ -139,11 +131,7 @@ def _walk(value: Any) -> Iterator[Any]:
 
 
 def _check_call(function: Global, arguments: tuple[Any, ...]) -> None:
-    """See that a call takes no memory that its arguments don't have.
-
-    Raises:
-        ValueError: It does.
-    """
+    """Raise ValueError for a call that allocates more memory than its arguments have."""
     if function.name == "_rebuild_from_type_v2" and len(arguments) > 2:
         called, _, given = arguments[:3]
         if isinstance(called, Global) and isinstance(given, tuple):
@@ -174,7 +162,7 @@ def _check_builtin(function: Global, arguments: tuple[Any, ...]) -> None:
 
 
 def _check_hashable(values: list[Any]) -> None:
-    """See that Python can make values the keys of a dict or the members of a set in a time that fits their number."""
+    """Check that a dict or set of the values takes no quadratic time."""
     found: list[Any] = []
     for each in values:
         check_expanded_size(each, _MAX_KEY_MEMBERS)
@@ -186,7 +174,7 @@ def _check_hashable(values: list[Any]) -> None:
 
 
 def _hash_key(value: Any) -> Any:
-    """What torch makes of a value that is hashed, as far as its hash is one of numbers."""
+    """Return a value with the hash that torch's value will have, as far as numbers determine it."""
     if isinstance(value, tuple) and not isinstance(value, Global):
         return tuple(map(_hash_key, value))
     if isinstance(value, PickledCall) and value.function == ("torch", "Size") and len(value.arguments) == 1:
@@ -203,7 +191,7 @@ def _is_sequence(value: Any) -> bool:
 
 
 def _check_tensor(arguments: tuple[Any, ...]) -> None:
-    """See that a tensor's elements are in its storage; torch would make the storage longer."""
+    """Check that a tensor's elements are within its storage, which torch would enlarge."""
     storage, offset, sizes, strides = (*arguments, None, None, None)[:4]
     if isinstance(sizes, PickledCall) and sizes.function == ("torch", "Size") and len(sizes.arguments) == 1:
         sizes = sizes.arguments[0]
@@ -216,7 +204,7 @@ def _check_tensor(arguments: tuple[Any, ...]) -> None:
 
 
 def _num_elements(storage: PersistentId, most: int | None) -> int:
-    """How many elements a storage has, as the file says."""
+    """Return a storage's number of elements according to the file."""
     found = storage.id
     if isinstance(found, int):  # of a file that was begun elsewhere
         raise ValueError("it refers to a storage by number")  # noqa: TRY004 - of the file

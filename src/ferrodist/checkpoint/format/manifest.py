@@ -52,9 +52,9 @@ class FileEntry(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     """A safetensors file.
 
     Args:
-        name: Its name in the checkpoint's folder.
-        size_bytes: Its size.
-        header_bytes: The size of its header with the 8-byte length; tensors begin there.
+        name: The name in the checkpoint's folder.
+        size_bytes: The size of the file.
+        header_bytes: The size of the header with the 8-byte length; tensors begin there.
         header_hash: The hash of these bytes.
     """
 
@@ -69,10 +69,10 @@ class ShardEntry(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
 
     Args:
         offsets: The first index of the box in each dim.
-        shape: Its shape.
-        file: The index of its file in the manifest's files.
-        start: Its first byte in the file.
-        stop: The byte after its last.
+        shape: The box's shape.
+        file: The index of the file in the manifest's files.
+        start: The first byte in the file.
+        stop: The byte after the last one.
         hashes: The hash of each block of `Manifest.block_bytes`; the last block may be shorter, an empty box has none.
     """
 
@@ -90,7 +90,7 @@ class TensorEntry(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     Args:
         shape: The full tensor's shape.
         dtype: torch's name of its dtype.
-        placement: Its placement on the ranks that saved it, in words.
+        placement: The placement on the ranks that saved it, in words.
         shards: Boxes that cover the tensor, each element once.
     """
 
@@ -171,7 +171,7 @@ def decode_manifest(data: bytes, where: str) -> Manifest:
 
 
 def find_commit_time(head: bytes) -> int | None:
-    """Return the `created_ns` in the first bytes of a manifest; None if there is no valid one."""
+    """Return the `created_ns` in the first bytes of a manifest; None without a valid one."""
     found = _TIME_PATTERN.match(head)
     return int(found[1]) if found and is_time(int(found[1])) else None
 

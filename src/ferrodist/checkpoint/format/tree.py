@@ -1,4 +1,4 @@
-"""Nested state as JSON, and back: what a manifest has of everything that is no tensor.
+"""The state tree: nested state as JSON nodes in a manifest, and back.
 
     in the state                                       in the manifest
     None, bool, str, int of 64 bits, finite float      itself
@@ -14,10 +14,8 @@
     torch.dtype, torch.device, torch.Size              {"dtype": name}, {"device": text}, {"size": [...]}
     PerRank                                            {"per_rank": {rank: node}}
 
-Other subclasses of dict, list and tuple come back as these. All else is refused: no class is ever looked up by a name
-that a file says.
-
-What a tree from a file must be, before anybody follows it.
+Other subclasses of dict, list and tuple come back as dict, list and tuple. All else is refused: no class is ever looked
+up by a name in a file. A tree from a file is checked by `check_tree` before it is used.
 """
 
 from __future__ import annotations
@@ -41,14 +39,14 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 
 Node = Any
-"""JSON: a value or a dict with one mark."""
+"""A JSON value, or a dict with one mark as its key."""
 
 _INT_BITS = 63
 MAX_DEPTH = 100
-"""How deep states may be nested; a few calls for each level stay below Python's limit."""
+"""The deepest nesting of a state; a few calls per level stay below Python's recursion limit."""
 
 _MAX_SAME_HASH = 100
-"""Members of a set; those of honest ones have hashes of their own, but for a few."""
+"""The most members of a set with one hash; honest values rarely share one."""
 
 _NUMPY_SCALAR_NAMES = (
     "bool int8 int16 int32 int64 uint8 uint16 uint32 uint64 float16 float32 float64 complex64 complex128"
@@ -57,12 +55,12 @@ _NUMPY_SCALARS = {name: np.dtype(name).type for name in _NUMPY_SCALAR_NAMES.spli
 
 
 class PerRank:
-    """Marks what each rank has its own of, as the state of its random generator: all ranks' are saved.
+    """Marks a value that each rank has its own of, such as the state of a random generator; all are saved.
 
     Args:
-        value: This rank's; any state.
-        resize: ``resize(values, rank, world_size)`` makes this rank's value of the saved ones, by rank, when another
-            number of ranks loads them. None is an error then.
+        value: This rank's value; any state.
+        resize: ``resize(values, rank, world_size)`` makes this rank's value from the saved ones, by rank, when another
+            number of ranks loads them. Without it that is an error.
     """
 
     def __init__(self, value: Any, *, resize: Callable[[list[Any], int, int], Any] | None = None) -> None:
@@ -74,35 +72,31 @@ class PerRank:
 
 
 class SavedElsewhere:
-    """Marks a tensor that this rank has too, but another one saves.
-
-    Args:
-        tensor: Of the same shape as that one's.
-    """
+    """Marks a replica of a tensor that another rank saves."""
 
     def __init__(self, tensor: torch.Tensor) -> None:
         self.tensor = tensor
 
 
 def path_text(path: Sequence[object]) -> str:
-    """Where something is in a state, for messages."""
+    """Format a path in a state, for messages."""
     return "".join(f"[{part!r}]" for part in path) or "the state itself"
 
 
 def tensor_key(path: Sequence[object]) -> str:
-    """The name of a tensor in files."""
+    """Return the name in files of the tensor at a path."""
     return ".".join(str(part) for part in path) or "tensor"
 
 
 def check_depth(path: Sequence[object]) -> None:
-    """Raise ValueError where no state ends that doesn't hold itself."""
+    """Raise ValueError for a path so deep that the state probably contains itself."""
     if len(path) > MAX_DEPTH:
         raise ValueError(f"the state is nested too deeply, or holds itself, at {path_text(path[:5])}...")
 
 
 @dataclass
 class Encoder:
-    """Turns a state into a node, and collects its tensors.
+    """Encodes a state as a node, and collects its tensors.
 
     Args:
         rank: This rank.
@@ -110,24 +104,24 @@ class Encoder:
 
     rank: int
     tensors: dict[str, torch.Tensor] = field(default_factory=dict)
-    """By key; what several places of the state have is here once."""
+    """Tensors by key; tied tensors are here once."""
     paths: dict[str, str] = field(default_factory=dict)
-    """Where each is in the state."""
+    """The path of each tensor in the state."""
     own: set[str] = field(default_factory=set)
-    """The keys of those that only this rank has, for they are in a `PerRank`."""
+    """The keys of tensors within a `PerRank`, which only this rank has."""
     unsaved: set[str] = field(default_factory=set)
-    """The keys of those that another rank saves."""
+    """The keys of tensors that another rank saves."""
     _keys_by_identity: dict[object, str] = field(default_factory=dict)
     _keep_alive: list[torch.Tensor] = field(default_factory=list)
     _in_per_rank: bool = False
-    """Whether it is in a `PerRank`."""
+    """Whether the current value is within a `PerRank`."""
 
     def encode(self, value: Any, path: tuple[object, ...] = ()) -> Node:
-        """The node of a value.
+        """Encode a value.
 
         Raises:
-            TypeError: A part of it can't be saved; it says which.
-            ValueError: It is nested too deeply, or two tensors would have one name.
+            TypeError: A part of it can't be saved; names its path.
+            ValueError: The state is nested too deeply, or two tensors would have one name.
         """
         check_depth(path)
         if isinstance(value, (torch.Tensor, SavedElsewhere)):
@@ -158,7 +152,7 @@ class Encoder:
 
     def _encode_per_rank(self, value: Any, path: tuple[object, ...]) -> Node:
         before, known, was_own = set(self.tensors), self._keys_by_identity, self._in_per_rank
-        # Another rank has other memory under this name: what is the same outside is saved by itself.
+        # Tensors here aren't tied to tensors outside: other ranks have other memory under this name.
         self._keys_by_identity, self._in_per_rank = {}, True
         try:
             node = self.encode(value, (*path, f"rank{self.rank}"))
@@ -198,13 +192,13 @@ class Encoder:
                 f" {path_text(path)}: rename one"
             )
         self._keys_by_identity[identity] = key
-        self._keep_alive.append(tensor)  # an identity is one as long as the tensor lives
+        self._keep_alive.append(tensor)  # an address identifies a tensor only during its lifetime
         self.tensors[key], self.paths[key] = tensor, path_text(path)
         return key
 
 
 def tensor_identity(tensor: torch.Tensor) -> object:
-    """What tensors have in common that are the same memory."""
+    """Return a key that is equal for tensors that are the same memory."""
     local = getattr(tensor, "_local", None)
     plain = tensor if local is None else local
     if plain.is_nested or not plain.numel() or plain.layout is not torch.strided or plain.device.type == "meta":
@@ -214,7 +208,7 @@ def tensor_identity(tensor: torch.Tensor) -> object:
 
 
 def check_tensor(tensor: torch.Tensor, path: tuple[object, ...]) -> None:
-    """Raise TypeError unless a tensor has elements in memory, of a dtype that checkpoints have."""
+    """Raise TypeError unless a tensor is dense, has a supported dtype and elements in memory."""
     where = path_text(path)
     try:
         dtype_name(tensor.dtype)
@@ -237,9 +231,8 @@ def _encode_key(key: object, path: tuple[object, ...]) -> Node:
         return _encode_plain(key, path)
     except TypeError as error:
         raise TypeError(
-            f"{path_text(path)} has {with_article(type(key).__name__)} as a key, {str(key)[:50]!r}: save text,"
-            " numbers or tuples"
-            " of these"
+            f"{path_text(path)} has {with_article(type(key).__name__)} as a key, {str(key)[:50]!r}: save text, numbers"
+            " or tuples of these"
         ) from error
 
 
@@ -248,7 +241,7 @@ def _encode_plain(value: Any, path: tuple[object, ...]) -> Node:
     if isinstance(value, tuple) and not isinstance(value, torch.Size):
         return {"tuple": [_encode_plain(each, path) for each in value]}
     if isinstance(value, (set, frozenset)):
-        # Not as they come, which is otherwise on each rank.
+        # Sorted, since the iteration order of sets differs between ranks.
         found = check_collisions(value, path_text(path))
         members = sorted((_encode_plain(each, path) for each in found), key=msgspec.json.encode)
         return {"set" if isinstance(value, set) else "frozenset": members}
@@ -259,8 +252,7 @@ def _encode_plain(value: Any, path: tuple[object, ...]) -> Node:
         return {"number": [value.dtype.name, _encode_plain(value.item(), path)]}
     if kind not in _ENCODERS:
         raise TypeError(
-            f"{path_text(path)} is {with_article(kind.__name__)}, which checkpoints don't carry: save what it"
-            " is made of, as"
+            f"{path_text(path)} is {with_article(kind.__name__)}, which checkpoints don't carry: save its contents as"
             " numbers, text, tensors, lists and dicts, or give it state_dict() and load_state_dict()"
         )
     try:
@@ -297,7 +289,7 @@ _ENCODERS: dict[type, Callable[[Any], Node]] = {
 
 
 def is_leaf_node(node: Node) -> bool:
-    """Whether a node is a plain value: neither a container, nor a tensor."""
+    """Return whether a node is a plain value: neither a container nor a tensor."""
     return not isinstance(node, list) and not (isinstance(node, dict) and set(node) & _BRANCHES)
 
 
@@ -305,14 +297,10 @@ _BRANCHES = frozenset({"dict", "pairs", "tuple", "set", "frozenset", "size", "te
 
 
 def decode_leaf(node: Node, depth: int = 0) -> Any:
-    """The value of a leaf's node.
-
-    Args:
-        node: The node.
-        depth: The number of nodes around it.
+    """Return the value of a leaf node.
 
     Raises:
-        ValueError: There is no such node.
+        ValueError: The node is invalid.
     """
     if not isinstance(node, dict):
         return node
@@ -323,12 +311,12 @@ def decode_leaf(node: Node, depth: int = 0) -> Any:
     ((mark, content),) = node.items()
     try:
         return _DECODERS[mark](content, depth + 1)
-    except Exception as error:  # the content may be anything, and each decoder fails in a way of its own
+    except Exception as error:  # the content may be anything, and decoders raise different errors
         raise ValueError(f"no value is written as {str(node)[:100]}") from error
 
 
 def leaf_text(node: Node) -> str:
-    """The value of a leaf's node as Python writes it."""
+    """Return the repr of a leaf node's value."""
     value = decode_leaf(node)
     try:
         return repr(value)
@@ -356,10 +344,10 @@ def _decode_counter(pairs: list[list[Node]], depth: int) -> Counter[Any]:
 
 
 def check_collisions(values: Iterable[Any], where: str = "it") -> list[Any]:
-    """Hashable values as they are, to be a set or a dict's keys; ``where`` is for messages.
+    """Return hashable values as a list; ``where`` is for messages.
 
     Raises:
-        ValueError: Many have one hash: Python would take a time in the square of their number.
+        ValueError: Many have one hash: a set or dict of them would take quadratic time.
     """
     found = list(values)
     if max(Counter(map(hash, found)).values(), default=0) > _MAX_SAME_HASH:
@@ -387,7 +375,7 @@ _DECODERS: dict[str, Callable[[Any, int], Any]] = {
 
 
 def referenced_keys(node: Any) -> Iterator[str]:
-    """The keys of the tensors of a tree."""
+    """Yield the keys of the tensors in a tree."""
     if isinstance(node, dict):
         for mark, content in node.items():
             if mark in ("tensor", "array"):
@@ -400,15 +388,15 @@ def referenced_keys(node: Any) -> Iterator[str]:
 
 
 def check_tree(node: Node, keys: Collection[str], depth: int = 0) -> None:
-    """See that a tree is what `Encoder` and `merge_trees` make.
+    """Check that a tree is as `Encoder` and `merge_trees` make it.
 
     Args:
         node: The tree.
-        keys: Of the tensors that there are.
-        depth: How deep the node is.
+        keys: The keys of known tensors.
+        depth: The depth of the node.
 
     Raises:
-        ValueError: It is something else.
+        ValueError: The tree is invalid.
     """
     if depth > MAX_DEPTH:
         raise ValueError("a state that is nested too deeply")
@@ -466,4 +454,4 @@ _BRANCH_CHECKS: dict[str, tuple[type, Callable[[Any], Iterable[Node]]]] = {
     "tensor": (str, lambda _: ()),
     "array": (str, lambda _: ()),
 }
-"""By marks: what a node has, and the members of it that are left to check."""
+"""By mark: the type of a node's content, and a function that checks it and returns the child nodes still to check."""

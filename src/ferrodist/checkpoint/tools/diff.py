@@ -1,4 +1,4 @@
-"""What two checkpoints have that is not the same, whatever ranks and placements they were saved with."""
+"""The differences of two checkpoints, whatever ranks and placements they were saved with."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ _MAX_VALUE_LENGTH = 60
 
 
 class DifferenceKind(Enum):
-    """How two checkpoints differ in one place."""
+    """The kind of a difference."""
 
     ONLY_IN_FIRST = "only in the first"
     ONLY_IN_SECOND = "only in the second"
@@ -46,14 +46,14 @@ class DifferenceKind(Enum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Difference:
-    """One place where two checkpoints differ.
+    """One difference of two checkpoints.
 
     Args:
-        place: Where, as one would write it in Python: ``['model']['weight']``.
-        kind: How.
-        what: In words.
-        num_elements: For elements: how many differ.
-        largest: For elements: the largest absolute difference; infinite where one is NaN or infinite and the other not.
+        place: The path in the state, as in Python: ``['model']['weight']``.
+        kind: The kind of difference.
+        what: A description.
+        num_elements: For elements: the number that differ.
+        largest: For elements: the largest absolute difference; infinite if one is NaN or infinite and the other is not.
     """
 
     place: str
@@ -74,22 +74,22 @@ def compare(
     other_storage_options: Mapping[str, Any] | None = None,
     progress: ProgressCallback | None = None,
 ) -> list[Difference]:
-    """Compare two checkpoints; one process does this, in bounded memory.
+    """Compare two checkpoints in one process, in bounded memory.
 
-    NaN is the same as NaN, and 0.0 as -0.0. What is read is compared with its hashes.
+    NaN equals NaN, and 0.0 equals -0.0. Hashes are checked.
 
     Args:
-        path: The first.
-        other: The second.
-        storage_options: For the first's file system, if it is a URL.
-        other_storage_options: For the second's.
-        progress: Told how many bytes of tensors are compared, and of how many.
+        path: The first checkpoint.
+        other: The second checkpoint.
+        storage_options: Options of the first's file system, if it is a URL.
+        other_storage_options: Options of the second's.
+        progress: Called with the bytes of tensors compared, and their total.
 
     Returns:
-        All differences, in the first's order; none if the same state was saved.
+        All differences, in the first's order; empty if the same state was saved.
 
     Raises:
-        DistCheckpointError: One is not there, or is damaged.
+        DistCheckpointError: A checkpoint is missing or damaged.
     """
     storages = open_storage(path, storage_options), open_storage(other, other_storage_options)
     try:
@@ -119,15 +119,15 @@ def compare(
 
 
 class _TreeComparison:
-    """Goes through two trees side by side."""
+    """Walks through two trees side by side."""
 
     def __init__(self, first: Manifest, second: Manifest) -> None:
         self._manifests = first, second
         self.pairs: dict[tuple[str, str], None] = {}
-        """Keys of tensors that have the same place and shape; tied ones come once."""
+        """Keys of the tensors to compare: those with the same path and shape; tied ones come once."""
 
     def compare(self, one: Any, two: Any, path: Path) -> Iterator[Difference | tuple[Path, tuple[str, str]]]:
-        """Differences, and in their places the tensors whose elements may differ."""
+        """Yield differences, and the paths and keys of tensors whose elements may differ."""
         marks = _node_kind(one), _node_kind(two)
         if marks[0] != marks[1]:
             yield _value_difference(path, one, two)
@@ -163,14 +163,14 @@ class _TreeComparison:
 
 
 def _node_kind(node: Any) -> str:
-    """Which kind of node it is."""
+    """The kind of a node: its mark, ``list`` or ``leaf``."""
     if isinstance(node, list):
         return "list"
     return "leaf" if is_leaf_node(node) else str(next(iter(node)))
 
 
 def _children(node: Any, mark: str) -> dict[Any, Any]:
-    """The nodes in a node, by their places."""
+    """The children of a node, by key."""
     content = node if mark == "list" else node[mark]
     if mark == "pairs":
         return {decode_leaf(key): each for key, each in content}
@@ -180,7 +180,7 @@ def _children(node: Any, mark: str) -> dict[Any, Any]:
 
 
 def _is_same_value(one: Any, two: Any) -> bool:
-    """Whether two leaves are one value: 1, 1.0 and True are three."""
+    """Return whether two leaves are the same value: 1, 1.0 and True are three."""
     if type(one) is not type(two):
         return False
     if isinstance(one, dict):
@@ -226,11 +226,11 @@ def _compare_elements(
     keys: tuple[str, str],
     progress_meter: ProgressCounter,
 ) -> tuple[int, int, float] | None:
-    """How many elements differ, of how many, and by how much; None if none."""
+    """Return the number of differing elements, of all elements, and the largest difference; None if none differ."""
     dtypes = [dtype_from_name(manifest.tensors[key].dtype) for manifest, key in zip(manifests, keys, strict=True)]
     shape = manifests[0].tensors[keys[0]].shape
     count, largest = 0, 0.0
-    # Differences are formed in 16 bytes an element at most.
+    # A difference takes up to 16 bytes per element.
     for band in row_blocks(shape, ROW_BLOCK_BYTES // 16):
         parts = [torch.empty(band.shape, dtype=dtype, device="cpu") for dtype in dtypes]
         for reader, key, part in zip(readers, keys, parts, strict=True):
@@ -244,7 +244,7 @@ def _compare_elements(
 
 
 def _count_differences(one: torch.Tensor, two: torch.Tensor) -> tuple[int, float]:
-    """How many elements differ, and the largest difference."""
+    """Return the number of differing elements and the largest difference."""
     if not any(each.is_floating_point() or each.is_complex() for each in (one, two)):
         return _count_integer_differences(one, two)
     wide = torch.complex128 if one.is_complex() or two.is_complex() else torch.float64
@@ -255,12 +255,12 @@ def _count_differences(one: torch.Tensor, two: torch.Tensor) -> tuple[int, float
 
 
 def _count_integer_differences(one: torch.Tensor, two: torch.Tensor) -> tuple[int, float]:
-    """Exact, also where float64 has not enough digits."""
+    """The same for integers, exact beyond float64's precision."""
     bits, rounded = zip(*[(_integer_bits(each), each.to(torch.float64)) for each in (one, two)], strict=True)
     differs = (bits[0] != bits[1]) | (rounded[0] != rounded[1])
     exact = (bits[0] - bits[1])[differs].to(torch.float64).abs()
     about = (rounded[0] - rounded[1])[differs].abs()
-    # Near differences are exact in 64 bits, which far ones leave.
+    # Small differences are exact in 64-bit integers; large ones overflow.
     distance = torch.where(about < 2.0**62, exact, about)
     return distance.numel(), float(distance.max()) if distance.numel() else 0.0
 
@@ -270,7 +270,7 @@ def _integer_bits(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _is_equal(one: torch.Tensor, two: torch.Tensor) -> bool:
-    """Whether all bits are."""
+    """Return whether two tensors are equal bit by bit."""
     if one.dtype is not two.dtype:
         return False
     return torch.equal(*[each.reshape(-1).view(torch.uint8) for each in (one, two)])

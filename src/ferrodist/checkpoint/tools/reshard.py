@@ -1,14 +1,9 @@
-"""Tensors that are larger than memory, a band at a time.
+"""Rewriting a checkpoint for another number of ranks, by one process in bounded memory.
 
-How far a long piece of work is, for those who want to show it.
-
-Writing a checkpoint from tensors that lie elsewhere, as ranks would write it, by one process in bounded memory.
-
-All ranks' files grow side by side: a band of a tensor is read once, and each file that has a part of it gets that part.
-This works because all files have tensors in one order, and because bands follow each other as elements do, in row-major
-order, so that what a file gets of a tensor comes in the file's order.
-
-A checkpoint written anew for another number of ranks, by one process and without the program that saved it.
+All ranks' files grow side by side: a block of rows of a tensor is read once, and each file gets its part of it. This
+works because all files have tensors in one order, and because row blocks follow each other in row-major order, so that
+each file's bytes come in the file's order. `rewrite` also takes sources in other formats; see
+`ferrodist.checkpoint.convert`.
 """
 
 from __future__ import annotations
@@ -43,24 +38,20 @@ if TYPE_CHECKING:
     from ferrodist.checkpoint.storage.base import Storage
 
 ROW_BLOCK_BYTES = 16 << 20
-"""Enough that reading a band takes longer than beginning to."""
+"""The size of a block of rows; large enough to hide the latency of reads."""
 
 
 class BoxSource(Protocol):
-    """Whatever has tensors, by key, and gives any box of them."""
+    """A source of boxes of tensors."""
 
     def read_box(self, key: str, box: Box, target: torch.Tensor) -> None:
-        """Fill a tensor of the box's shape with a box of a tensor."""
+        """Fill a tensor of the box's shape with a box of the tensor."""
 
 
 def row_blocks(shape: tuple[int, ...], max_elements: int) -> Iterator[Box]:
-    """Boxes that are a tensor together, and follow each other as its elements do, in row-major order.
+    """Split a tensor into boxes of at most ``max_elements``, in row-major order.
 
-    The elements of any box of the tensor come in their own row-major order, too, if it is cut by these bands.
-
-    Args:
-        shape: Of the tensor.
-        max_elements: At least 1; no band has more.
+    The elements of any box of the tensor are then also in its own row-major order.
     """
     if prod(shape) <= max_elements:
         yield Box((0,) * len(shape), shape)
@@ -78,16 +69,11 @@ def row_blocks(shape: tuple[int, ...], max_elements: int) -> Iterator[Box]:
 
 if TYPE_CHECKING:
     ProgressCallback = Callable[[int, int], None]
-    """Told how many bytes are done, and of how many."""
+    """Called with the bytes done, and their total."""
 
 
 class ProgressCounter:
-    """Counts bytes.
-
-    Args:
-        total: All of them.
-        report: Called at the beginning, and whenever some are done; None is nobody.
-    """
+    """Counts bytes and reports them; ``report`` is called at the beginning and after each `add`."""
 
     def __init__(self, total: int, report: ProgressCallback | None) -> None:
         self._total = total
@@ -96,7 +82,7 @@ class ProgressCounter:
         self.add(0)
 
     def add(self, count: int) -> None:
-        """So many more are done."""
+        """Count more bytes."""
         self._done += count
         if self._report is not None:
             self._report(self._done, self._total)
@@ -104,25 +90,25 @@ class ProgressCounter:
 
 if TYPE_CHECKING:
     ChooseDim = Callable[[str, tuple[int, ...]], int | None]
-    """Of a tensor's key and shape: along which dim it is divided; None leaves it whole."""
+    """Returns the sharded dim for a tensor's key and shape; None leaves it whole."""
 
 
 DEFAULT_MEMORY_BYTES = 256 << 20
 _MIN_MEMORY_BYTES = 16 << 20
 _MAX_OPEN_FILES = 128
 _UPLOAD_BYTES = 32 << 20
-"""What a file that is not on a disk may keep in memory until it is sent."""
+"""The memory that an open file in an object store may take."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RewriteSource:
-    """What goes into a checkpoint.
+    """The contents of a new checkpoint.
 
     Args:
-        tree: The state, as `tree.Encoder` makes it.
-        tensors: Shapes and names of dtypes, by key.
-        source: Has the elements.
-        world_size: Of the ranks whose `PerRank` values may be in the tree.
+        tree: The state tree.
+        tensors: Shapes and dtype names, by key.
+        source: The source of the elements.
+        world_size: The number of ranks with `PerRank` values in the tree.
     """
 
     tree: Any
@@ -133,18 +119,18 @@ class RewriteSource:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RewriteOptions:
-    """How a checkpoint is written.
+    """Options for writing a checkpoint.
 
     Args:
-        num_ranks: As by how many ranks.
-        dim: Along which dim tensors are divided, where they have it; or a function that says it of each. None is the
-            first dim that all ranks get the same of, or else the longest.
-        max_file_bytes: Longer files are split, between tensors.
-        max_memory_bytes: What tensors may take of memory.
-        progress: Told how many bytes are written, and of how many.
+        num_ranks: The number of ranks to write for.
+        dim: The dim along which tensors are sharded, if they have it; or a function that returns it for each. None is
+            the first dim that divides evenly over the ranks, or else the longest.
+        max_file_bytes: The size from which files are split, between tensors.
+        max_memory_bytes: The limit of memory for tensors.
+        progress: Called with the bytes written, and their total.
 
     Raises:
-        TypeError, ValueError: One of them is wrong.
+        TypeError, ValueError: An option is wrong.
     """
 
     num_ranks: int = 1
@@ -161,7 +147,7 @@ class RewriteOptions:
             raise TypeError(f"dim must be an int, a function of key and shape, or None, not {type(self.dim).__name__}")
 
     def choose(self, key: str, shape: tuple[int, ...]) -> int | None:
-        """The dim along which a tensor is divided, from 0 on; None if it stays whole."""
+        """Return the dim along which a tensor is sharded, at least 0; None if it stays whole."""
         if self.num_ranks == 1 or not prod(shape):
             return None
         if callable(self.dim):
@@ -180,13 +166,13 @@ class RewriteOptions:
 def rewrite(
     source_state: RewriteSource, storage: Storage, options: RewriteOptions, *, single_name: str | None = None
 ) -> None:
-    """Write a checkpoint; what is in the folder is replaced at once at the end, as by `save_distributed`.
+    """Write a checkpoint; one in the folder is replaced atomically at the end, as by `save_distributed`.
 
     Args:
-        source_state: What goes into it.
-        storage: Where.
-        options: How.
-        single_name: What the file of tensors is called if it is the only one.
+        source_state: The contents.
+        storage: The folder.
+        options: The options.
+        single_name: The name of the file of tensors if it is the only one.
 
     Raises:
         DistCheckpointError: The source is damaged, or the storage refuses. Nothing was committed.
@@ -223,14 +209,14 @@ def _discard(storage: Storage, save_id: str) -> None:
 
 
 def _num_open_ranks(storage: Storage, options: RewriteOptions) -> int:
-    """For how many ranks files may be open together."""
+    """The number of ranks whose files may be open at a time."""
     if storage.is_staged:
         return _MAX_OPEN_FILES
     return max(1, min(_MAX_OPEN_FILES, options.max_memory_bytes // 2 // _UPLOAD_BYTES))
 
 
 def _make_reports(source_state: RewriteSource, options: RewriteOptions) -> list[StateReport]:
-    """What each rank would have."""
+    """Return the report that each rank would make."""
     reports = [StateReport(source_state.tree, {}) for _ in range(options.num_ranks)]
     own = _per_rank_keys(source_state.tree)
     for key, (shape, dtype) in source_state.tensors.items():
@@ -250,14 +236,14 @@ def _make_reports(source_state: RewriteSource, options: RewriteOptions) -> list[
 
 
 def _divide(shape: tuple[int, ...], dim: int, num_ranks: int) -> Iterator[BoxReport]:
-    """The part of each rank."""
+    """Yield each rank's box."""
     for begin, end in pairwise(offsets_of(compute_shard_sizes(shape[dim], num_ranks))):
         offsets = (*[0] * dim, begin, *[0] * (len(shape) - dim - 1))
         yield BoxReport(offsets, (*shape[:dim], end - begin, *shape[dim + 1 :]))
 
 
 def _has_per_rank(node: Any) -> bool:
-    """Whether a tree has `PerRank` values."""
+    """Return whether a tree has `PerRank` values."""
     if isinstance(node, list):
         return any(map(_has_per_rank, node))
     if not isinstance(node, dict):
@@ -267,7 +253,7 @@ def _has_per_rank(node: Any) -> bool:
 
 
 def _per_rank_keys(tree: Any) -> dict[str, int]:
-    """The keys of tensors that only one rank has, for they are in its `PerRank` values, with that rank."""
+    """Return the keys of tensors within one rank's `PerRank` values, with that rank."""
     found: dict[str, set[int | None]] = {}
 
     def walk(node: Any, rank: int | None) -> None:
@@ -294,7 +280,7 @@ def _write(
     sizes = {key: dtype_from_name(tensor.dtype).itemsize for key, tensor in plan.tensors.items()}
     total = sum(prod(tensor.shape) * sizes[key] for key, tensor in plan.tensors.items())
     progress = ProgressCounter(total, options.progress)
-    # A band, a copy of it where it lies otherwise in the source, one of a part where it goes, and blocks to be checked.
+    # A row block, a copy if it isn't contiguous in the source, a copy of a part of it, and the blocks to check.
     block_bytes = min(ROW_BLOCK_BYTES, options.max_memory_bytes // 4)
     for first in range(0, len(files), at_once):
         streams = [file for own in files[first : first + at_once] for file in own]
@@ -316,7 +302,7 @@ def _write(
 
 
 def _file_order(plan: SavePlan, sizes: Mapping[str, int]) -> Callable[[str], tuple[int, int]]:
-    """The order of tensors in files, as `plan_save` makes it."""
+    """Return the sort key of tensors in files, as `plan_save` orders them."""
     places = {key: place for place, key in enumerate(plan.tensors)}
     return lambda key: (-sizes[key], places[key])
 
@@ -324,7 +310,7 @@ def _file_order(plan: SavePlan, sizes: Mapping[str, int]) -> Callable[[str], tup
 def _write_rows(
     source: BoxSource, key: str, dtype: str, rows: Box, consumers: Sequence[tuple[Span, FileStream]]
 ) -> int:
-    """Give each file what it has of a band; returns how many bytes these are."""
+    """Write a block of rows to each file that needs a part of it; return the number of bytes."""
     overlaps = [(span, file, Box(span.offsets, span.shape).intersect(rows)) for span, file in consumers]
     wanted = [(span, file, part) for span, file, part in overlaps if part is not None]
     if not wanted:
@@ -352,31 +338,29 @@ def reshard(
     new_storage_options: Mapping[str, Any] | None = None,
     progress: ProgressCallback | None = None,
 ) -> None:
-    """Write a checkpoint as another number of ranks would have saved it: the same state, in other files.
+    """Rewrite a checkpoint as another number of ranks would have saved it: the same state in other files.
 
-    Loading doesn't need this, for any number of ranks loads any checkpoint; it is for ranks that shall each read one
-    file, and for other tools: ``num_ranks=1`` makes a folder of whole tensors, as Hugging Face's tools have them.
-
+    Loading doesn't need this, since any number of ranks loads any checkpoint. It is for ranks that shall each read one
+    file, and for other tools: ``num_ranks=1`` makes a folder of full tensors, as Hugging Face's tools have them.
     `PerRank` values stay those of the ranks that saved them.
 
     Args:
         path: The checkpoint.
-        new_path: Where the new one goes; a checkpoint that is there is replaced when the new one is whole. It may be
-            ``path``.
-        num_ranks: As by how many ranks.
-        dim: Along which dim tensors are divided, as `Shard` divides; those that don't have it stay whole. A function
-            says it for each tensor, of its key and shape; None from it leaves the tensor whole. None is the first dim
-            that all ranks get the same of, or else the longest.
-        max_file_bytes: A rank's part is split into several files if it is larger.
-        verify: Compare what is read with its hashes.
-        max_memory_bytes: What tensors may take of memory, at least 16 MiB; the manifests come to that.
-        storage_options: For fsspec's file system, if ``path`` is a URL.
-        new_storage_options: The same for ``new_path``.
-        progress: Told how many bytes are written, and of how many.
+        new_path: The new checkpoint; an existing one is replaced when the new one is complete. It may be ``path``.
+        num_ranks: The number of ranks to write for.
+        dim: The dim along which tensors are sharded, as `Shard` does; tensors without it stay whole. A function returns
+            it for each tensor's key and shape; None from it leaves the tensor whole. None is the first dim that divides
+            evenly over the ranks, or else the longest.
+        max_file_bytes: The size from which a rank's data is split into several files.
+        verify: Check the hashes of the data read.
+        max_memory_bytes: The limit of memory for tensors, at least 16 MiB, without the manifests.
+        storage_options: Options of fsspec's file system, if ``path`` is a URL.
+        new_storage_options: Options of fsspec's file system, if ``new_path`` is a URL.
+        progress: Called with the bytes written, and their total.
 
     Raises:
-        DistCheckpointError: There is no checkpoint, it is damaged, or the new one could not be written; what was at
-            ``new_path`` is there as it was.
+        DistCheckpointError: The checkpoint is missing or damaged, or the new one can't be written; ``new_path`` is
+            unchanged.
         TypeError, ValueError: An argument is wrong.
     """
     options = RewriteOptions(
