@@ -147,7 +147,7 @@ class MpiBackend(MailboxBackend):
             FrameType.PING: self._attendance.on_ping,
             FrameType.PONG: self._attendance.on_pong,
         }
-        self.data_plane = MpiDataPlane(mpi, collective, self._is_in_vain, self._explain, self._grace)
+        self.data_plane: MpiDataPlane = MpiDataPlane(mpi, collective, self._is_in_vain, self._explain, self._grace)
         self.agreement: MpiVerifier = MpiVerifier(
             self, self.data_plane, self._find_behind, partial(self._look, _LOOK_SECONDS)
         )

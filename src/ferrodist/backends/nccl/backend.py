@@ -13,6 +13,8 @@ from __future__ import annotations
 import weakref
 from typing import TYPE_CHECKING
 
+from typing_extensions import override
+
 from ferrodist.backends.control_plane import ControlPlaneBackend, control_of
 from ferrodist.backends.lifecycle import snapshot_weak
 from ferrodist.backends.nccl.collectives import NcclEngine
@@ -83,14 +85,12 @@ class NcclGroup(ControlPlaneBackend):
         self._library = library
         self._streams = CudaStreams() if streams is None else streams
         self.agreement = control.agreement
-        self.collectives = control.collectives
-        self.quick = control.quick
-        self.tensor_messages = control.tensor_messages
+        self.use_engine("cpu", control.engine("cpu"), control.p2p("cpu"))
+        self.fast_path = control.fast_path
         self._watch = Watchdog(f"ferrodist-nccl-{control.name}-{control.rank}", self._streams.begin_watching)
         self._launchers: weakref.WeakValueDictionary[int, StreamExecutor] = weakref.WeakValueDictionary()  # by group
         self._launcher = self._launcher_of(self)
-        self.device_collectives = NcclEngine(self, self._launcher)
-        self.device_messages = NcclP2P(self, self._launcher)
+        self.use_engine("cuda", NcclEngine(self, self._launcher), NcclP2P(self, self._launcher))
         self.on_synchronize(self._launcher.synchronize)
 
     @classmethod
@@ -157,7 +157,7 @@ class NcclGroup(ControlPlaneBackend):
         if self._is_closed:
             return
         self._is_closed = True
-        self.quick = self.tensor_messages = None  # as the control group does with its own
+        self.fast_path = None  # as the control group does with its own
         for launcher in snapshot_weak(self._launchers.values):
             launcher.release(self.failure or launcher.failure)
         self._watch.close()
@@ -177,15 +177,12 @@ class NcclGroup(ControlPlaneBackend):
             launcher.release(self._control.subgroup_failure(group_id, members))
         super().close_subgroup(group_id, members)
 
-    def subgroup_device_collectives(self, subgroup: Backend) -> NcclEngine:
-        """See `Backend.subgroup_device_collectives`."""
+    @override
+    def equip_subgroup(self, subgroup: Backend) -> None:
+        super().equip_subgroup(subgroup)
         launcher = self._launcher_of(subgroup)
         subgroup.on_synchronize(launcher.synchronize)
-        return NcclEngine(subgroup, launcher)
-
-    def subgroup_device_messages(self, subgroup: Backend) -> NcclP2P:
-        """See `Backend.subgroup_device_messages`."""
-        return NcclP2P(subgroup, self._launcher_of(subgroup))
+        subgroup.use_engine("cuda", NcclEngine(subgroup, launcher), NcclP2P(subgroup, launcher))
 
 
 class NcclBackend(NcclGroup):

@@ -383,7 +383,7 @@ class CommunicatorHandle:
 
     def _share(self, operation: str, payload: bytes, timeout: float, *, what: str = "") -> list[bytes]:
         """As `Collectives.share`, by what compares the calls of the group's host."""
-        engine = self._group.collectives
+        engine = self._group.engine("cpu")
         if engine is None:
             return self._group.agreement.reach(
                 CollectiveSignature(operation=operation, reduce_op=what, payload=payload), timeout

@@ -237,7 +237,7 @@ class NcclP2P:
 
 
 def _messages_of(pair: Backend) -> NcclP2P:
-    messages: NcclP2P = pair.device_messages
+    messages: NcclP2P = pair.p2p("cuda")
     return messages
 
 
