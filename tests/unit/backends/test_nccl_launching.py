@@ -14,9 +14,10 @@ import torch
 from nccl_fakes import FakeEvent, FakeNccl, FakeStream, FakeStreams, FakeWork, fake_groups, send_cpu_tensors_to_nccl
 
 import ferrodist as fd
+from ferrodist.backends import lifecycle
 from ferrodist.backends.nccl import communicator as connection
 from ferrodist.backends.nccl.streams import InFlightOp, OpInfo
-from ferrodist.backends.nccl.watchdog import Watchdog, _open_watches
+from ferrodist.backends.nccl.watchdog import Watchdog
 from ferrodist.backends.signature import CollectiveSignature
 from ferrodist.collectives.engines import select
 from ferrodist.deadline import Deadline
@@ -290,7 +291,7 @@ def test_a_forked_child_leaves_nccl_alone() -> None:
     assert group.failure is None, "the parent's group has ended"
     group.close()
     assert communicator.log == ["all_reduce"]
-    for watch in list(_open_watches):  # the parent's
+    for watch in list(lifecycle._closeables[lifecycle.ExitStage.WATCHDOGS]):  # the parent's
         watch.close()
 
 
