@@ -1,6 +1,6 @@
 """Messages through the engine.
 
-native/engine/messenger.h says how they move, `MailboxBackend` who may still be waited for.
+native/engine/p2p_engine.h says how they move, `MailboxBackend` who may still be waited for.
 
 [Note: what the engine is told]
 The state of groups and ranks is Python's. The engine takes its short ways only while it knows of no end: it is told of
@@ -65,7 +65,7 @@ class _Outcome(IntEnum):
 
 
 class _PeerEvent(IntEnum):
-    """`News::Kind` of native/engine/reception.h."""
+    """`News::Kind` of native/engine/admission.h."""
 
     FULL = 0
     BROKEN = 1
@@ -332,7 +332,7 @@ class MessagesBackend(TcpBackend):
         """Make the compiled point-to-point transfer of tensors of a group of these ranks."""
         if self._messenger is None:
             return None
-        messages = load().TensorMessages(self._messenger, group_id, rank, list(ranks))
+        messages = load().TensorP2P(self._messenger, group_id, rank, list(ranks))
         self._short_ways[group_id] = messages
         self._close_short_ways()  # its group may have ended before
         return messages

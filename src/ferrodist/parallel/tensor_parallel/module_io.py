@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ferrodist.parallel.module_guard import current_backward
+from ferrodist.parallel.module_guard import current_backward_id
 from ferrodist.tensor.dtensor import DTensor
 from ferrodist.tensor.placement import Partial, Placement, Replicate
 from ferrodist.tensor.plain_tensors import ACTIVE_CHECK, BACKWARD_CHECKS, is_plain
@@ -244,7 +244,7 @@ class ParallelModel:
     @contextlib.contextmanager
     def inside(self, path: str) -> Iterator[None]:
         """Inside, the forward of the module of that path runs."""
-        if current_backward() == -1:
+        if current_backward_id() == -1:
             self.backward.forget()  # of a backward that raised
         with self._counting(self.plain):
             self.plain.path = path

@@ -13,7 +13,7 @@ from torch import nn
 from ferrodist.deadline import Deadline
 from ferrodist.errors import UnsupportedOpError
 from ferrodist.mesh import DeviceMesh
-from ferrodist.parallel.module_init import compare_forms, materialise
+from ferrodist.parallel.module_init import materialise, verify_across_ranks
 from ferrodist.parallel.tensor_parallel.async_linear import AsyncTPLinear
 from ferrodist.parallel.tensor_parallel.module_io import (
     GatheredMethod,
@@ -180,7 +180,7 @@ def shard_module(
     deadline = Deadline(mesh.group.timeout)
     name = type(module).__name__
     try:
-        compare_forms(lines, mesh.group, deadline, maker="parallelize", module=name, refusal=refusal)
+        verify_across_ranks(lines, mesh.group, deadline, maker="parallelize", module=name, refusal=refusal)
     except UnsupportedOpError:
         if failure is not None:
             raise failure from None

@@ -859,7 +859,7 @@ def test_a_rank_that_is_in_forward_already():
     first, second = run_ranks(step, 2)
     assert type(first) is type(second) is CollectiveMismatchError
     assert "whose gradients rank 0 was averaging: 'bias' and 1 more. Look for a rank" in str(first)
-    assert "Before forward DDP model 0 (BatchNorm1d) gives all ranks the buffers of rank 0." in str(second)
+    assert "Before forward DDP model 0 (BatchNorm1d) broadcasts the buffers of rank 0." in str(second)
 
 
 def test_a_rank_that_does_not_make_the_model():

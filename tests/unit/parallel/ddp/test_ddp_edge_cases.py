@@ -228,7 +228,7 @@ def test_a_parameter_used_outside_of_forward(bucket_size_mb):
 
     for error in run_ranks(lambda group: train(group, comes_late=True), 2):
         assert "'unused.weight' of DDP model 0 (Half) got a gradient on rank" in error
-        assert "used outside of what forward returns" in error
+        assert "used outside of the forward's outputs" in error
     assert run_ranks(lambda group: train(group, comes_late=False), 2) == [[[1.5, 1.5], [3.0, 3.0]]] * 2
 
 
@@ -354,7 +354,7 @@ def test_unused_parameters_do_not_hold_up_buckets_in_later_steps():
         for branch in (0, 1, 0):
             ddp.zero_grad()
             outputs = ddp(of_rank(group), branch)
-            unreached = len(ddp._reducer._round.unreached)
+            unreached = len(ddp._reducer._round.unused)
             outputs.sum().backward()
             found.append((unreached, ddp.module.branches[branch].weight.grad.tolist()))
         return found
