@@ -16,12 +16,12 @@ _KEY = "collectives.reference"
 
 def host_engine_of(group: Backend) -> HostEngine:
     """The engine of a group: its own when it offers one, else ours over its mover, or else over its messages."""
-    engine: HostEngine | None = group.collectives
+    engine: HostEngine | None = group.engine("cpu")
     if engine is not None:
         return engine
     found = group.attachments.get(_KEY)
     if found is None:
-        made = ReferenceEngine(group) if group.mover is None else DataPlaneEngine(group)
+        made = ReferenceEngine(group) if group.data_plane is None else DataPlaneEngine(group)
         found = group.attachments.setdefault(_KEY, made)
     assert isinstance(found, ReferenceEngine)
     return found
