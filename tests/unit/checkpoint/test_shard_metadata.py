@@ -86,7 +86,7 @@ def test_wrong_metadata(tmp_path):
             ShardMetadata(num_ranks=num_ranks)
         with pytest.raises(ValueError, match="num_ranks must be"):
             shards([3, 4]).for_ranks(num_ranks)
-    with pytest.raises(TypeError, match="full_shape must be an integer, not 7.0"):
+    with pytest.raises(TypeError, match=r"full_shape must be an integer, not 7\.0"):
         TensorShardSpec(full_shape=(7.0, 5), shard_dim=0, shard_sizes=[7])
     with pytest.raises(ValueError, match="full_shape must be at least 0, not -5"):
         TensorShardSpec(full_shape=(7, -5), shard_dim=0, shard_sizes=[7])
