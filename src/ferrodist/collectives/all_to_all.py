@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, overload
 import torch
 
 from ferrodist.arguments import check_int
+from ferrodist.backends.cuda import record_use_on_streams
 from ferrodist.collectives.arguments import (
     attach,
     check_dim,
@@ -20,7 +21,6 @@ from ferrodist.collectives.arguments import (
     records_history,
     writing_to,
 )
-from ferrodist.collectives.cuda import record_use_on_streams
 from ferrodist.collectives.engines.host import host_engine_of
 from ferrodist.collectives.engines.select import engine_of
 from ferrodist.collectives.fast_path import quick_all_to_all, quick_barrier, start_all_to_all

@@ -19,9 +19,10 @@ from typing import TYPE_CHECKING, Generic, Protocol, TypeVar, cast
 
 import torch
 
+from ferrodist.backends.cuda import streams_of
 from ferrodist.backends.lifecycle import ExitStage, close_at_exit
 from ferrodist.backends.verification import left_reason
-from ferrodist.collectives.cuda import StreamHandoff, streams_of
+from ferrodist.collectives.cuda import StreamHandoff
 from ferrodist.collectives.engines.host import host_engine_of
 from ferrodist.deadline import Deadline
 from ferrodist.errors import DistributedError, DistributedTimeoutError, GroupClosedError

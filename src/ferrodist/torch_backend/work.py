@@ -21,10 +21,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
+from ferrodist.backends.cuda import record_use_on_streams, streams_of
 from ferrodist.backends.subgroup import SubBackend
 from ferrodist.backends.tags import ANY_SOURCE
 from ferrodist.collectives.arguments import bytes_of
-from ferrodist.collectives.cuda import StreamHandoff, record_use_on_streams, streams_of
+from ferrodist.collectives.cuda import StreamHandoff
 from ferrodist.collectives.engines.gpu_staged import HostStagedP2P
 from ferrodist.collectives.engines.host import host_engine_of
 from ferrodist.collectives.engines.select import engine_of

@@ -22,12 +22,13 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from ferrodist.backends.cuda import streams_of
 from ferrodist.backends.sequencer import Sequencer
 from ferrodist.backends.signature import CollectiveSignature
 from ferrodist.backends.subgroup import SubBackend
 from ferrodist.backends.verification import left_reason
 from ferrodist.collectives.arguments import writing_to
-from ferrodist.collectives.cuda import SEGMENT_BYTES, CopyPipeline, NotReachedError, streams_of, wait_until_passed
+from ferrodist.collectives.cuda import SEGMENT_BYTES, CopyPipeline, NotReachedError, wait_until_passed
 from ferrodist.collectives.engines.gpu_staged_plan import Partition, StagedOp
 from ferrodist.collectives.engines.host import host_engine_of
 from ferrodist.collectives.facts import dtype_text, read_facts
@@ -41,7 +42,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from ferrodist.backends.base import Backend
-    from ferrodist.collectives.cuda import Streams
+    from ferrodist.backends.cuda import Streams
     from ferrodist.collectives.engines.base import HostEngine
     from ferrodist.collectives.engines.gpu_staged_plan import ChunkRange
 
@@ -322,7 +323,7 @@ class HostStagedEngine:
         copies aside.
         """
         self._has_shared = True
-        if inner.collectives is None:
+        if inner.engine("cpu") is None:
             return
         try:
             memory = empty_symmetric((lane.shared_bytes,), torch.uint8, group=inner, timeout=deadline.remaining())
