@@ -25,6 +25,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
+from ferrodist.backends.collective_op import CollectiveKind, CollectiveOp
 from ferrodist.backends.signature import MAX_PAYLOAD, CollectiveSignature
 from ferrodist.deadline import Deadline
 from ferrodist.errors import BackendUnavailable, DistributedError, describe_error
@@ -382,14 +383,15 @@ class CommunicatorHandle:
         self._finalizer.atexit = False
 
     def _share(self, operation: str, payload: bytes, timeout: float, *, what: str = "") -> list[bytes]:
-        """As `Collectives.share`, by what compares the calls of the group's host."""
+        """Give every rank the bytes of each, by what compares the calls of the group's host."""
         engine = self._group.collectives
         if engine is None:
             return self._group.agreement.reach(
                 CollectiveSignature(operation=operation, reduce_op=what, payload=payload), timeout
             )
         name = f"{operation} {what}" if what else operation
-        shared: list[bytes] = engine.share(name, payload, timeout=timeout, sequence=engine.reserve())
+        op = CollectiveOp(kind=CollectiveKind.SHARE, name=name, payload=payload, timeout=timeout)
+        shared: list[bytes] = engine.run(op, engine.reserve())
         return shared
 
     def is_ready(self) -> bool:
