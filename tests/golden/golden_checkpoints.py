@@ -10,6 +10,7 @@ import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import golden_names as names
 import numpy as np
 import torch
 from golden_collectives import words
@@ -17,7 +18,6 @@ from golden_support import Recording, Step, Tape, in_short, run_ranks, seed_ever
 from torch import nn
 
 import ferrodist as fd
-from ferrodist.checkpoint import convert as conversion
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -113,13 +113,13 @@ def _checkpointer(path: Path, group: Any) -> Any:
 
 def _convert(folder: Path) -> None:
     source = folder / "sharded"
-    conversion.export_hugging_face(source, folder / "hugging face", part="model")
+    names.conversion.export_hugging_face(source, folder / "hugging face", part="model")
     options = fd.checkpoint.RewriteOptions(max_file_bytes=100)
-    conversion.export_hugging_face(source, folder / "hugging face, several files", part="model", options=options)
+    names.conversion.export_hugging_face(source, folder / "hugging face, several files", part="model", options=options)
     fd.checkpoint.reshard(source, folder / "three ranks", num_ranks=3)
     (folder / "other formats").mkdir()
-    conversion.export_dcp(source, folder / "other formats" / "dcp")
-    conversion.export_torch_file(source, folder / "other formats" / "torch.pt")
+    names.conversion.export_dcp(source, folder / "other formats" / "dcp")
+    names.conversion.export_torch_file(source, folder / "other formats" / "torch.pt")
 
 
 def _file(path: Path) -> list[Fields]:

@@ -15,6 +15,7 @@ from ferrodist.backends.tags import Channel, channel_tag, group_tag
 from ferrodist.backends.tcp.wire import MAX_PAYLOAD as TCP_PAYLOAD
 from ferrodist.backends.tcp.wire import WIRE_VERSION
 from ferrodist.backends.tcp.wire import FrameType as TcpKind
+from ferrodist.checkpoint import convert as conversion
 from ferrodist.collectives.reduce_op import DTYPES
 from ferrodist.deadline import Deadline
 from ferrodist.rendezvous import PROTOCOL_VERSION, FileStore, TcpStore, TcpStoreServer, rendezvous
@@ -32,7 +33,7 @@ if TYPE_CHECKING:
 
     import ferrodist as fd
 
-__all__ = ["rendezvous"]
+__all__ = ["conversion", "rendezvous"]
 
 store_server = TcpStoreServer
 store_client = TcpStore

@@ -23,10 +23,12 @@ import pytest
 
 @pytest.mark.parametrize("subject", recordings.SUBJECTS)
 def test_nothing_has_changed_on_wires_and_in_files(subject):
+    """Else ranks of different releases misread each other, or what another release has saved."""
     differences = recordings.report(subject, recordings.record(subject))
 
     assert not differences, differences
 
 
 def test_checkpoints_of_that_time_are_loaded():
+    """Else programs lose what they have saved."""
     golden_checkpoints.load(recordings.load("checkpoints"))

@@ -9,6 +9,7 @@ import torch
 
 from ferrodist.arguments import check_int
 from ferrodist.backends.collective_op import CollectiveKind, CollectiveOp
+from ferrodist.backends.cuda import record_use_on_streams
 from ferrodist.collectives.arguments import (
     attach,
     check_dim,
@@ -21,7 +22,6 @@ from ferrodist.collectives.arguments import (
     records_history,
     writing_to,
 )
-from ferrodist.collectives.cuda import record_use_on_streams
 from ferrodist.collectives.engines.host import host_engine_of
 from ferrodist.collectives.engines.select import engine_of
 from ferrodist.collectives.fast_path import quick_all_to_all, quick_barrier, start_all_to_all

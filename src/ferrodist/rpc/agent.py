@@ -5,13 +5,13 @@ What an agent consists of, put together: the calls of a rank, those it makes and
 
 from __future__ import annotations
 
-import atexit
 import contextlib
 import functools
 from typing import TYPE_CHECKING, Any, TypeVar, cast, overload
 
 from ferrodist.arguments import check_int
 from ferrodist.backends.base import Backend
+from ferrodist.backends.lifecycle import ExitStage, at_exit, cancel_at_exit
 from ferrodist.backends.non_member import NonMemberGroup, check_group
 from ferrodist.collectives.pytree import is_encodable
 from ferrodist.deadline import Deadline, check_timeout
@@ -299,7 +299,9 @@ class RpcAgent:
                 message_limit=message_limit,
                 allow_pickle=allow_pickle,
             )
-        atexit.register(self.close)  # a thread that is in torch while the interpreter ends takes the process down
+        at_exit(
+            ExitStage.RPC_AGENTS, self.close
+        )  # a thread that is in torch while the interpreter ends takes the process down
         try:
             with _naming_limits(backend.rank):
                 self._switchboard.connector.start()
@@ -472,7 +474,7 @@ class RpcAgent:
 
     def close(self) -> None:
         """End all calls that are under way, here and for those who wait for this rank."""
-        atexit.unregister(self.close)
+        cancel_at_exit(ExitStage.RPC_AGENTS, self.close)
         self._switchboard.close()
 
     def _seconds(self, timeout: float | None) -> float:

@@ -15,7 +15,6 @@ import ferrodist as fd
 from ferrodist.backends.collective_op import CollectiveKind, CollectiveOp
 from ferrodist.backends.mpi import runtime
 from ferrodist.backends.mpi.collectives import MpiDataPlane, MpiVerifier, num_leaked
-from ferrodist.backends.mpi.liveness import MpiLivenessProbe
 from ferrodist.backends.mpi.runtime import check_job
 from ferrodist.backends.mpi.transport import (
     HEADER_SIZE,
@@ -26,7 +25,7 @@ from ferrodist.backends.mpi.transport import (
     IncomingMessages,
     QueuedFrame,
 )
-from ferrodist.backends.sequencer import TicketQueue
+from ferrodist.backends.sequencer import Sequencer
 from ferrodist.backends.signature import CollectiveSignature
 from ferrodist.collectives.engines import reference
 from ferrodist.collectives.engines.data_plane import DataPlaneEngine
@@ -271,7 +270,7 @@ class _Mover:
     """MPI's collectives end at once."""
 
     def __init__(self):
-        self.turns = TicketQueue(lambda: False)
+        self.sequencer = Sequencer(lambda: False)
 
     def agree(self, own, table):
         table.reshape(2, -1)[:] = own
@@ -332,11 +331,12 @@ def test_an_interrupted_collective_ends_the_group():
     """So does one that leaves in the middle of the data."""
     aborts, mover = [], _Mover()
     group = _group_of_two(aborts)
-    group.mover, group.agreement = mover, MpiVerifier(group, mover, lambda _sequence: (), lambda: None)
+    group.data_plane, group.agreement = mover, MpiVerifier(group, mover, lambda _sequence: (), lambda: None)
     mover.broadcast = _interrupt
     with pytest.raises(KeyboardInterrupt):
         DataPlaneEngine(group).run(
-            CollectiveOp(kind=CollectiveKind.BROADCAST, out=torch.ones(100), root=0, timeout=30), 0
+            CollectiveOp(kind=CollectiveKind.BROADCAST, out=torch.ones(100), root=0, timeout=30),
+            group.agreement.reserve(),
         )
     assert len(aborts) == 1
     assert "rank 0 left broadcast(float32[100], root=0), operation 0, by KeyboardInterrupt" in aborts[0]
@@ -397,7 +397,7 @@ def test_a_collective_that_is_left_keeps_what_is_under_way(monkeypatch):
     """When a reduction ends in the middle, MPI keeps the buffers of the segment that was on its way ahead of it."""
     aborts, mover, abandoned, started = [], _Mover(), [], []
     group = _group_of_two(aborts)
-    group.mover, group.agreement = mover, MpiVerifier(group, mover, lambda _sequence: (), lambda: None)
+    group.data_plane, group.agreement = mover, MpiVerifier(group, mover, lambda _sequence: (), lambda: None)
 
     def start(*_arguments):
         started.append(len(started))
@@ -419,7 +419,7 @@ def test_a_collective_that_is_left_keeps_what_is_under_way(monkeypatch):
                 dim=0,
                 timeout=30,
             ),
-            0,
+            group.agreement.reserve(),
         )
     assert started == [0, 1]
     assert abandoned == [1]
@@ -495,35 +495,6 @@ def test_a_communicator_with_something_under_way_is_not_freed():
     has_ended.append(True)
     assert mover.wait_for([request], Deadline(60))
     assert mover.end()
-
-
-def test_an_answer_that_comes_late_takes_nothing_back():
-    """A rank that has said goodbye after its fifth collective has entered it, whatever it had said before."""
-    sent = []
-    attendance = MpiLivenessProbe(
-        lambda rank, outgoing: sent.append((rank, outgoing.frame)), lambda: 7, lambda *_: None
-    )
-    attendance.note(1, 5)
-    attendance.on_pong(1, Frame(FrameType.PONG, 3), memoryview(b""))
-    assert attendance.has_entered(1, 4)
-    assert not attendance.has_entered(1, 5)
-    attendance.on_ping(1, Frame(FrameType.PING), memoryview(b""))
-    assert sent == [(1, Frame(FrameType.PONG, 7))]
-
-
-def test_who_is_behind():
-    """A rank that answers is behind by what it says, one that does not is too, and where none is all are meant."""
-    answers = {1: 4, 2: 3}
-
-    def push(rank, outgoing):
-        assert outgoing.frame.kind is FrameType.PING
-        if rank in answers:
-            attendance.on_pong(rank, Frame(FrameType.PONG, answers[rank]), memoryview(b""))
-
-    attendance = MpiLivenessProbe(push, lambda: 0, lambda done, _seconds: done())
-    assert attendance.find_silent([1, 2, 3], 1) == (3,)
-    assert attendance.find_behind([1, 2, 3], 3, 1) == (2, 3)
-    assert attendance.find_behind([1, 2], 2, 1) == (1, 2)
 
 
 class _Coming(_NoMessages):

@@ -117,7 +117,7 @@ def test_a_difference_is_raised_before_the_watch_has_seen_it() -> None:
 
     def program(group: fd.Backend) -> None:
         begin(group)
-        group._watch.report = lambda *_: None
+        group._watchdog.report = lambda *_: None
         fd.allreduce(torch.ones(4), fd.ReduceOp.SUM if group.rank else fd.ReduceOp.MAX)
         with pytest.raises(fd.CollectiveMismatchError, match=r"max.*sum|sum.*max"):
             group.synchronize()
@@ -132,7 +132,7 @@ def test_a_call_that_others_have_not_made_is_not_done() -> None:
         begin(group)
         if group.rank == 0:
             pending = fd.async_broadcast(torch.ones(4), 0)
-            pending._work._launched[0].end._works.clear()  # the GPU has come past it
+            pending._work._launched[0].end.works.clear()  # the GPU has come past it
             assert not pending.done()
             with pytest.raises(fd.DistributedTimeoutError, match="still under way"):
                 group.synchronize(0.05)
@@ -225,7 +225,7 @@ def test_ranks_of_which_one_calls_on_the_cpu_are_told(monkeypatch: pytest.Monkey
     monkeypatch.undo()
 
     def program(group: fd.Backend) -> None:
-        engine, ones = group.device_collectives, torch.ones(2)
+        engine, ones = group.engine("cuda"), torch.ones(2)
         calls = (
             lambda: fd.allreduce(ones),
             lambda: engine.run(_sum_in_place(ones), engine.reserve()),
@@ -272,7 +272,7 @@ def test_a_rank_without_nccl_is_named_on_all() -> None:
         def missing() -> FakeNccl:
             raise fd.BackendUnavailable("NCCL can't be used here: nobody installed it")
 
-        made[1]._launcher._connection._library = missing
+        made[1]._executor._handle._library = missing
         assert usual is not None
         return made
 
@@ -364,7 +364,7 @@ def test_threads_launch_in_the_order_of_their_places() -> None:
     """Operations of several threads go out in the order in which their places were taken."""
 
     def program(group: fd.Backend) -> None:
-        engine = group.device_collectives
+        engine = group.engine("cuda")
         tensors = [torch.full((3,), float(i)) for i in range(8)]
         places = [engine.reserve() for _ in tensors]
 

@@ -1,4 +1,4 @@
-"""The collectives of a group whose backend moves bytes for all ranks at once, as an MPI does: its `mover`.
+"""The collectives of a group whose backend moves bytes for all ranks at once, as an MPI does: its `data_plane`.
 
 The backend moves, and what is folded is folded here, by `fold` and in rank order: so the bits are those of every other
 backend, in every dtype, and what the backend itself can add does not matter. Chunks and segments are those of
@@ -23,7 +23,7 @@ import math
 import struct
 from contextlib import contextmanager
 from itertools import accumulate
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -39,35 +39,9 @@ from ferrodist.errors import DistributedError, DistributedTimeoutError
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
+    from ferrodist.backends.base import Backend
     from ferrodist.backends.collective_op import CollectiveOp
-
-    Block = tuple[int, int]
-
-    class Mover(Protocol):
-        """What starts operations of all ranks, and waits for them; see `backends/mpi/collectives.py`."""
-
-        def all_gather(self, out: memoryview, sizes: Sequence[int]) -> list[Any]:
-            """Start an all-gather into ``out``, of ``sizes[rank]`` bytes from each rank."""
-
-        def all_to_all(
-            self, out: memoryview, incoming: Sequence[Block], source: memoryview, outgoing: Sequence[Block]
-        ) -> list[Any]:
-            """Start an all-to-all; a block is where a rank's bytes start, and how many there are."""
-
-        def broadcast(self, data: memoryview, root: int) -> list[Any]:
-            """Start a broadcast from ``root``."""
-
-        def gather(self, data: memoryview, sizes: Sequence[int], root: int) -> list[Any]:
-            """Start a gather on ``root`` of ``sizes[rank]`` bytes from each rank."""
-
-        def scatter(self, data: memoryview, sizes: Sequence[int], root: int) -> list[Any]:
-            """Start a scatter from ``root`` of ``sizes[rank]`` bytes to each rank."""
-
-        def wait_for(self, requests: list[Any], deadline: Deadline) -> bool:
-            """Wait for requests; whether all are done in time."""
-
-        def abandon(self, requests: list[Any]) -> None:
-            """Leave requests to themselves: the group has ended."""
+    from ferrodist.backends.engine import Block, DataPlane
 
 
 _ONE_STEP_BYTES = 64 * 1024
@@ -80,7 +54,7 @@ _COUNT = struct.Struct("<q")
 
 
 class DataPlaneEngine(ReferenceEngine):
-    """A `HostEngine` of a group with a `mover`.
+    """A `HostEngine` of a group with a `data_plane`.
 
     Collectives run one after the other, in the order of their positions, whatever threads call them.
 
@@ -90,7 +64,7 @@ class DataPlaneEngine(ReferenceEngine):
 
     def await_turn(self, sequence: int) -> None:
         """Return when all before have ended, or the group has."""
-        self._turns.wait(sequence, math.inf)
+        _data_plane_of(self._group).sequencer.wait(sequence, math.inf)
 
     def run(self, op: CollectiveOp, sequence: int) -> list[bytes] | None:
         """Run a collective."""
@@ -106,16 +80,12 @@ class DataPlaneEngine(ReferenceEngine):
                 _ALGORITHMS[op.kind](run)
         return None
 
-    @property
-    def _turns(self) -> Any:
-        return self._group.mover.turns
-
     @contextmanager
     def _turn(self, op: CollectiveOp, payload: bytes, sequence: int) -> Iterator[_DataPlaneRun]:
-        """Use the group's mover alone, once all ranks have made the call."""
+        """Use the group's data plane alone, once all ranks have made the call."""
         deadline = Deadline(op.timeout)
         call = op.signature(payload=payload)
-        with self._turns.hold(sequence, op.timeout):  # without a turn the agreement says so
+        with _data_plane_of(self._group).sequencer.hold(sequence, op.timeout):  # without a turn the agreement says so
             payloads = self._group.agreement.reach(call, deadline.remaining(), sequence)
             run = _DataPlaneRun(self._group, op, call, sequence, deadline, payloads)
             try:
@@ -129,21 +99,20 @@ class DataPlaneEngine(ReferenceEngine):
 
 
 class _DataPlaneRun(CollectiveRun):
-    """One collective that all ranks have agreed on, and that the group's mover moves."""
+    """One collective that all ranks have agreed on, and that the group's data plane moves."""
 
     @property
-    def _mover(self) -> Mover:
-        mover: Mover = self._group.mover
-        return mover
+    def _data_plane(self) -> DataPlane:
+        return _data_plane_of(self._group)
 
-    def move(self, start: Callable[[Mover], list[Any]]) -> None:
-        """One step: ``start(mover)`` begins it."""
+    def move(self, start: Callable[[DataPlane], list[Any]]) -> None:
+        """One step: ``start(data_plane)`` begins it."""
         if self.world_size > 1:
-            self._wait(start(self._mover))
+            self._wait(start(self._data_plane))
 
     def _wait(self, requests: list[Any]) -> None:
         def wait() -> None:
-            if not self._mover.wait_for(requests, self.deadline):
+            if not self._data_plane.wait_for(requests, self.deadline):
                 if self._group.failure is not None:
                     raise self._group.failure.fresh()
                 late = self._group.find_stragglers(tuple(sorted(self.peers)), answer_seconds(self.deadline.timeout))
@@ -157,7 +126,7 @@ class _DataPlaneRun(CollectiveRun):
         """Every rank's ``source``, by rank."""
         table = source.new_empty((self.world_size, source.numel()))
         table[self.rank].copy_(source)
-        self.move(lambda mover: mover.all_gather(bytes_of(table), [source.nbytes] * self.world_size))
+        self.move(lambda plane: plane.all_gather(bytes_of(table), [source.nbytes] * self.world_size))
         return list(table)
 
     def blocks(self, counts: Sequence[int], tensor: torch.Tensor) -> list[Block]:
@@ -176,7 +145,7 @@ class _DataPlaneRun(CollectiveRun):
         else:
             blocks = [(rank * _COUNT.size, _COUNT.size) for rank in range(self.world_size)]
             table = bytearray(len(sent))
-            self.move(lambda mover: mover.all_to_all(memoryview(table), blocks, memoryview(sent), blocks))
+            self.move(lambda plane: plane.all_to_all(memoryview(table), blocks, memoryview(sent), blocks))
             incoming = [count for (count,) in _COUNT.iter_unpack(table)]
         for peer in self.peers:
             if incoming[peer] != op.recv_counts[peer]:
@@ -207,7 +176,7 @@ class _DataPlaneRun(CollectiveRun):
             size = _length(mine, begin, step) * item
             incoming = [(rank * table.shape[1] * item, size) for rank in range(self.world_size)]
             incoming[self.rank] = (0, 0)
-            return self._mover.all_to_all(bytes_of(table), incoming, data, outgoing) if self.world_size > 1 else []
+            return self._data_plane.all_to_all(bytes_of(table), incoming, data, outgoing) if self.world_size > 1 else []
 
         num_segments = -(-max(counts) // step)
         coming = start(0) if num_segments else []
@@ -224,7 +193,12 @@ class _DataPlaneRun(CollectiveRun):
                     inputs = [own if rank == self.rank else table[rank, :length] for rank in range(self.world_size)]
                     out[begin : begin + length].copy_(self.fold(inputs))
         finally:
-            self._mover.abandon(coming)
+            self._data_plane.abandon(coming)
+
+
+def _data_plane_of(group: Backend) -> DataPlane:
+    assert group.data_plane is not None
+    return group.data_plane
 
 
 def _length(count: int, begin: int, step: int) -> int:
@@ -247,7 +221,7 @@ def _allreduce(run: _DataPlaneRun) -> None:
         return
     counts = compute_shard_sizes(source.numel(), run.world_size)
     run.fold_chunks(torch.split(out, counts)[run.rank], counts)
-    run.move(lambda mover: mover.all_gather(bytes_of(out), _in_bytes(counts, out)))
+    run.move(lambda plane: plane.all_gather(bytes_of(out), _in_bytes(counts, out)))
 
 
 def _reduce(run: _DataPlaneRun) -> None:
@@ -261,18 +235,18 @@ def _reduce(run: _DataPlaneRun) -> None:
     own = source.new_empty(counts[run.rank]) if out is None else torch.split(out, counts)[run.rank]
     run.fold_chunks(own, counts)
     data = own if out is None else out
-    run.move(lambda mover: mover.gather(bytes_of(data), _in_bytes(counts, data), root))
+    run.move(lambda plane: plane.gather(bytes_of(data), _in_bytes(counts, data), root))
 
 
 def _broadcast(run: _DataPlaneRun) -> None:
     op = run.op
-    run.move(lambda mover: mover.broadcast(bytes_of(op.out), op.root))
+    run.move(lambda plane: plane.broadcast(bytes_of(op.out), op.root))
 
 
 def _all_gather(run: _DataPlaneRun) -> None:
     op = run.op
     torch.split(op.out, list(op.counts))[run.rank].copy_(op.source)
-    run.move(lambda mover: mover.all_gather(bytes_of(op.out), _in_bytes(op.counts, op.out)))
+    run.move(lambda plane: plane.all_gather(bytes_of(op.out), _in_bytes(op.counts, op.out)))
 
 
 def _gather(run: _DataPlaneRun) -> None:
@@ -280,7 +254,7 @@ def _gather(run: _DataPlaneRun) -> None:
     if op.out is not None:
         torch.split(op.out, list(op.counts))[op.root].copy_(op.source)
     data = op.source if op.out is None else op.out
-    run.move(lambda mover: mover.gather(bytes_of(data), _in_bytes(op.counts, data), op.root))
+    run.move(lambda plane: plane.gather(bytes_of(data), _in_bytes(op.counts, data), op.root))
 
 
 def _scatter(run: _DataPlaneRun) -> None:
@@ -288,7 +262,7 @@ def _scatter(run: _DataPlaneRun) -> None:
     if op.source is not None:
         op.out.copy_(torch.split(op.source, list(op.counts))[op.root])
     data = op.out if op.source is None else op.source
-    run.move(lambda mover: mover.scatter(bytes_of(data), _in_bytes(op.counts, data), op.root))
+    run.move(lambda plane: plane.scatter(bytes_of(data), _in_bytes(op.counts, data), op.root))
 
 
 def _reduce_scatter(run: _DataPlaneRun) -> None:
@@ -300,7 +274,7 @@ def _all_to_all(run: _DataPlaneRun) -> None:
     run.check_counts()
     torch.split(op.out, list(op.recv_counts))[rank].copy_(torch.split(op.source, list(op.counts))[rank])
     incoming, outgoing = run.blocks(op.recv_counts, op.out), run.blocks(op.counts, op.source)
-    run.move(lambda mover: mover.all_to_all(bytes_of(op.out), incoming, bytes_of(op.source), outgoing))
+    run.move(lambda plane: plane.all_to_all(bytes_of(op.out), incoming, bytes_of(op.source), outgoing))
 
 
 _ALGORITHMS: dict[CollectiveKind, Callable[[_DataPlaneRun], None]] = {

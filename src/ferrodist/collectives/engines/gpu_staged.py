@@ -23,12 +23,13 @@ from typing import TYPE_CHECKING
 import torch
 
 from ferrodist.backends.collective_op import CollectiveKind, CollectiveOp
-from ferrodist.backends.sequencer import InterruptibleTicketQueue
+from ferrodist.backends.cuda import streams_of
+from ferrodist.backends.sequencer import Sequencer
 from ferrodist.backends.signature import CollectiveSignature
 from ferrodist.backends.subgroup import SubBackend
 from ferrodist.backends.verification import left_reason
 from ferrodist.collectives.arguments import writing_to
-from ferrodist.collectives.cuda import SEGMENT_BYTES, CopyPipeline, NotReachedError, streams_of, wait_until_passed
+from ferrodist.collectives.cuda import SEGMENT_BYTES, CopyPipeline, NotReachedError, wait_until_passed
 from ferrodist.collectives.engines.gpu_staged_plan import StagedOp
 from ferrodist.collectives.engines.host import host_engine_of
 from ferrodist.collectives.facts import dtype_text, read_facts
@@ -42,7 +43,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from ferrodist.backends.base import Backend
-    from ferrodist.collectives.cuda import Streams
+    from ferrodist.backends.cuda import Streams
 
 _KEY = "collectives.staged"
 
@@ -73,7 +74,7 @@ class HostStagedEngine:
         self._group = group
         self._find_streams = find_streams
         self._segment_bytes = segment_bytes
-        self._turns = InterruptibleTicketQueue(lambda: group.failure)
+        self._sequencer = Sequencer(lambda: group.failure is not None)
         self._lanes: dict[torch.device, CopyPipeline] = {}
         self._inner: SubBackend | None = None
         self._has_shared = False
@@ -82,24 +83,22 @@ class HostStagedEngine:
 
     def reserve(self) -> int:
         """Take the next position among the group's collectives."""
-        return self._turns.reserve(host_engine_of(self._group).reserve)
+        return self._sequencer.reserve(host_engine_of(self._group).reserve)
 
     def await_turn(self, sequence: int) -> None:
         """Return when all before have ended, or the group has."""
-        try:
-            self._turns.wait_for(sequence, Deadline(math.inf))
-        except DistributedError:
-            return  # the operation raises it
+        if not self._sequencer.wait(sequence, math.inf):
+            return  # the group has failed: the operation raises it
         host_engine_of(self._group).await_turn(sequence)
 
     def run(self, op: CollectiveOp, sequence: int) -> list[bytes] | None:
         """Run a collective; what fails in the middle ends the group, for its ranks are out of step then."""
         if op.device is None:
-            with self._turns.using(sequence):
+            with self._sequencer.releasing(sequence):
                 return host_engine_of(self._group).run(op, sequence)
         group, deadline = self._group, Deadline(op.timeout)
         try:
-            with self._turns.using(sequence):
+            with self._sequencer.releasing(sequence):
                 self._run_segments(StagedOp(op, group.rank), op.device, deadline, sequence)
         except GroupClosedError:
             raise
@@ -118,7 +117,8 @@ class HostStagedEngine:
     def _run_segments(self, staged: StagedOp, device: torch.device, deadline: Deadline, sequence: int) -> None:
         op = staged.op
         self._check_alive()
-        if not self._turns.wait_for(sequence, deadline):
+        if not self._sequencer.wait(sequence, deadline.remaining()):
+            self._check_alive()
             raise self._late(op, deadline, "what this rank started before it has not ended")
         lane = self._lanes.get(device)
         if lane is None:
@@ -176,7 +176,7 @@ class HostStagedEngine:
         copies aside.
         """
         self._has_shared = True
-        if inner.collectives is None:
+        if inner.engine("cpu") is None:
             return
         try:
             memory = empty_symmetric((lane.shared_bytes,), torch.uint8, group=inner, timeout=deadline.remaining())
@@ -197,7 +197,7 @@ class HostStagedEngine:
     def _synchronize(self, timeout: float) -> None:
         deadline = Deadline(timeout)
         try:
-            self._turns.wait_for_all(deadline)
+            self._wait_until_idle(deadline)
             for lane in list(self._lanes.values()):
                 lane.synchronize(deadline)
         except (NotReachedError, TimeoutError) as error:
@@ -207,6 +207,11 @@ class HostStagedEngine:
                 f"what was started on GPUs in group {self._group.name!r} is not done after {Elapsed.of(deadline)} (rank"
                 f" {self._group.rank}): call synchronize() again"
             ) from None
+
+    def _wait_until_idle(self, deadline: Deadline) -> None:
+        if not self._sequencer.wait_until_idle(deadline.remaining()):
+            self._check_alive()
+            raise TimeoutError
 
     def _drop_lanes(self) -> None:
         """Free their memory, unless a device that does not come to its end may still copy from it."""

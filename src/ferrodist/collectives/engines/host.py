@@ -17,12 +17,12 @@ _KEY = "collectives.reference"
 
 def host_engine_of(group: Backend) -> HostEngine:
     """The group's own engine if it has one, else ours over its data plane, or else over its messages."""
-    engine: HostEngine | None = group.collectives
+    engine: HostEngine | None = group.engine("cpu")
     if engine is not None:
         return engine
     found = group.attachments.get(_KEY)
     if found is None:
-        made = ReferenceEngine(group) if group.mover is None else DataPlaneEngine(group)
+        made = ReferenceEngine(group) if group.data_plane is None else DataPlaneEngine(group)
         found = group.attachments.setdefault(_KEY, made)
     assert isinstance(found, ReferenceEngine)
     return found

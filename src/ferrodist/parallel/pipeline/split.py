@@ -25,7 +25,7 @@ from ferrodist.collectives.arguments import group_and_timeout
 from ferrodist.collectives.objects import broadcast_object
 from ferrodist.deadline import Deadline
 from ferrodist.errors import UnsupportedOpError
-from ferrodist.parallel.module_init import compare_forms
+from ferrodist.parallel.module_init import verify_across_ranks
 from ferrodist.parallel.pipeline.measure import measure_times
 from ferrodist.parallel.pipeline.state_dict import unwrap
 from ferrodist.torch_private.modules import own_buffers, own_modules, own_parameters
@@ -378,7 +378,7 @@ def _find_on_rank_0(
             failure = error
     refusal = None if failure is None else str(failure)
     try:
-        compare_forms(lines, group, deadline, maker="split_sequential", module="Sequential", refusal=refusal)
+        verify_across_ranks(lines, group, deadline, maker="split_sequential", module="Sequential", refusal=refusal)
     except UnsupportedOpError:
         if failure is not None:
             raise failure from failure.__cause__
