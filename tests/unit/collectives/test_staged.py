@@ -27,10 +27,8 @@ from ferrodist.collectives.tensor_protocol import Recv, Send
 from ferrodist.collectives.work import PreparedCall, submit
 from ferrodist.deadline import Deadline
 from ferrodist.testing import run_ranks
-from ferrodist.testing.conformance.collectives.calling import FORM_CHECKS
-from ferrodist.testing.conformance.collectives.data_movement import MOVEMENT_CHECKS
+from ferrodist.testing.conformance.collectives import calling, data_movement, reductions
 from ferrodist.testing.conformance.collectives.oracle import elements, same_bits
-from ferrodist.testing.conformance.collectives.reductions import REDUCTION_CHECKS
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -154,7 +152,9 @@ def test_every_dtype_and_reduction(dtype: torch.dtype) -> None:
     run_ranks(on_rank, 3)
 
 
-@pytest.mark.parametrize("check", [*REDUCTION_CHECKS, *MOVEMENT_CHECKS, *FORM_CHECKS], ids=lambda check: check.__name__)
+@pytest.mark.parametrize(
+    "check", [*reductions.CHECKS, *data_movement.CHECKS, *calling.CHECKS], ids=lambda check: check.__name__
+)
 def test_conformance(check: Callable[[Backend], None], monkeypatch: pytest.MonkeyPatch) -> None:
     """The checks of collectives pass through the staged ones, in segments that cut everything to pieces."""
     made: dict[int, HostStagedEngine] = {}
