@@ -35,8 +35,8 @@ from torch.autograd.function import once_differentiable
 
 from ferrodist.arguments import check_int
 from ferrodist.backends.base import check_rank
+from ferrodist.backends.cuda import record_use_on_streams
 from ferrodist.backends.process_group import resolve_group
-from ferrodist.collectives.cuda import record_use_on_streams
 from ferrodist.collectives.reduce_op import check_dtype
 from ferrodist.deadline import check_timeout
 from ferrodist.errors import UnsupportedOpError

@@ -12,8 +12,13 @@ import torch
 from nccl_fakes import FakeNccl, fake_groups, send_cpu_tensors_to_nccl
 
 import ferrodist as fd
+from ferrodist.backends.collective_op import CollectiveKind, CollectiveOp
 from ferrodist.backends.mailbox_backend import PeerExit
 from ferrodist.testing import run_ranks
+
+
+def _sum_in_place(tensor: torch.Tensor) -> CollectiveOp:
+    return CollectiveOp(kind=CollectiveKind.ALLREDUCE, source=tensor, out=tensor, op=fd.ReduceOp.SUM, timeout=20.0)
 
 
 @pytest.fixture(autouse=True)
@@ -112,7 +117,7 @@ def test_a_difference_is_raised_before_the_watch_has_seen_it() -> None:
 
     def program(group: fd.Backend) -> None:
         begin(group)
-        group._watch.report = lambda *_: None
+        group._watchdog.report = lambda *_: None
         fd.allreduce(torch.ones(4), fd.ReduceOp.SUM if group.rank else fd.ReduceOp.MAX)
         with pytest.raises(fd.CollectiveMismatchError, match=r"max.*sum|sum.*max"):
             group.synchronize()
@@ -127,7 +132,7 @@ def test_a_call_that_others_have_not_made_is_not_done() -> None:
         begin(group)
         if group.rank == 0:
             pending = fd.async_broadcast(torch.ones(4), 0)
-            pending._work._launched[0].end._works.clear()  # the GPU has come past it
+            pending._work._launched[0].end.works.clear()  # the GPU has come past it
             assert not pending.done()
             with pytest.raises(fd.DistributedTimeoutError, match="still under way"):
                 group.synchronize(0.05)
@@ -220,10 +225,10 @@ def test_ranks_of_which_one_calls_on_the_cpu_are_told(monkeypatch: pytest.Monkey
     monkeypatch.undo()
 
     def program(group: fd.Backend) -> None:
-        engine, ones = group.device_collectives, torch.ones(2)
+        engine, ones = group.engine("cuda"), torch.ones(2)
         calls = (
             lambda: fd.allreduce(ones),
-            lambda: engine.allreduce(ones, ones, fd.ReduceOp.SUM, timeout=20.0, sequence=engine.reserve()),
+            lambda: engine.run(_sum_in_place(ones), engine.reserve()),
         )
         with pytest.raises(fd.CollectiveMismatchError, match="on GPUs"):
             calls[group.rank]()
@@ -267,7 +272,7 @@ def test_a_rank_without_nccl_is_named_on_all() -> None:
         def missing() -> FakeNccl:
             raise fd.BackendUnavailable("NCCL can't be used here: nobody installed it")
 
-        made[1]._launcher._connection._library = missing
+        made[1]._executor._handle._library = missing
         assert usual is not None
         return made
 
@@ -359,12 +364,12 @@ def test_threads_launch_in_the_order_of_their_places() -> None:
     """Operations of several threads go out in the order in which their places were taken."""
 
     def program(group: fd.Backend) -> None:
-        engine = group.device_collectives
+        engine = group.engine("cuda")
         tensors = [torch.full((3,), float(i)) for i in range(8)]
         places = [engine.reserve() for _ in tensors]
 
         def launch(i: int) -> None:
-            engine.allreduce(tensors[i], tensors[i], fd.ReduceOp.SUM, timeout=20.0, sequence=places[i])
+            engine.run(_sum_in_place(tensors[i]), places[i])
 
         # The ranks' threads start in opposite orders.
         order = range(8) if group.rank else reversed(range(8))

@@ -1,4 +1,4 @@
-"""The command ``ferrodist demo``. What needs torch runs in the ranks; what needs the extra is imported when it runs."""
+"""The command ``ferrodist demo``: options, output, exit code. Only the ranks import torch."""
 
 from __future__ import annotations
 
@@ -19,25 +19,24 @@ from ferrodist.wording import counted
 if TYPE_CHECKING:
     import argparse
 
-    from ferrodist.demo.comparison import Comparison
-    from ferrodist.demo.display import Display
-    from ferrodist.demo.results import History, RunResult
+    from ferrodist.demo.display import TrainingDisplay
+    from ferrodist.demo.results import Comparison, History, RunResult
 
-_WANTED_ACCURACY = 0.97
-_MOST_RANKS = 48  # an image of each batch for every rank
-_MOST_EPOCHS = 100_000
+_MIN_ACCURACY = 0.97
+_MAX_RANKS = 48  # one image of each batch for every rank
+_MAX_EPOCHS = 100_000
 _REQUIRED = {"sklearn": "scikit-learn", "matplotlib": "matplotlib", "rich": "rich"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DemoOptions:
-    """What to show.
+    """The options of the demo.
 
     Args:
-        ranks: How many ranks are compared with one.
+        ranks: Number of ranks to compare with one.
         epochs: Passes over the training images.
-        seed: Of the weights and of the order of the images.
-        plot: Where the picture goes.
+        seed: Seed of the weights and of the order of the images.
+        plot: Path of the plot.
 
     Raises:
         ValueError: A value is out of range; the message names the option.
@@ -49,13 +48,13 @@ class DemoOptions:
     plot: Path = Path("demo.png")
 
     def __post_init__(self) -> None:
-        if not 2 <= self.ranks <= _MOST_RANKS:
+        if not 2 <= self.ranks <= _MAX_RANKS:
             raise ValueError(
-                f"--ranks must be 2 to {_MOST_RANKS}, not {self.ranks}: they are compared with 1 rank, and share"
-                f" batches of {_MOST_RANKS} images"
+                f"--ranks must be 2 to {_MAX_RANKS}, not {self.ranks}: they are compared with 1 rank, and share"
+                f" batches of {_MAX_RANKS} images"
             )
-        if not 1 <= self.epochs <= _MOST_EPOCHS:
-            raise ValueError(f"--epochs must be 1 to {_MOST_EPOCHS}, not {self.epochs}")
+        if not 1 <= self.epochs <= _MAX_EPOCHS:
+            raise ValueError(f"--epochs must be 1 to {_MAX_EPOCHS}, not {self.epochs}")
         if not 0 <= self.seed < 2**63:
             raise ValueError(f"--seed must be 0 to 2**63 - 1, not {self.seed}")
         if not self.plot.absolute().parent.is_dir():
@@ -88,11 +87,11 @@ def demo_options(arguments: argparse.Namespace) -> DemoOptions:
 
 
 def run_demo(options: DemoOptions) -> int:
-    """Train on one rank and on several, compare, and say whether both did what they should.
+    """Train on one rank and on several, compare, and check both.
 
     Returns:
         0; 1 when the accuracy is below 97%, the weights differ by more than rounding explains, or the extra ``demo``
-        is not installed; what the launcher returned when a run failed.
+        is not installed; the launcher's exit code when a run failed.
     """
     missing = [package for module, package in _REQUIRED.items() if importlib.util.find_spec(module) is None]
     if missing:
@@ -100,41 +99,33 @@ def run_demo(options: DemoOptions) -> int:
             f"ferrodist: the demo needs {', '.join(missing)}, which is not installed here: {how_to_install('demo')}\n"
         )
         return 1
-    from ferrodist.demo.comparison import compare_weights  # noqa: PLC0415 - needs NumPy
-    from ferrodist.demo.display import make_display  # noqa: PLC0415 - needs the extra
-    from ferrodist.demo.plot import save_plot  # noqa: PLC0415 - needs the extra
+    from ferrodist.demo.display import TrainingDisplay, save_plot  # noqa: PLC0415 - needs the extra
+    from ferrodist.demo.results import compare_weights  # noqa: PLC0415 - needs NumPy
 
     results: list[RunResult] = []
-    with make_display() as display:
+    with TrainingDisplay() as display:
         for num_ranks in (1, options.ranks):
             outcome = _train(options, num_ranks, display)
             if isinstance(outcome, int):
                 return outcome
             results.append(outcome)
     one, several = results
-    save_plot(options.plot, one.history, several.history, num_ranks=options.ranks, wanted_accuracy=_WANTED_ACCURACY)
-    comparison = compare_weights(one.weights[0], several.weights[0], len(one.history.losses))
-    return _conclude(options, one, several, comparison)
+    save_plot(options.plot, one.history, several.history, num_ranks=options.ranks, min_accuracy=_MIN_ACCURACY)
+    return _report(options, one, several, compare_weights(one.weights[0], several.weights[0], len(one.history.losses)))
 
 
-def _train(options: DemoOptions, num_ranks: int, display: Display) -> RunResult | int:
-    """One run in processes of its own; returns its result, or the launcher's exit code when it failed."""
-    from ferrodist.demo.progress import ProgressPipe  # noqa: PLC0415 - needs msgspec
-    from ferrodist.demo.results import read_result  # noqa: PLC0415 - needs NumPy
+def _train(options: DemoOptions, num_ranks: int, display: TrainingDisplay) -> RunResult | int:
+    """Train in new processes; returns the result, or the launcher's exit code when it failed."""
+    from ferrodist.demo.results import ProgressPipe, read_result  # noqa: PLC0415 - needs NumPy
 
     display.begin(counted(num_ranks, "rank"))
     with tempfile.TemporaryDirectory(prefix="ferrodist-demo-") as name:
         folder = Path(name)
         pipe = folder / "progress"
-        arguments = {
-            "--folder": str(folder),
-            "--progress": str(pipe),
-            "--epochs": str(options.epochs),
-            "--seed": str(options.seed),
-        }
+        words = ("--folder", folder, "--progress", pipe, "--epochs", options.epochs, "--seed", options.seed)
         spec = LaunchSpec(
             program="ferrodist.demo.worker",
-            arguments=tuple(word for pair in arguments.items() for word in pair),
+            arguments=tuple(map(str, words)),
             kind=ProgramKind.MODULE,
             nproc_per_node=num_ranks,
         )
@@ -143,19 +134,19 @@ def _train(options: DemoOptions, num_ranks: int, display: Display) -> RunResult 
         return read_result(folder, num_ranks) if code == 0 else code
 
 
-def _conclude(options: DemoOptions, one: RunResult, several: RunResult, comparison: Comparison) -> int:
-    """Print what came out; returns the exit code."""
-    from ferrodist.demo.comparison import are_identical  # noqa: PLC0415 - needs NumPy
+def _report(options: DemoOptions, one: RunResult, several: RunResult, comparison: Comparison) -> int:
+    """Print the comparison; returns the exit code."""
+    from ferrodist.demo.results import are_identical  # noqa: PLC0415 - needs NumPy
 
-    ranks = counted(options.ranks, "rank")
-    lowest = min(one.history.accuracies[-1], several.history.accuracies[-1])
+    ranks, history, identical = counted(options.ranks, "rank"), several.history, are_identical(several.weights)
+    lowest = min(one.history.accuracies[-1], history.accuracies[-1])
     checks = {
-        f"test accuracy is below {_WANTED_ACCURACY:.0%}": lowest >= _WANTED_ACCURACY,
-        f"the {ranks} hold different weights": are_identical(several.weights),
+        f"test accuracy is below {_MIN_ACCURACY:.0%}": lowest >= _MIN_ACCURACY,
+        f"the {ranks} hold different weights": identical,
         "the weights differ by more than rounding explains": comparison.is_within_bound,
     }
     failures = [failure for failure, passed in checks.items() if not passed]
-    history = several.history
+    same = "the same weights, bit for bit" if identical else "DIFFERENT weights"
     lines = [
         "",
         (
@@ -163,9 +154,18 @@ def _conclude(options: DemoOptions, one: RunResult, several: RunResult, comparis
             f" {options.epochs} epochs, {len(history.losses)} steps; {history.num_test} images for the test."
         ),
         _run_line("1 rank", one.history),
-        _run_line(f"{ranks} over TCP", several.history),
+        _run_line(f"{ranks} over TCP", history),
         "",
-        *_comparison_lines(ranks, several, comparison),
+        f"The {ranks} hold {same}. Compared with 1 rank:",
+        f"  largest difference of a weight: {comparison.absolute:.1e}",
+        f"  relative to its tensor's largest weight: {comparison.relative:.1e}",
+        (
+            f"  allowed: {comparison.bound:.1e}, which is float32 eps {comparison.eps:.1e}"
+            f" x {comparison.num_steps} steps x largest weight {comparison.largest_weight:.2f}"
+        ),
+        "  Seeds, batches and updates are the same; only the order in which a batch is summed is not, and float32",
+        "  rounds each sum. The bound lets each step move a weight by one unit in its last place: a rule of thumb,",
+        "  for later steps may enlarge or damp a difference.",
         "",
         f"plot: {options.plot}",
         *(f"FAILED: {failure}" for failure in failures),
@@ -177,21 +177,3 @@ def _conclude(options: DemoOptions, one: RunResult, several: RunResult, comparis
 
 def _run_line(title: str, history: History) -> str:
     return f"  {title:<18} test accuracy {history.accuracies[-1]:.2%}, trained in {history.seconds:.1f} s"
-
-
-def _comparison_lines(ranks: str, several: RunResult, comparison: Comparison) -> list[str]:
-    from ferrodist.demo.comparison import are_identical  # noqa: PLC0415 - needs NumPy
-
-    same = "the same weights, bit for bit" if are_identical(several.weights) else "DIFFERENT weights"
-    return [
-        f"The {ranks} hold {same}. Compared with 1 rank:",
-        f"  largest difference of a weight: {comparison.absolute:.1e}",
-        f"  relative to its tensor's largest weight: {comparison.relative:.1e}",
-        (
-            f"  allowed: {comparison.bound:.1e}, which is float32 eps {comparison.eps:.1e}"
-            f" x {comparison.num_steps} steps x largest weight {comparison.largest_weight:.2f}"
-        ),
-        "  Seeds, batches and updates are the same; only the order in which a batch is summed is not, and float32",
-        "  rounds each sum. The bound lets each step move a weight by one unit in its last place: a rule of thumb,",
-        "  for later steps may enlarge or damp a difference.",
-    ]
