@@ -35,7 +35,6 @@ def _control(group: Any) -> Any:
     return getattr(group, "_control", group)
 
 
-
 @pytest.mark.parametrize("backend", _BACKENDS)
 def test_dropped_sub_groups_are_forgotten(backend: str) -> None:
     """A sub-group that is made for one use and not closed costs nothing once the next one is made."""
