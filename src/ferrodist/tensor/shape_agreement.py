@@ -7,7 +7,7 @@ import struct
 from typing import TYPE_CHECKING
 
 from ferrodist.backends.signature import MAX_PAYLOAD
-from ferrodist.collectives.engines.host import host_engine_of
+from ferrodist.collectives.engines.host import share_bytes
 from ferrodist.collectives.facts import dtype_text, read_facts
 from ferrodist.collectives.reduce_op import DTYPES
 from ferrodist.errors import CollectiveMismatchError
@@ -37,14 +37,13 @@ def agree_on_shape(local: torch.Tensor, mesh: DeviceMesh, placements: Sequence[P
     if local.dim() > _MAX_DIMS:
         raise ValueError(f"from_local takes tensors of at most {_MAX_DIMS} dims without shape=, not {local.dim()}")
     group = mesh.group
-    engine = host_engine_of(group)
     padded = [*local.shape, *[0] * (_MAX_DIMS - local.dim())]
     # The text is for error messages, as much of it as fits.
     text = repr(list(placements)).encode()
     digest = hashlib.blake2b(text, digest_size=8).digest()
     header = _SHARD.pack(DTYPES.index(local.dtype), local.dim(), *padded, digest)
     payload = header + text[: MAX_PAYLOAD - len(header)]
-    payloads = engine.share("from_local", payload, timeout=group.timeout, sequence=engine.reserve())
+    payloads = share_bytes(group, "from_local", payload, group.timeout)
     facts = read_facts(_SHARD, payloads, group, "from_local")
     shapes = [tuple(sizes[:num_dims]) for _, num_dims, *sizes, _ in facts]
     for index, (dtype, num_dims, *_, kind) in enumerate(facts):

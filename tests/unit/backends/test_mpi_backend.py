@@ -12,9 +12,9 @@ import pytest
 import torch
 
 import ferrodist as fd
+from ferrodist.backends.collective_op import CollectiveKind, CollectiveOp
 from ferrodist.backends.mpi import runtime
 from ferrodist.backends.mpi.collectives import MpiDataPlane, MpiVerifier, num_leaked
-from ferrodist.backends.mpi.liveness import MpiLivenessProbe
 from ferrodist.backends.mpi.runtime import check_job
 from ferrodist.backends.mpi.transport import (
     HEADER_SIZE,
@@ -27,7 +27,7 @@ from ferrodist.backends.mpi.transport import (
 )
 from ferrodist.backends.sequencer import Sequencer
 from ferrodist.backends.signature import CollectiveSignature
-from ferrodist.collectives.engines import data_plane
+from ferrodist.collectives.engines import reference
 from ferrodist.collectives.engines.data_plane import DataPlaneEngine
 from ferrodist.deadline import Deadline
 from ferrodist.errors import BackendUnavailable, ProtocolError
@@ -334,7 +334,10 @@ def test_an_interrupted_collective_ends_the_group():
     group.data_plane, group.agreement = mover, MpiVerifier(group, mover, lambda _sequence: (), lambda: None)
     mover.broadcast = _interrupt
     with pytest.raises(KeyboardInterrupt):
-        DataPlaneEngine(group).broadcast(torch.ones(100), 0, timeout=30, sequence=group.agreement.reserve())
+        DataPlaneEngine(group).run(
+            CollectiveOp(kind=CollectiveKind.BROADCAST, out=torch.ones(100), root=0, timeout=30),
+            group.agreement.reserve(),
+        )
     assert len(aborts) == 1
     assert "rank 0 left broadcast(float32[100], root=0), operation 0, by KeyboardInterrupt" in aborts[0]
 
@@ -404,16 +407,19 @@ def test_a_collective_that_is_left_keeps_what_is_under_way(monkeypatch):
         raise MemoryError
 
     mover.all_to_all, mover.abandon = start, abandoned.extend
-    monkeypatch.setattr(data_plane, "fold", run_out_of_memory)
+    monkeypatch.setattr(reference, "fold", run_out_of_memory)
     with pytest.raises(MemoryError):
-        DataPlaneEngine(group).reduce_scatter(
-            torch.empty(1 << 20),
-            torch.ones(1 << 21),
-            [1 << 20] * 2,
-            fd.ReduceOp.SUM,
-            dim=0,
-            timeout=30,
-            sequence=group.agreement.reserve(),
+        DataPlaneEngine(group).run(
+            CollectiveOp(
+                kind=CollectiveKind.REDUCE_SCATTER,
+                source=torch.ones(1 << 21),
+                out=torch.empty(1 << 20),
+                op=fd.ReduceOp.SUM,
+                counts=[1 << 20] * 2,
+                dim=0,
+                timeout=30,
+            ),
+            group.agreement.reserve(),
         )
     assert started == [0, 1]
     assert abandoned == [1]
@@ -489,35 +495,6 @@ def test_a_communicator_with_something_under_way_is_not_freed():
     has_ended.append(True)
     assert mover.wait_for([request], Deadline(60))
     assert mover.end()
-
-
-def test_an_answer_that_comes_late_takes_nothing_back():
-    """A rank that has said goodbye after its fifth collective has entered it, whatever it had said before."""
-    sent = []
-    attendance = MpiLivenessProbe(
-        lambda rank, outgoing: sent.append((rank, outgoing.frame)), lambda: 7, lambda *_: None
-    )
-    attendance.note(1, 5)
-    attendance.on_pong(1, Frame(FrameType.PONG, 3), memoryview(b""))
-    assert attendance.has_entered(1, 4)
-    assert not attendance.has_entered(1, 5)
-    attendance.on_ping(1, Frame(FrameType.PING), memoryview(b""))
-    assert sent == [(1, Frame(FrameType.PONG, 7))]
-
-
-def test_who_is_behind():
-    """A rank that answers is behind by what it says, one that does not is too, and where none is all are meant."""
-    answers = {1: 4, 2: 3}
-
-    def push(rank, outgoing):
-        assert outgoing.frame.kind is FrameType.PING
-        if rank in answers:
-            attendance.on_pong(rank, Frame(FrameType.PONG, answers[rank]), memoryview(b""))
-
-    attendance = MpiLivenessProbe(push, lambda: 0, lambda done, _seconds: done())
-    assert attendance.find_silent([1, 2, 3], 1) == (3,)
-    assert attendance.find_behind([1, 2, 3], 3, 1) == (2, 3)
-    assert attendance.find_behind([1, 2], 2, 1) == (1, 2)
 
 
 class _Coming(_NoMessages):
