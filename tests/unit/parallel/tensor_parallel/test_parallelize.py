@@ -229,7 +229,7 @@ def test_values_are_those_of_the_first_rank():
             "the plan's path 'upp' is of no module; some are 'scale', 'up', 'down'",
         ),
         ({"up": ColumnParallel(), "u*": RowParallel()}, ValueError, "module 'up' has two styles, by 'up' and by 'u*'"),
-        ({"": ColumnParallel()}, TypeError, "ColumnParallel divides an nn.Linear"),
+        ({"": ColumnParallel()}, TypeError, "ColumnParallel shards an nn.Linear"),
         ({"up": ColumnParallel}, TypeError, "must be a style, as ColumnParallel()"),
         ([ColumnParallel()], TypeError, "a plan is a mapping"),
         ({"up": Style(parameters={"wait": Shard(0)})}, ValueError, "module 'up' has no parameter 'wait'"),
