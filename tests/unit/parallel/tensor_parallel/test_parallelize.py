@@ -825,7 +825,7 @@ def test_declared_inputs_however_they_are_passed():
     ("wanted", "message"),
     [
         ({"y": Shard(0)}, "module 'Linear' takes no argument 'y': it takes 'input'"),
-        ((Shard(0), None), "how 2 inputs of module 'Linear' lie"),
+        ((Shard(0), None), "places 2 inputs of module 'Linear'"),
     ],
 )
 def test_inputs_that_a_module_does_not_take(wanted, message):
