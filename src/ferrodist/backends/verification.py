@@ -172,12 +172,13 @@ class CollectiveVerifier:
     Args:
         group: The group.
         doubt: A sentence about what else may be wrong when a rank is late, for as long as the ranks have never agreed.
+        first: The first sequence number.
     """
 
-    def __init__(self, group: _Group, *, doubt: str = "") -> None:
+    def __init__(self, group: _Group, *, doubt: str = "", first: int = 0) -> None:
         self._group = group
         self._doubt = doubt
-        self._counter = itertools.count()
+        self._counter = itertools.count(first)
 
     def reserve(self) -> int:
         """Take the next position among the group's collectives. Ranks must reserve in the same order."""

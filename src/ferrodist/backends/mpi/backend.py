@@ -199,7 +199,7 @@ class MpiBackend(MailboxBackend):
 
     def _post(self, buffer: memoryview, source: int, tag: int) -> Request:
         receive = _Receive(self, self._mailbox, buffer, source, tag)
-        self._mailbox.post(receive, partial(self._refusal, tag, source))
+        self._mailbox.post(receive, partial(self.refusal, tag, source))
         return receive
 
     def move_until(self, done: Callable[[], bool], timeout: float) -> bool:
@@ -233,7 +233,7 @@ class MpiBackend(MailboxBackend):
         if self._unheard_leavers(frame.group, reason):
             self._parked.append(_DeferredAbort(frame.group, reason, Deadline(_PARKING_SECONDS)))
         else:
-            self._fail_group(frame.group, reason)
+            self.fail_group(frame.group, reason)
 
     def _unheard_leavers(self, group_id: int, error: DistributedError) -> set[int]:
         """The ranks that a group is told to have lost, and that have not said goodbye here yet.
@@ -245,7 +245,7 @@ class MpiBackend(MailboxBackend):
         if not isinstance(error, PeerLostError) or not all(rank < len(members) for rank in error.ranks):
             return set()
         named = {members[rank] for rank in error.ranks} - {self.rank}
-        return {rank for rank in named if self._departure(group_id, rank) is None}
+        return {rank for rank in named if self.departure_error(group_id, rank) is None}
 
     def _act_on_parked(self) -> None:
         """Fail groups whose lost ranks have been heard of meanwhile, or have not for long."""
@@ -253,11 +253,11 @@ class MpiBackend(MailboxBackend):
             if parked.deadline.expired or not self._unheard_leavers(parked.group_id, parked.error):
                 with contextlib.suppress(ValueError):  # another thread has
                     self._parked.remove(parked)
-                    self._fail_group(parked.group_id, parked.error)
+                    self.fail_group(parked.group_id, parked.error)
 
     def _on_left(self, source: int, frame: Frame, _payload: memoryview) -> None:
         if self._is_told(source, frame):
-            self._peer_left(frame.group, source)
+            self.peer_left(frame.group, source)
         self._act_on_parked()
         if frame.group == _WORLD:
             self._liveness.note_progress(source, frame.message)
@@ -310,7 +310,7 @@ class MpiBackend(MailboxBackend):
         if self.failure is not None:
             return True
         for rank in self._parted.copy():
-            departure = self._departure(_WORLD, rank)
+            departure = self.departure_error(_WORLD, rank)
             if departure is not None and not self._liveness.has_entered(rank, self.agreement.num_entered - 1):
                 self.abort(departure)
                 return True
@@ -343,7 +343,7 @@ class MpiBackend(MailboxBackend):
         self._messenger.lose(rank)
         for message in self._in.forget(lambda message: message.source == rank):
             self._mailbox.withdraw(message)
-        self._peer_died(rank, _DIED)
+        self.peer_died(rank, _DIED)
 
     def _explain(self, error: Exception) -> None:
         """End the group for what MPI raised: for the ranks that have died, if that is the reason."""
