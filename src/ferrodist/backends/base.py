@@ -47,6 +47,8 @@ if TYPE_CHECKING:
 
     from typing_extensions import Buffer, Self
 
+    from ferrodist.backends.engine import DataPlane, FastPath
+
 
 class Backend(ABC):
     """One rank's handle on a group of ranks.
@@ -76,30 +78,20 @@ class Backend(ABC):
     _synchronizers: list[Callable[[float], None]]
     _threaded: dict[tuple[str, int], list[tuple[int, ThreadedRequest]]]
     _threaded_lock: threading.Lock
+    _engines: dict[str, Any]
+    _p2p: dict[str, Any]
 
     group_id: int = 0
     """Upper half of the tags of this group's messages: 0, or what a sub-group derives from its members."""
 
-    collectives: Any = None
-    """The backend's own `Collectives` for this group, or None: then messages carry them."""
-
     agreement_key: bytes = b""
     """What agreements are authenticated with where their messages are not, or nothing."""
 
-    data_plane: Any = None
-    """What moves bytes for all ranks at once, or None: see `engines/data_plane.py`."""
+    data_plane: DataPlane | None = None
+    """What moves bytes for all ranks at once, if there is such a thing."""
 
-    device_collectives: Any = None
-    """The backend's own `Collectives` for tensors on GPUs, or None."""
-
-    device_messages: Any = None
-    """The backend's own `DeviceP2P`, or None."""
-
-    quick: Any = None
-    """The engine's short way for plain calls, or None: see `collectives/fast_path.py`."""
-
-    tensor_messages: Any = None
-    """The engine's short way for tensors from rank to rank, or None: see `collectives/fast_path.py`."""
+    fast_path: FastPath | None = None
+    """The compiled path of plain calls, if there is one."""
 
     def __init_subclass__(cls, **options: Any) -> None:
         super().__init_subclass__(**options)
@@ -115,6 +107,8 @@ class Backend(ABC):
         self._close_callbacks = []
         self._synchronizers = []
         self._threaded = {}
+        self._engines = {}
+        self._p2p = {}
         self._threaded_lock = threading.Lock()
         self.subgroups = WeakSet()
         self.attachments = {}
@@ -149,8 +143,8 @@ class Backend(ABC):
     @timeout.setter
     def timeout(self, seconds: float) -> None:
         self._timeout = check_timeout(seconds)
-        if self.quick is not None:
-            self.quick = self.quick._replace(timeout=self._timeout)
+        if self.fast_path is not None:
+            self.fast_path = self.fast_path._replace(timeout=self._timeout)
 
     @property
     def name(self) -> str:
@@ -165,25 +159,24 @@ class Backend(ABC):
         """
         return None
 
-    def subgroup_collectives(self, subgroup: Backend) -> Any:
-        """What a sub-group made from this group has as its `collectives`."""
-        del subgroup
-        return None
+    def engine(self, device_type: str) -> Any:
+        """The backend's own engine of collectives of tensors on "cpu" or "cuda"; None where it has none."""
+        return self._engines.get(device_type)
 
-    def subgroup_device_collectives(self, subgroup: Backend) -> Any:
-        """What a sub-group made from this group has as its `device_collectives`."""
-        del subgroup
-        return None
+    def p2p(self, device_type: str) -> Any:
+        """The backend's own point-to-point transfer of tensors on a type of device; None where it has none."""
+        return self._p2p.get(device_type)
 
-    def subgroup_device_messages(self, subgroup: Backend) -> Any:
-        """What a sub-group made from this group has as its `device_messages`."""
-        del subgroup
-        return None
+    def use_engine(self, device_type: str, engine: Any, p2p: Any = None) -> None:
+        """Set what `engine` and `p2p` return for a type of device."""
+        self._engines[device_type] = engine
+        self._p2p[device_type] = p2p
 
-    def subgroup_tensor_messages(self, subgroup: Backend) -> Any:
-        """What a sub-group made from this group has as its `tensor_messages`."""
-        del subgroup
-        return None
+    def equip_subgroup(self, subgroup: Backend) -> None:  # noqa: B027 - may stay as it is
+        """Give a new sub-group of this group, whose members all call this, its engines and its fast path.
+
+        This form gives it none, so that the messages carry its tensors.
+        """
 
     def __repr__(self) -> str:
         state = f", failed: {type(self.failure).__name__}" if self.failure else ""
@@ -261,7 +254,7 @@ class Backend(ABC):
             DistributedTimeoutError: Some rank did not call in time; it is named.
         """
         limit = self.timeout if timeout is None else check_timeout(timeout)
-        engine = self.collectives
+        engine = self.engine("cpu")
         if engine is None:
             self.agreement.reach(CollectiveSignature(operation="barrier"), limit)
         else:

@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import functools
 import logging
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from typing_extensions import override
 
 from ferrodist.backends.base import Backend, NonBlockingBackend
 from ferrodist.backends.native import NativeBackend, is_native_available
@@ -142,10 +144,6 @@ class ControlPlaneBackend(NonBlockingBackend):
         """See `Backend.close_subgroup`."""
         self._control.close_subgroup(group_id, members)
 
-    def subgroup_collectives(self, subgroup: Backend) -> Any:
-        """See `Backend.subgroup_collectives`."""
-        return self._control.subgroup_collectives(subgroup)
-
-    def subgroup_tensor_messages(self, subgroup: Backend) -> Any:
-        """See `Backend.subgroup_tensor_messages`."""
-        return self._control.subgroup_tensor_messages(subgroup)
+    @override
+    def equip_subgroup(self, subgroup: Backend) -> None:
+        self._control.equip_subgroup(subgroup)

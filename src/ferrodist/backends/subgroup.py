@@ -93,10 +93,7 @@ class SubBackend(NonBlockingBackend):
         self._root.subgroups.add(self)
         if ends_with_parent:
             self._root.fail_with(self.group_id, parent.group_id)
-        self.collectives = self._root.subgroup_collectives(self)
-        self.device_collectives = self._root.subgroup_device_collectives(self)
-        self.device_messages = self._root.subgroup_device_messages(self)
-        self.tensor_messages = self._root.subgroup_tensor_messages(self)
+        self._root.equip_subgroup(self)
 
     @staticmethod
     def check_members(parent: Backend, ranks: Sequence[int]) -> tuple[int, ...]:

@@ -97,7 +97,8 @@ def _way_of(group: Backend | None) -> Any:
     if collector.get() is not None:
         return None
     chosen = process_group.find_group(None) if group is None else group
-    return getattr(chosen, "quick", None)
+    path = getattr(chosen, "fast_path", None)
+    return None if path is None or path.communicator is None else path
 
 
 def _same(tensor: torch.Tensor, _num_ranks: int = 0) -> torch.Tensor | None:
@@ -294,7 +295,8 @@ def quick_sendrecv(
 def _message_path_of(group: Backend | None) -> tuple[Any, Any]:
     """The group of a call, and its short way or None."""
     chosen = find_group(None) if group is None else group
-    return chosen, getattr(chosen, "tensor_messages", None)
+    path = getattr(chosen, "fast_path", None)
+    return chosen, None if path is None else path.p2p
 
 
 def _left_behind(group: Backend, tag: int, rest: Any) -> Progress:

@@ -1,8 +1,8 @@
-"""From an operator's call to what this rank does: prepared once for each kind of call, then looked up.
+"""Dispatch of operators on distributed tensors: each kind of call is prepared once and cached.
 
-What is prepared is a `CachedDispatch`. Its key is the operator, the layouts of the distributed tensors, and the other
-arguments; of floating-point numbers only that they are there, unless the rule asks for their values. `DTensor` looks
-recipes up itself and runs the common ones, for that takes less time than a call would.
+What is cached is a `CachedDispatch`. Its key is the operator, the specs of the distributed tensors, and the other
+arguments; of floats only that they are there, unless the rule depends on their values. `DTensor` looks up the cache
+itself and runs the common kinds inline, which takes less time than a call would.
 """
 
 from __future__ import annotations
@@ -31,36 +31,36 @@ if TYPE_CHECKING:
     from ferrodist.tensor.op_strategy import OpRule
 
 _KEYED_BY_VALUE: Any = object()
-"""In the place of a recipe: it is found under a key with the values of numbers, and torch's default dtype, too."""
+"""A cache entry that refers to another one, whose key has the values of floats and torch's default dtype too."""
 
 _UNSAFE_VIEW = private_aten.unsafe_view.default
-"""A view that autograd takes for none: of results that nobody else has, and of what `torch.kron` writes to."""
+"""A view that autograd does not take for one: of results that nobody else has, and of what `torch.kron` writes to."""
 
 _MAX_CACHED = 1 << 14
-"""How many a group keeps; programs with new shapes in each step would fill the memory."""
+"""The entries of a group's cache; programs with new shapes in each step would fill the memory."""
 
 
 class DispatchKind(Enum):
-    """What there is to do around the local computation."""
+    """What a cached call does with the local tensors and results."""
 
     RESULT = "one tensor comes out of the local tensors as they are"
     IN_PLACE = "the first argument is written, given the local tensors as they are"
     SEVERAL = "several tensors, or None for some, come out of the local tensors as they are"
     VIEW = "one tensor that shares memory with the first argument comes out of the local tensors as they are"
     LISTS = "lists of tensors are written, given the local tensors as they are, and nothing comes out"
-    ANY = "anything"
+    ANY = "anything, inputs redistributed first"
 
 
 class CachedDispatch:
     """How a kind of call is computed.
 
     Args:
-        local: What is called with the local tensors: the operator (what it calls itself, which is quicker), or what a
-            rule has in its place.
-        layouts: For each distributed tensor among the arguments, in order, the layout it is brought to.
-        outputs: The layouts of the tensors that ``local`` returns, in order.
-        replaced: Arguments that are others on this rank, by name.
-        written: The arguments that are written to, by name.
+        local: What is called with the local tensors: the operator (its C++ call, which is faster), or a function that
+            its rule has for it.
+        specs: For each distributed tensor among the arguments, in order, the spec to which it is redistributed.
+        outputs: The specs of the tensors that ``local`` returns, in order.
+        replaced: The arguments that differ on this rank, by name.
+        written: The names of the arguments that are written to.
     """
 
     __slots__ = (
@@ -71,7 +71,7 @@ class CachedDispatch:
         "offsets",
         "output",
         "outputs",
-        "places",
+        "positions",
         "replaced",
         "specs",
         "view_kind",
@@ -93,21 +93,21 @@ class CachedDispatch:
         self.written = written
         self.kind = DispatchKind.ANY
         self.output: DTensorSpec | None = None
-        """The layout of the result, in `DispatchKind.RESULT`."""
-        self.places: Sequence[tuple[int, Any]] = ()
-        """``replaced`` by position, in the quick lanes; in `DispatchKind.LISTS` the positions of what is written."""
+        """The spec of the only result, for RESULT and VIEW."""
+        self.positions: Sequence[tuple[int, Any]] = ()
+        """``replaced`` by position, for all kinds but ANY; for LISTS the positions of what is written."""
         self.offsets: Sequence[int] | None = None
-        """Of views, where in the memory of the whole tensor they start; None where the results are no views."""
+        """The storage offsets of views in the full tensor; None if the results are no views."""
         self.offset = 0
-        """The only one of ``offsets``, in `DispatchKind.VIEW`."""
+        """The only one of ``offsets``, for VIEW."""
         self.view_kind = ViewKind.COPIED
-        """Of views whose parts have memory of their own."""
+        """The kind of views whose shards have memory of their own."""
         self.may_copy = True
-        """In `DispatchKind.VIEW`, whether parts may be copies: views by the operator itself never are."""
+        """Whether the shards of a VIEW may be copies: views by the operator itself never are."""
 
 
 def cache_key(value: Any, cls: Any) -> Any:
-    """What an argument is in a recipe's key."""
+    """What an argument contributes to the key of a cached call."""
     kind = type(value)
     if kind is int or value is None:
         return value
@@ -120,21 +120,21 @@ def cache_key(value: Any, cls: Any) -> Any:
             [one._spec if type(one) is cls else one if type(one) is int else cache_key(one, cls) for one in value]
         )
     if isinstance(value, torch.Tensor):
-        return (kind, value.dim(), value.dtype)  # of a number too: it may decide the dtype of the result
+        return (kind, value.dim(), value.dtype)  # of a scalar too: it may decide the dtype of the result
     return (kind, None if kind is torch.Generator else value)
 
 
 def dispatch(
     func: torch._ops.OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any], cls: Any, key: list[Any]
 ) -> Any:
-    """Compute a call that no recipe of a quick lane was found for.
+    """Compute a call that `DTensor` does not run inline.
 
     Args:
         func: The operator.
         args: Its positional arguments.
-        kwargs: Its other arguments.
+        kwargs: Its keyword arguments.
         cls: The class of distributed tensors.
-        key: The operator's identity, and the parts of all arguments.
+        key: The call's key: the operator's identity, and the `cache_key` of each argument.
 
     Raises:
         UnsupportedOpError: The operator has no rule, or not for these arguments.
@@ -142,22 +142,22 @@ def dispatch(
     """
     _check_writable(func, args, kwargs)
     record_scalars(func, args, kwargs, cls)
-    dispatch_cache = _dispatch_cache_of(args, kwargs, cls)
-    cached = dispatch_cache.get(tuple(key))
+    cache = _find_cache(args, kwargs, cls)
+    cached = cache.get(tuple(key))
     if cached is None:
-        if len(dispatch_cache) >= _MAX_CACHED:
-            dispatch_cache.clear()
+        if len(cache) >= _MAX_CACHED:
+            cache.clear()
         rule = RULES.get(func)
         is_by_value = rule is not None and rule.depends_on_values
         cached = _KEYED_BY_VALUE if is_by_value else _prepare(func, args, kwargs, cls)
         if isinstance(cached, CachedDispatch) and _depends_on_default_dtype(cached, [*args, *kwargs.values()]):
             cached = _KEYED_BY_VALUE
-        dispatch_cache[tuple(key)] = cached
+        cache[tuple(key)] = cached
     if cached is _KEYED_BY_VALUE:
-        exact = (*key, _KEYED_BY_VALUE, torch.get_default_dtype(), *_values([*args, *kwargs.values()]))
-        cached = dispatch_cache.get(exact)
+        exact = (*key, _KEYED_BY_VALUE, torch.get_default_dtype(), *_float_values([*args, *kwargs.values()]))
+        cached = cache.get(exact)
         if cached is None:
-            cached = dispatch_cache[exact] = _prepare(func, args, kwargs, cls)
+            cached = cache[exact] = _prepare(func, args, kwargs, cls)
     if not isinstance(cached, CachedDispatch):
         return cached(*args, **kwargs)
     return _run(cached, func, args, kwargs, cls)
@@ -167,34 +167,30 @@ def dispatch_foreach(
     cached: CachedDispatch, func: torch._ops.OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any], cls: Any
 ) -> None:
     """Compute a call of `DispatchKind.LISTS`."""
-    for place, _ in cached.places:
-        if True in [type(one) is cls and one._view_copy is not None for one in args[place]]:
+    for index, _ in cached.positions:
+        if True in [type(one) is cls and one._view_copy is not None for one in args[index]]:
             _check_writable(func, args, kwargs)
     local = [
         [one._local if type(one) is cls else one for one in value] if type(value) is list else value for value in args
     ]
     cached.local(*local, **kwargs)
     if VIEW_COPIES:
-        _after_writes([args[place] for place, _ in cached.places], cls)
-
-
-def _after_writes(written: Sequence[Any], cls: Any) -> None:
-    map_tensors(after_write, written, cls)
+        map_tensors(after_write, [args[index] for index, _ in cached.positions], cls)
 
 
 def _depends_on_default_dtype(cached: CachedDispatch, arguments: Sequence[Any]) -> bool:
-    """Whether floats come out of whole numbers, whose dtype is torch's default one unless an argument says it."""
+    """Whether integers become floats, of torch's default dtype unless an argument gives one."""
     if any(isinstance(value, torch.dtype) for value in arguments):
         return False
-    return any(_is_float(spec) for spec in cached.outputs) and not any(map(_is_float, cached.specs))
+    return any(map(_is_float, cached.outputs)) and not any(map(_is_float, cached.specs))
 
 
 def _is_float(spec: DTensorSpec) -> bool:
     return spec.dtype.is_floating_point or spec.dtype.is_complex
 
 
-def _dispatch_cache_of(args: Sequence[Any], kwargs: Mapping[str, Any], cls: type) -> dict[Any, Any]:
-    """The recipes of the group whose tensors are among the arguments."""
+def _find_cache(args: Sequence[Any], kwargs: Mapping[str, Any], cls: type) -> dict[Any, Any]:
+    """The dispatch cache of the group whose tensors are among the arguments."""
     for value in args:
         first = value[0] if isinstance(value, list | tuple) and value else value
         if isinstance(first, cls):
@@ -205,7 +201,7 @@ def _dispatch_cache_of(args: Sequence[Any], kwargs: Mapping[str, Any], cls: type
     return found
 
 
-def _values(arguments: Sequence[Any]) -> list[float]:
+def _float_values(arguments: Sequence[Any]) -> list[float]:
     found: list[float] = []
     map_tensors(found.append, arguments, float)
     return found
@@ -219,17 +215,17 @@ def _run(
     def localize(tensor: Any) -> torch.Tensor:
         return redistribute_local(tensor._local, tensor._spec, next(specs))
 
-    whole = bind_arguments(func, args, kwargs)
-    arguments = {name: map_tensors(localize, value, cls) for name, value in whole.items()}
+    given = bind_arguments(func, args, kwargs)
+    arguments = {name: map_tensors(localize, value, cls) for name, value in given.items()}
     arguments.update(cached.replaced)
     positional, named = split_arguments(func, arguments)
     results = cached.local(*positional, **named)
     if cached.written:
-        _after_writes([whole[name] for name in cached.written], cls)
-        return whole[cached.written[0]] if schema_of(func).returns else None
+        map_tensors(after_write, [given[name] for name in cached.written], cls)
+        return given[cached.written[0]] if schema_of(func).returns else None
     outputs = iter(cached.outputs)
     if cached.offsets is not None:
-        base, offsets = next(iter(whole.values())), iter(cached.offsets)
+        base, offsets = next(iter(given.values())), iter(cached.offsets)
 
         def wrap(local: torch.Tensor) -> Any:
             kind = actual_kind(cached.view_kind, local, base._local)
@@ -241,30 +237,30 @@ def _run(
 
 def _check_writable(func: torch._ops.OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
     """Raise if what is written to one of the arguments would be lost."""
-    for place, name in _written_arguments(func):
-        value = args[place] if place < len(args) else kwargs.get(name)
+    for index, name in _written_arguments(func):
+        value = args[index] if index < len(args) else kwargs.get(name)
         for tensor in value if isinstance(value, list | tuple) else (value,):
             check_writable(func, tensor)
 
 
 @functools.cache
 def _written_arguments(func: torch._ops.OpOverload) -> list[tuple[int, str]]:
-    """The places and names of the arguments that an operator writes to; schemas are slow to read."""
+    """The positions and names of the arguments that an operator writes to; schemas are slow to read."""
     arguments = enumerate(schema_of(func).arguments)
-    return [(place, argument.name) for place, argument in arguments if argument.is_write]
+    return [(index, argument.name) for index, argument in arguments if argument.is_write]
 
 
 def _prepare(
     func: torch._ops.OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any], cls: type
 ) -> CachedDispatch | Callable[..., Any]:
-    """Find out how a call is computed: as a recipe, or by another function of the same arguments."""
+    """Find how a call is computed: by a `CachedDispatch`, or by another function of the same arguments."""
     arguments = bind_arguments(func, args, kwargs)
     rule = RULES.get(func)
     if rule is None:
         return find_substitute(func, cls)
     specs = {name: map_tensors(lambda one: one._spec, value, cls) for name, value in arguments.items()}
-    mesh = _check(func, specs)
-    if (other := _find_other(func, rule, specs, mesh, cls)) is not None:
+    mesh = _common_mesh(func, specs)
+    if (other := _find_exception(func, rule, specs, mesh, cls)) is not None:
         return other
     if str(func).startswith(("aten._foreach_", "aten._fused_adam", "aten._fused_sgd", "aten._fused_adagrad")):
         cached = _prepare_foreach(func, specs, rule, mesh)
@@ -277,16 +273,16 @@ def _prepare(
         return functools.partial(_reduce_written_first, func, cls, str(error))
     if (func.is_view or func is _UNSAFE_VIEW) and not cached.written:
         cached.offsets = [int(meta.storage_offset()) for meta in call.results]
-        cached.view_kind = _kind_of_view(func, rule, call.inputs[0], cached.specs[0])
-    if not _have_plain(args, kwargs, cls):
+        cached.view_kind = _own_memory_kind(func, rule, call.inputs[0], cached.specs[0])
+    if not _has_scalars(args, kwargs, cls):
         _set_kind(cached, func, args, cls)
     return cached
 
 
-def _find_other(
+def _find_exception(
     func: torch._ops.OpOverload, rule: OpRule, specs: Mapping[str, Any], mesh: DeviceMesh, cls: type
 ) -> Callable[..., Any] | None:
-    """What computes a call of an operator with a rule that is none for the rule."""
+    """The function that computes a call to which the operator's rule does not apply, or None."""
     if find_plain(list(specs.values()), takes_scalars=func not in REFUSE_SCALARS):
         return plain_caller(func, cls, mesh)
     if rule.is_data_dependent is not None and rule.is_data_dependent(specs):
@@ -295,30 +291,24 @@ def _find_other(
 
 
 class _NoStrategyError(UnsupportedOpError):
-    """An operator can't be computed in a way that leaves what it writes where it lies."""
+    """No strategy of an operator leaves the placements of what it writes to."""
 
 
 def _reduce_written_first(func: torch._ops.OpOverload, cls: Any, refusal: str, /, *args: Any, **kwargs: Any) -> Any:
-    """Have the parts of a sum that a gradient's formula writes to folded: they are the formula's own."""
-    written = [one for name, one in bind_arguments(func, args, kwargs).items() if name in _written_names(func)]
+    """Reduce the partial tensors that a gradient's formula writes to, which are the formula's own."""
+    names = [name for _, name in _written_arguments(func)]
+    written = [one for name, one in bind_arguments(func, args, kwargs).items() if name in names]
     partial = [one for one in written if isinstance(one, cls) and one._spec is not one._spec.without_partial]
     if current_graph_task() == -1 or not partial:
         raise UnsupportedOpError(refusal)
     for tensor in partial:
-        spec = tensor._spec
-        tensor._local, tensor._spec = (
-            redistribute_local(tensor._local, spec, spec.without_partial),
-            spec.without_partial,
-        )
+        target = tensor._spec.without_partial
+        tensor._local, tensor._spec = redistribute_local(tensor._local, tensor._spec, target), target
     return func(*args, **kwargs)
 
 
-def _written_names(func: torch._ops.OpOverload) -> list[str]:
-    return [name for _, name in _written_arguments(func)]
-
-
-def _kind_of_view(func: torch._ops.OpOverload, rule: OpRule, before: DTensorSpec, after: DTensorSpec) -> ViewKind:
-    """What a view of a tensor is if its part has memory of its own; the same on all ranks."""
+def _own_memory_kind(func: torch._ops.OpOverload, rule: OpRule, before: DTensorSpec, after: DTensorSpec) -> ViewKind:
+    """The kind of a view whose shard has memory of its own; the same on all ranks."""
     is_moved = any(
         size > 1 and one != other
         for size, one, other in zip(before.mesh.shape, before.placements, after.placements, strict=True)
@@ -328,7 +318,7 @@ def _kind_of_view(func: torch._ops.OpOverload, rule: OpRule, before: DTensorSpec
     return ViewKind.MOVED if is_moved or rule.copies else ViewKind.COPIED
 
 
-def _check(func: torch._ops.OpOverload, arguments: Mapping[str, Any]) -> DeviceMesh:
+def _common_mesh(func: torch._ops.OpOverload, arguments: Mapping[str, Any]) -> DeviceMesh:
     """The mesh of all distributed tensors of a call."""
     found: list[DTensorSpec] = []
     map_tensors(found.append, list(arguments.values()), DTensorSpec)
@@ -347,72 +337,59 @@ def _check(func: torch._ops.OpOverload, arguments: Mapping[str, Any]) -> DeviceM
 
 
 def _select(call: OpCall, rule: OpRule) -> CachedDispatch:
-    """The recipe of a call, by the choices of its rule."""
+    """Prepare a call by the strategies of its rule."""
     func = call.operator
     written = [
         argument.name
         for argument in schema_of(func).arguments
-        # Fused steps of optimizers write to gradients when they undo a scale only.
+        # Fused optimizer steps write to gradients only when they unscale them.
         if argument.is_write and (argument.name != "grads" or call.arguments.get("grad_scale") is not None)
     ]
-    fixed = _inputs_of(call, written)
+    fixed = _input_indices(call, written)
     if not select_strategy(call, rule, fixed):
         raise _NoStrategyError(
             f"{func} can't write to a tensor that lies as {call.inputs[fixed[0]] if fixed else call.inputs}:"
             " redistribute() it first, or use the form that makes a new tensor"
         )
-    specs = [
-        spec.with_placements([strategy.inputs[place] for strategy in call.selected])
-        for place, spec in enumerate(call.inputs)
-    ]
-    outputs = [call.inputs[place] for place in fixed]
-    if not written:
-        outputs = [
-            DTensorSpec.make(
-                call.mesh,
-                [strategy.outputs[place] for strategy in call.selected],
-                meta.shape,
-                meta.dtype,
-                meta.stride(),
-            )
-            for place, meta in enumerate(call.results)
-        ]
-    local = None if rule.local is None else rule.local(call, specs, outputs)
-    replaced = {} if rule.arguments is None else rule.arguments(call, specs, outputs)
-    return CachedDispatch(local or plain_call(func), specs, outputs, replaced, written)
+    call.place(fixed if written else None)
+    local = None if rule.local is None else rule.local(call)
+    replaced = {} if rule.arguments is None else rule.arguments(call)
+    return CachedDispatch(local or plain_call(func), call.placed_inputs, call.outputs, replaced, written)
 
 
-def _inputs_of(call: OpCall, names: Sequence[str]) -> list[int]:
-    """The numbers of the inputs that some arguments have."""
+def _input_indices(call: OpCall, names: Sequence[str]) -> list[int]:
+    """The indices of the inputs in some arguments."""
     found: list[int] = []
-    place = 0
+    first = 0
     for name, value in call.arguments.items():
-        here: list[DTensorSpec] = []
-        map_tensors(here.append, value, DTensorSpec)
+        specs: list[DTensorSpec] = []
+        map_tensors(specs.append, value, DTensorSpec)
         if name in names:
-            found += range(place, place + len(here))
-        place += len(here)
+            found += range(first, first + len(specs))
+        first += len(specs)
     return found
 
 
-def _have_plain(args: Sequence[Any], kwargs: Mapping[str, Any], cls: type) -> bool:
-    """Whether there are plain tensors, which are numbers then: `record_scalars` looks at these in each call."""
+def _has_scalars(args: Sequence[Any], kwargs: Mapping[str, Any], cls: type) -> bool:
+    """Whether there are plain tensors, which are scalars then: `record_scalars` looks at them in each call."""
     tensors: list[Any] = []
     map_tensors(tensors.append, [*args, *kwargs.values()], torch.Tensor)
     return not all(isinstance(one, cls) for one in tensors)
 
 
 def _set_kind(cached: CachedDispatch, func: torch._ops.OpOverload, args: Sequence[Any], cls: type) -> None:
-    """Find whether calls of this kind can take a quick lane: their form is in the key."""
-    now: list[DTensorSpec] = []
-    map_tensors(lambda one: now.append(one._spec), list(args), cls)
+    """Set the kind of a call whose inputs are not redistributed."""
+    current: list[DTensorSpec] = []
+    map_tensors(lambda one: current.append(one._spec), list(args), cls)
     names = [argument.name for argument in schema_of(func).arguments]
     direct = [value for value in args if isinstance(value, cls)]
-    if len(direct) < len(cached.specs) or any(one is not other for one, other in zip(now, cached.specs, strict=True)):
+    if len(direct) < len(cached.specs) or any(
+        one is not other for one, other in zip(current, cached.specs, strict=True)
+    ):
         return
     if any(names.index(name) >= len(args) for name in cached.replaced):
         return
-    cached.places = [(names.index(name), value) for name, value in cached.replaced.items()]
+    cached.positions = [(names.index(name), value) for name, value in cached.replaced.items()]
     returns = schema_of(func).returns
     if cached.written:
         if cached.written == names[:1] and isinstance(args[0], cls):
@@ -430,44 +407,40 @@ def _set_lists_kind(
     cached: CachedDispatch, func: torch._ops.OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any], cls: type
 ) -> None:
     if any(isinstance(value, torch.Tensor) for value in args):
-        return  # `DTensor` takes calls with distributed ones for those of the other lanes, and numbers are looked at
-    now: list[DTensorSpec] = []
-    map_tensors(lambda one: now.append(one._spec), [*args, *kwargs.values()], cls)
-    if not schema_of(func).returns and now == cached.specs and not any(map(_is_list, kwargs.values())):
+        return  # `DTensor` takes calls with distributed ones for the other kinds, and scalars are looked at
+    current: list[DTensorSpec] = []
+    map_tensors(lambda one: current.append(one._spec), [*args, *kwargs.values()], cls)
+    has_named_lists = any(isinstance(value, list | tuple) for value in kwargs.values())
+    if not schema_of(func).returns and current == cached.specs and not has_named_lists:
         cached.kind = DispatchKind.LISTS
-        cached.places = [(place, None) for place, _ in _written_arguments(func) if place < len(args)]
-        # torch's own function reads lists more quickly than the operator does.
+        cached.positions = [(index, None) for index, _ in _written_arguments(func) if index < len(args)]
+        # torch's function reads lists faster than the operator does.
         cached.local = getattr(torch, func.overloadpacket.__name__, cached.local)
-
-
-def _is_list(value: Any) -> bool:
-    return isinstance(value, list | tuple)
 
 
 def _prepare_foreach(
     func: torch._ops.OpOverload, arguments: Mapping[str, Any], rule: OpRule, mesh: DeviceMesh
 ) -> CachedDispatch:
-    """The recipe of an operator on lists of tensors: for each place in the lists a call with lists of one."""
+    """Prepare an operator on lists of tensors: each element of the lists as a call with lists of one."""
     lists = {name: value for name, value in arguments.items() if isinstance(value, list | tuple)}
     count = max(map(len, lists.values()))
-    dispatch_cache = []
-    for place in range(count):
-        one = {name: [value[place]] if name in lists and value else value for name, value in arguments.items()}
-        dispatch_cache.append(_select(OpCall(func, one, mesh), rule))
-    # The inputs of all, in the order in which they are found among the arguments.
-    numbers = iter(range(count * len(arguments)))
+    elements = []
+    for index in range(count):
+        one = {name: [value[index]] if name in lists and value else value for name, value in arguments.items()}
+        elements.append(_select(OpCall(func, one, mesh), rule))
+    # The specs of all elements' inputs, in the order in which they are found among the arguments.
+    spec_indices = iter(range(count * len(arguments)))
     order = {}
     for name, value in arguments.items():
-        for place in range(len(value) if name in lists else 1):
-            one = value[place] if name in lists else value
-            if isinstance(one, DTensorSpec):
-                order[name, place] = next(numbers)
+        for index in range(len(value) if name in lists else 1):
+            if isinstance(value[index] if name in lists else value, DTensorSpec):
+                order[name, index] = next(spec_indices)
     specs: list[DTensorSpec] = [None] * len(order)  # type: ignore[list-item] # filled below
-    for place, cached in enumerate(dispatch_cache):
-        mine = iter(cached.specs)
+    for index, element in enumerate(elements):
+        element_specs = iter(element.specs)
         for name in arguments:
-            at = (name, place if name in lists else 0)
-            if at in order:
-                specs[order[at]] = next(mine)
-    outputs = [spec for cached in dispatch_cache for spec in cached.outputs]
-    return CachedDispatch(plain_call(func), specs, outputs, {}, dispatch_cache[0].written)
+            key = (name, index if name in lists else 0)
+            if key in order:
+                specs[order[key]] = next(element_specs)
+    outputs = [spec for element in elements for spec in element.outputs]
+    return CachedDispatch(plain_call(func), specs, outputs, {}, elements[0].written)

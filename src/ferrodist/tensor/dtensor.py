@@ -161,7 +161,7 @@ class DTensor(torch.Tensor):
                 if dispatch_kind is _LISTS:
                     return dispatch_foreach(cached, func, args, kwargs or {}, DTensor)
                 local = [value._local if type(value) is DTensor else value for value in args]
-                for place, value in cached.places:
+                for place, value in cached.positions:
                     local[place] = value
                 result = cached.local(*local, **kwargs) if kwargs else cached.local(*local)
                 if dispatch_kind is _RESULT:

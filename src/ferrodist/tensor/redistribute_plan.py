@@ -30,7 +30,7 @@ from ferrodist.collectives.all_to_all import all_to_all_single_uneven
 from ferrodist.collectives.arguments import compute_shard_sizes, offsets_of
 from ferrodist.collectives.reduce_op import ReduceOp
 from ferrodist.tensor.placement import Partial, Replicate, Shard, reductions_commute
-from ferrodist.tensor.spec import sizes_before_axis
+from ferrodist.tensor.spec import sharding_axes, sizes_before_axis
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -315,9 +315,9 @@ class _Search:
             if isinstance(first, Partial):
                 yield self._edge(RedistributeKind.ALLREDUCE, axes_, here, dict.fromkeys(axes_, Replicate()))
                 for then in self._wanted[axes_[0]]:
-                    if isinstance(then, Shard) and then.blocks == 1 and not _sharding_axes(here, then.dim):
+                    if isinstance(then, Shard) and then.blocks == 1 and not sharding_axes(here, (then.dim,)):
                         yield self._edge(RedistributeKind.REDUCE_SCATTER, axes_, here, dict.fromkeys(axes_, then))
-            elif first.blocks == 1 and tuple(_sharding_axes(here, first.dim)) == axes_:
+            elif first.blocks == 1 and sharding_axes(here, (first.dim,)) == axes_:
                 yield self._edge(RedistributeKind.ALL_GATHER, axes_, here, dict.fromkeys(axes_, Replicate()))
 
     def _exchange(self, here: Placements) -> Iterator[_Edge]:
@@ -383,11 +383,6 @@ class _Search:
         return all(size % then.blocks == 0 for size in sizes)
 
 
-def _sharding_axes(placements: Placements, dim: int) -> list[int]:
-    """The axes that divide a dim."""
-    return [axis for axis, one in enumerate(placements) if isinstance(one, Shard) and one.dim == dim]
-
-
 def innermost_blocks(placements: Placements, axis: int, placement: Shard, mesh_shape: Sequence[int]) -> int | None:
     """How many blocks of a rank's own part an axis divides last, so that its parts can be joined or cut; else None.
 
@@ -396,7 +391,7 @@ def innermost_blocks(placements: Placements, axis: int, placement: Shard, mesh_s
     are what a rank without it has. That is so for the last of the axes that divide a dim, in blocks or not. And for one
     whose blocks are what the later axes divide: then each rank's part lies in one block, and is a plain part of it.
     """
-    later = [at for at in _sharding_axes(placements, placement.dim) if at > axis]
+    later = [at for at in sharding_axes(placements, (placement.dim,)) if at > axis]
     if not later:
         return placement.blocks
     plain = all(placements[at] == Shard(placement.dim) for at in later)

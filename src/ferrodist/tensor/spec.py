@@ -15,7 +15,7 @@ from ferrodist.tensor.placement import Partial, Replicate, Shard
 from ferrodist.wording import counted
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Collection, Sequence
 
     from ferrodist.mesh import DeviceMesh
     from ferrodist.tensor.placement import Placement
@@ -190,6 +190,11 @@ def split_blocks(tensor: torch.Tensor, dim: int, blocks: int) -> torch.Tensor:
     """The tensor with a dim cut into two: the blocks, and the places in each."""
     shape = tensor.shape
     return tensor.view(*shape[:dim], blocks, shape[dim] // blocks, *shape[dim + 1 :])
+
+
+def sharding_axes(placements: Sequence[Placement], dims: Collection[int]) -> tuple[int, ...]:
+    """The axes that shard any of some dims."""
+    return tuple(axis for axis, one in enumerate(placements) if isinstance(one, Shard) and one.dim in dims)
 
 
 def check_placements(

@@ -14,7 +14,6 @@ import torch
 import ferrodist as fd
 from ferrodist.backends.mpi import runtime
 from ferrodist.backends.mpi.collectives import MpiDataPlane, MpiVerifier, num_leaked
-from ferrodist.backends.mpi.liveness import MpiLivenessProbe
 from ferrodist.backends.mpi.runtime import check_job
 from ferrodist.backends.mpi.transport import (
     HEADER_SIZE,
@@ -489,35 +488,6 @@ def test_a_communicator_with_something_under_way_is_not_freed():
     has_ended.append(True)
     assert mover.wait_for([request], Deadline(60))
     assert mover.end()
-
-
-def test_an_answer_that_comes_late_takes_nothing_back():
-    """A rank that has said goodbye after its fifth collective has entered it, whatever it had said before."""
-    sent = []
-    attendance = MpiLivenessProbe(
-        lambda rank, outgoing: sent.append((rank, outgoing.frame)), lambda: 7, lambda *_: None
-    )
-    attendance.note(1, 5)
-    attendance.on_pong(1, Frame(FrameType.PONG, 3), memoryview(b""))
-    assert attendance.has_entered(1, 4)
-    assert not attendance.has_entered(1, 5)
-    attendance.on_ping(1, Frame(FrameType.PING), memoryview(b""))
-    assert sent == [(1, Frame(FrameType.PONG, 7))]
-
-
-def test_who_is_behind():
-    """A rank that answers is behind by what it says, one that does not is too, and where none is all are meant."""
-    answers = {1: 4, 2: 3}
-
-    def push(rank, outgoing):
-        assert outgoing.frame.kind is FrameType.PING
-        if rank in answers:
-            attendance.on_pong(rank, Frame(FrameType.PONG, answers[rank]), memoryview(b""))
-
-    attendance = MpiLivenessProbe(push, lambda: 0, lambda done, _seconds: done())
-    assert attendance.find_silent([1, 2, 3], 1) == (3,)
-    assert attendance.find_behind([1, 2, 3], 3, 1) == (2, 3)
-    assert attendance.find_behind([1, 2], 2, 1) == (1, 2)
 
 
 class _Coming(_NoMessages):

@@ -220,7 +220,7 @@ def test_ranks_of_which_one_calls_on_the_cpu_are_told(monkeypatch: pytest.Monkey
     monkeypatch.undo()
 
     def program(group: fd.Backend) -> None:
-        engine, ones = group.device_collectives, torch.ones(2)
+        engine, ones = group.engine("cuda"), torch.ones(2)
         calls = (
             lambda: fd.allreduce(ones),
             lambda: engine.allreduce(ones, ones, fd.ReduceOp.SUM, timeout=20.0, sequence=engine.reserve()),
@@ -359,7 +359,7 @@ def test_threads_launch_in_the_order_of_their_places() -> None:
     """Operations of several threads go out in the order in which their places were taken."""
 
     def program(group: fd.Backend) -> None:
-        engine = group.device_collectives
+        engine = group.engine("cuda")
         tensors = [torch.full((3,), float(i)) for i in range(8)]
         places = [engine.reserve() for _ in tensors]
 

@@ -112,9 +112,9 @@ def test_groups_without_an_engine_for_gpus_say_what_to_do(group: Backend) -> Non
 
 def test_gpu_tensors_go_by_the_backends_own(group: Backend) -> None:
     """A backend's engine and messages for tensors on GPUs are used for these alone."""
-    group.device_collectives, group.device_messages = FakeEngine(), object()
-    assert engine_of(group, _CUDA) is group.device_collectives
-    assert messages_of(group, _CUDA) is group.device_messages
+    group.use_engine("cuda", FakeEngine(), object())
+    assert engine_of(group, _CUDA) is group.engine("cuda")
+    assert messages_of(group, _CUDA) is group.p2p("cuda")
     assert engine_of(group, torch.device("cpu")) is host_engine_of(group)
 
 
@@ -122,15 +122,12 @@ def test_subgroups_ask_the_outermost_group() -> None:
     """A sub-group has what the group that it was made from gives it."""
 
     class Owner(fd.SimulatedBackend):
-        def subgroup_device_collectives(self, subgroup: Backend) -> Any:
-            return f"collectives of {subgroup.name}"
-
-        def subgroup_device_messages(self, subgroup: Backend) -> Any:
-            return f"messages of {subgroup.name}"
+        def equip_subgroup(self, subgroup: Backend) -> None:
+            subgroup.use_engine("cuda", f"engine of {subgroup.name}", f"p2p of {subgroup.name}")
 
     (only,) = Owner.create_group(1)
     sub = fd.SubBackend(only, [0], name="sub")
-    assert (sub.device_collectives, sub.device_messages) == ("collectives of sub", "messages of sub")
+    assert (sub.engine("cuda"), sub.p2p("cuda")) == ("engine of sub", "p2p of sub")
     only.close()
 
 

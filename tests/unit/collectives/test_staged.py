@@ -122,7 +122,7 @@ def test_every_collective_has_the_bits_of_the_host(schedule: str, size: int, bac
         for dtype in (torch.float32, torch.bfloat16, torch.int64):
             for count in (0, 1, 17, 70):
                 _every_collective(group, gpu, dtype, count, ReduceOp.SUM)
-        assert len(gpu.streams.pinned_bytes) <= 6 + 3 * (group.collectives is not None)
+        assert len(gpu.streams.pinned_bytes) <= 6 + 3 * (group.engine("cpu") is not None)
         gpu.group.synchronize()
 
     run_ranks(on_rank, size, backend=backend)

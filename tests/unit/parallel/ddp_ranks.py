@@ -64,7 +64,7 @@ class CountingBackend(SimulatedBackend):
 
     def __init__(self, *args, **kwargs):
         super().__init__(*args, **kwargs)
-        self.collectives = CountingCollectives(self)
+        self.use_engine("cpu", CountingCollectives(self))
 
 
 class CountingCollectives(ReferenceEngine):

@@ -51,7 +51,7 @@ def test_fsdp_takes_a_module_on_one_device() -> None:
         assert refusal(_CPU, one=_CPU, other=_META) is None
         assert "'other' is on cuda:0 and not on cpu" in refusal(_CPU, one=_CPU, other=_CUDA)
         assert "FERRODIST_ENABLE_GPU_FALLBACK=1" in refusal(_CUDA, one=_CUDA)
-        group.device_collectives = object()
+        group.use_engine("cuda", object())
         assert refusal(_CUDA, one=_CUDA) is None
 
     run_ranks(on_rank, 2)

@@ -11,10 +11,10 @@ from typing import TYPE_CHECKING, Any
 
 from ferrodist.backends.abort_reason import pack_reason, unpack_reason
 from ferrodist.backends.lifecycle import track
+from ferrodist.backends.liveness import LivenessProbe
 from ferrodist.backends.mailbox_backend import MAX_AHEAD, GroupReceive, MailboxBackend, PeerExit, Send
 from ferrodist.backends.mpi import runtime
 from ferrodist.backends.mpi.collectives import MpiDataPlane, MpiVerifier
-from ferrodist.backends.mpi.liveness import MpiLivenessProbe
 from ferrodist.backends.mpi.runtime import check_job, library_version
 from ferrodist.backends.mpi.transport import (
     Frame,
@@ -131,7 +131,7 @@ class MpiBackend(MailboxBackend):
         self._messenger = FrameTransport(mpi, self._messages, self._on_frame)
         self._out = OutgoingMessages(self._messenger, self._push, self._finish_send)
         self._in = IncomingMessages(self._mailbox, self._accept, self._push)
-        self._attendance = MpiLivenessProbe(self._push, lambda: self.agreement.num_entered, self._move_while_alive)
+        self._liveness = LivenessProbe(self._ping, self._move_while_alive)
         self._parked: list[_DeferredAbort] = []
         self._parted: set[int] = set()  # ranks that have left the world, or died
         self._has_said_goodbye = False
@@ -144,10 +144,10 @@ class MpiBackend(MailboxBackend):
             FrameType.WITHDRAW: self._in.on_withdraw,
             FrameType.ABORT: self._on_abort,
             FrameType.LEFT: self._on_left,
-            FrameType.PING: self._attendance.on_ping,
-            FrameType.PONG: self._attendance.on_pong,
+            FrameType.PING: self._on_ping,
+            FrameType.PONG: self._on_pong,
         }
-        self.data_plane = MpiDataPlane(mpi, collective, self._is_in_vain, self._explain, self._grace)
+        self.data_plane: MpiDataPlane = MpiDataPlane(mpi, collective, self._is_in_vain, self._explain, self._grace)
         self.agreement: MpiVerifier = MpiVerifier(
             self, self.data_plane, self._find_behind, partial(self._look, _LOOK_SECONDS)
         )
@@ -260,8 +260,18 @@ class MpiBackend(MailboxBackend):
             self._peer_left(frame.group, source)
         self._act_on_parked()
         if frame.group == _WORLD:
-            self._attendance.note(source, frame.message)
+            self._liveness.note_progress(source, frame.message)
             self._parted.add(source)
+
+    def _ping(self, rank: int) -> None:
+        self._push(rank, QueuedFrame(Frame(FrameType.PING)))
+
+    def _on_ping(self, source: int, _frame: Frame, _payload: memoryview) -> None:
+        self._push(source, QueuedFrame(Frame(FrameType.PONG, self.agreement.num_entered)))
+
+    def _on_pong(self, source: int, frame: Frame, _payload: memoryview) -> None:
+        self._liveness.note_progress(source, frame.message)
+        self._liveness.on_answer(source)
 
     def _is_told(self, source: int, frame: Frame) -> bool:
         """Whether to act on a notice of a group's end: not on one of a group that its sender is no member of."""
@@ -284,7 +294,7 @@ class MpiBackend(MailboxBackend):
         """
         if within == 0 or self.failure is not None:
             return Stragglers(ranks=peers)
-        silent = self._attendance.find_silent(peers, within)
+        silent = self._liveness.find_silent(peers, within)
         if not silent:
             return Stragglers(ranks=peers)
         who = f"{ranks_text(silent)} of group {self.name!r}"
@@ -293,7 +303,7 @@ class MpiBackend(MailboxBackend):
     def _find_behind(self, sequence: int) -> tuple[int, ...]:
         """The ranks to which it is put down that not all have entered a collective."""
         others = [rank for rank in range(self.world_size) if rank != self.rank]
-        return self._attendance.find_behind(others, sequence, answer_seconds(self.timeout))
+        return self._liveness.find_behind(others, sequence, answer_seconds(self.timeout))
 
     def _is_in_vain(self) -> bool:
         """Whether a collective that this rank is in can't end: fails the group when a rank has left before it."""
@@ -301,7 +311,7 @@ class MpiBackend(MailboxBackend):
             return True
         for rank in self._parted.copy():
             departure = self._departure(_WORLD, rank)
-            if departure is not None and not self._attendance.has_entered(rank, self.agreement.num_entered - 1):
+            if departure is not None and not self._liveness.has_entered(rank, self.agreement.num_entered - 1):
                 self.abort(departure)
                 return True
         return False

@@ -9,6 +9,9 @@ import weakref
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
+from typing_extensions import override
+
+from ferrodist.backends.engine import FastPath
 from ferrodist.backends.lifecycle import snapshot_weak
 from ferrodist.backends.mailbox_backend import CLOSED, PeerExit
 from ferrodist.backends.native.binding import load
@@ -64,7 +67,9 @@ class NativeBackend(MessagesBackend):
     ) -> None:
         load()
         deadline = Deadline(resolve_timeout(timeout if connect_timeout is None else connect_timeout))
-        self._engines: weakref.WeakValueDictionary[int, NativeEngine] = weakref.WeakValueDictionary()  # by group
+        self._engines_by_group: weakref.WeakValueDictionary[int, NativeEngine] = (
+            weakref.WeakValueDictionary()
+        )  # by group
         self._hosts: tuple[bytes, ...] = ()
         super().__init__(
             rank,
@@ -93,22 +98,26 @@ class NativeBackend(MessagesBackend):
             if self._place.num_hosts > 1:  # messages between them go over connections that nothing protects
                 known = secret_or_users(self._place.secret)
                 self.agreement_key = hmac.digest(known, b"agreement\0" + b"".join(said), "sha256")
-            self.collectives = self._make_engine(self, tuple(range(world_size)))
-            self.collectives.open(CollectiveSignature(operation="open"), deadline.remaining())
+            self._equip(self, self.rank, tuple(range(world_size))).open(
+                CollectiveSignature(operation="open"), deadline.remaining()
+            )
         except GroupAbortedError:
             pass  # by a rank that had all it needed and went ahead: the next call says so
         except BaseException:
             self.close()
             raise
 
-    def subgroup_collectives(self, subgroup: Backend) -> NativeEngine:
-        """The engine of a sub-group."""
+    @override
+    def equip_subgroup(self, subgroup: Backend) -> None:
         assert isinstance(subgroup, SubBackend)
-        return self._make_engine(subgroup, subgroup.root_ranks)
+        self._equip(subgroup, subgroup.rank, subgroup.root_ranks)
 
-    def _make_engine(self, group: Backend, members: tuple[int, ...]) -> NativeEngine:
-        place = replace(self._place, hosts=tuple(self._hosts[rank] for rank in members))
-        engine = self._engines[group.group_id] = NativeEngine(group, place)
+    def _equip(self, group: Backend, rank: int, members: tuple[int, ...]) -> NativeEngine:
+        """Give a group of these members its engine and its fast path."""
+        place = replace(self._place, hosts=tuple(self._hosts[member] for member in members))
+        engine = self._engines_by_group[group.group_id] = NativeEngine(group, place)
+        group.use_engine("cpu", engine)
+        group.fast_path = FastPath(None, group.timeout, engine, self.make_tensor_p2p(group.group_id, rank, members))
         return engine
 
     def _own_address(self) -> str:
@@ -124,7 +133,7 @@ class NativeBackend(MessagesBackend):
 
     def _fail_group(self, group_id: int, error: DistributedError) -> bool:
         is_first = super()._fail_group(group_id, error)
-        engine = self._engines.get(group_id)
+        engine = self._engines_by_group.get(group_id)
         if engine is not None and is_first:
             engine.abort(error)
         return is_first
@@ -134,14 +143,14 @@ class NativeBackend(MessagesBackend):
         if departure.relay is None:
             return
         for opening, engine in snapshot_weak(
-            self._engines.items
+            self._engines_by_group.items
         ):  # their ranks wait in memory for who may have given up
             if engine.is_opening and rank != self.rank and rank in self._members.get(opening, ()):
                 self._fail_group(opening, self._told(opening, rank, departure))
 
     def close_subgroup(self, group_id: int, members: tuple[int, ...]) -> None:
         """Leave a sub-group, and its engine."""
-        engine = self._engines.pop(group_id, None)
+        engine = self._engines_by_group.pop(group_id, None)
         if engine is not None:
             engine.leave()
         super().close_subgroup(group_id, members)
@@ -149,13 +158,13 @@ class NativeBackend(MessagesBackend):
     def _close_groups(self) -> bool:
         is_first = super()._close_groups()
         if is_first:
-            for engine in snapshot_weak(self._engines.values):
+            for engine in snapshot_weak(self._engines_by_group.values):
                 engine.leave()
         return is_first
 
     def _forget_in_child(self) -> None:
         super()._forget_in_child()
-        for engine in snapshot_weak(self._engines.values):
+        for engine in snapshot_weak(self._engines_by_group.values):
             engine.stop()
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import threading
 from functools import partial
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -27,14 +27,6 @@ if TYPE_CHECKING:
     from ferrodist.backends.native.topology import HostTopology
 
 _POLL_SECONDS = 0.05
-
-
-class FastPath(NamedTuple):
-    """What native/bindings/fast_path.cpp takes a group's plain calls by."""
-
-    communicator: Any
-    timeout: float
-    engine: NativeEngine
 
 
 class NativeEngine:
@@ -98,7 +90,8 @@ class NativeEngine:
             self.compiled = communicator
         self._opened.set()
         load().load_tensor_interface(torch.Tensor, torch.nn.Parameter, increment_version)
-        self._group.quick = FastPath(communicator, self.timeout, self)
+        if self._group.fast_path is not None:
+            self._group.fast_path = self._group.fast_path._replace(communicator=communicator)
 
     @property
     def is_opening(self) -> bool:
@@ -126,7 +119,7 @@ class NativeEngine:
 
     def leave(self) -> None:
         """Leave the group: ranks that wait for this one get an error."""
-        self._group.quick = None
+        self._group.fast_path = None
         self.end(lambda communicator: communicator.leave())
 
     def stop(self) -> None:

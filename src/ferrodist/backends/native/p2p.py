@@ -23,7 +23,6 @@ from ferrodist.backends.lifecycle import snapshot_weak
 from ferrodist.backends.mailbox_backend import PeerExit
 from ferrodist.backends.native.binding import load
 from ferrodist.backends.request import answer_seconds
-from ferrodist.backends.subgroup import SubBackend
 from ferrodist.backends.tags import ANY_SOURCE, check_tag, group_of_tag
 from ferrodist.backends.tcp.backend import TcpBackend
 from ferrodist.deadline import check_timeout
@@ -34,7 +33,6 @@ if TYPE_CHECKING:
 
     from typing_extensions import Buffer
 
-    from ferrodist.backends.base import Backend
     from ferrodist.backends.request import PersistentRecv, Request, Stragglers, WaitEvent
     from ferrodist.deadline import Deadline
     from ferrodist.errors import DistributedError
@@ -146,7 +144,6 @@ class MessagesBackend(TcpBackend):
         self._num_reasons = 0
         self._messenger = messenger
         self._short_ways: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()  # by group
-        self.tensor_messages = self._make_tensor_messages(_WORLD, self.rank, range(self.world_size))
         self._end_receives(self._departure)  # it has not been told of anything yet
 
     def send(self, data: Buffer, dst: int, *, tag: int = 0, timeout: float | None = None) -> None:
@@ -331,18 +328,13 @@ class MessagesBackend(TcpBackend):
             if error is not None:
                 self._messenger.fail(is_send, group_id, peer, self._number_of(error))
 
-    def subgroup_tensor_messages(self, subgroup: Backend) -> Any:
-        """The short way of a sub-group's tensors."""
+    def make_tensor_p2p(self, group_id: int, rank: int, ranks: Iterable[int]) -> Any:
+        """Make the compiled point-to-point transfer of tensors of a group of these ranks."""
         if self._messenger is None:
             return None
-        assert isinstance(subgroup, SubBackend)
-        messages = self._make_tensor_messages(subgroup.group_id, subgroup.rank, subgroup.root_ranks)
-        self._close_short_ways()
-        return messages
-
-    def _make_tensor_messages(self, group_id: int, rank: int, ranks: Iterable[int]) -> Any:
         messages = load().TensorP2P(self._messenger, group_id, rank, list(ranks))
         self._short_ways[group_id] = messages
+        self._close_short_ways()  # its group may have ended before
         return messages
 
     def _close_short_ways(self) -> None:

@@ -9,6 +9,8 @@ from __future__ import annotations
 import weakref
 from typing import TYPE_CHECKING, Any
 
+from typing_extensions import override
+
 from ferrodist.backends.control_plane import ControlPlaneBackend, control_of
 from ferrodist.backends.cuda import allow_queries_during_capture, streams_of
 from ferrodist.backends.lifecycle import snapshot_weak
@@ -80,14 +82,12 @@ class NcclGroup(ControlPlaneBackend):
         self._library = library
         self._streams = streams
         self.agreement = control.agreement
-        self.collectives = control.collectives
-        self.quick = control.quick
-        self.tensor_messages = control.tensor_messages
+        self.use_engine("cpu", control.engine("cpu"), control.p2p("cpu"))
+        self.fast_path = control.fast_path
         self._watchdog = Watchdog(f"ferrodist-nccl-{control.name}-{control.rank}", allow_queries_during_capture)
         self._executors: weakref.WeakValueDictionary[int, StreamExecutor] = weakref.WeakValueDictionary()  # by group
         self._executor = self._executor_of(self)
-        self.device_collectives = NcclEngine(self, self._executor)
-        self.device_messages = NcclP2P(self, self._executor)
+        self.use_engine("cuda", NcclEngine(self, self._executor), NcclP2P(self, self._executor))
         self.on_synchronize(self._executor.synchronize)
 
     @classmethod
@@ -154,7 +154,7 @@ class NcclGroup(ControlPlaneBackend):
         if self._is_closed:
             return
         self._is_closed = True
-        self.quick = self.tensor_messages = None  # like the control group's own
+        self.fast_path = None  # like the control group's own
         for executor in snapshot_weak(self._executors.values):
             executor.release(self.failure)
         self._watchdog.close()
@@ -174,15 +174,12 @@ class NcclGroup(ControlPlaneBackend):
             executor.release(self._control.subgroup_failure(group_id, members))
         super().close_subgroup(group_id, members)
 
-    def subgroup_device_collectives(self, subgroup: Backend) -> NcclEngine:
-        """See `Backend.subgroup_device_collectives`."""
+    @override
+    def equip_subgroup(self, subgroup: Backend) -> None:
+        super().equip_subgroup(subgroup)
         executor = self._executor_of(subgroup)
         subgroup.on_synchronize(executor.synchronize)
-        return NcclEngine(subgroup, executor)
-
-    def subgroup_device_messages(self, subgroup: Backend) -> NcclP2P:
-        """See `Backend.subgroup_device_messages`."""
-        return NcclP2P(subgroup, self._executor_of(subgroup))
+        subgroup.use_engine("cuda", NcclEngine(subgroup, executor), NcclP2P(subgroup, executor))
 
 
 class NcclBackend(NcclGroup):

@@ -315,7 +315,7 @@ class CommunicatorHandle:
 
     def _share(self, operation: str, payload: bytes, timeout: float, *, what: str = "") -> list[bytes]:
         """Exchange payloads through the verifier of the group's calls on the host."""
-        engine = self._group.collectives
+        engine = self._group.engine("cpu")
         if engine is None:
             return self._group.agreement.reach(
                 CollectiveSignature(operation=operation, reduce_op=what, payload=payload), timeout

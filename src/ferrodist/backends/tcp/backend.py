@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 
 from ferrodist.backends.abort_reason import pack_reason, unpack_reason
 from ferrodist.backends.lifecycle import track
+from ferrodist.backends.liveness import LivenessProbe
 from ferrodist.backends.mailbox import EAGER_LIMIT, Message
 from ferrodist.backends.mailbox_backend import MAX_AHEAD, MailboxBackend, PeerExit, Send
 from ferrodist.backends.request import Stragglers
@@ -31,7 +32,6 @@ from ferrodist.backends.tcp.connection import (
     tune,
 )
 from ferrodist.backends.tcp.io_loop import BLOCK_BYTES, IoLoop
-from ferrodist.backends.tcp.liveness import TcpLivenessProbe
 from ferrodist.backends.tcp.wire import MAX_PAYLOAD, Frame, FrameType
 from ferrodist.deadline import Deadline, check_timeout
 from ferrodist.errors import DistributedError, ProtocolError, RendezvousError, ranks_text
@@ -140,7 +140,8 @@ class TcpBackend(MailboxBackend):
             FrameType.PING: self._on_ping,
             FrameType.PONG: self._on_pong,
         }
-        self._life_signs = TcpLivenessProbe(rank, self._links, self._push, self._changed)
+        self._liveness = LivenessProbe(self._ping, self._wait_for_change, self._num_reads_from, self._is_unread)
+        self._unwritten_answers: set[int] = set()  # ranks for which a PONG waits to be written
         self._process = os.getpid()
         track(self)
         with naming_limits(f"rank {rank} of group {name!r} can't be made", (rank,)):
@@ -336,7 +337,7 @@ class TcpBackend(MailboxBackend):
         """
         if within == 0 or peers == (_HUB,) or self.failure is not None:
             return Stragglers(ranks=peers)
-        silent = self._life_signs.find_silent({*peers, _HUB} - {self.rank}, within)
+        silent = self._liveness.find_silent({*peers, _HUB} - {self.rank}, within)
         if _HUB in silent and not self._is_relayed(peers):  # which the others' answers are, so nothing is known of them
             return Stragglers(ranks=(_HUB,) if _HUB in peers else peers)
         if _HUB in silent:
@@ -344,10 +345,30 @@ class TcpBackend(MailboxBackend):
             return Stragglers(ranks=(_HUB,), detail=f" ({role} does not answer)", is_relay=True)
         if not silent:
             return Stragglers(ranks=peers)
-        who = f"{ranks_text(sorted(silent))} of group {self.name!r}"
-        return Stragglers(
-            ranks=tuple(sorted(silent)), detail=f" ({who} {'does' if len(silent) == 1 else 'do'} not answer)"
-        )
+        who = f"{ranks_text(silent)} of group {self.name!r}"
+        return Stragglers(ranks=silent, detail=f" ({who} {'does' if len(silent) == 1 else 'do'} not answer)")
+
+    def _ping(self, rank: int) -> None:
+        self._push(QueuedFrame(Frame(kind=FrameType.PING, source=self.rank, destination=rank)))
+
+    def _answer(self, rank: int) -> None:
+        """Tell a rank that this one is there, once for all that it has asked meanwhile."""
+        if rank not in self._unwritten_answers:
+            self._unwritten_answers.add(rank)
+            frame = Frame(kind=FrameType.PONG, source=self.rank, destination=rank)
+            self._push(QueuedFrame(frame, on_written=partial(self._unwritten_answers.discard, rank)))
+
+    def _wait_for_change(self, is_done: Callable[[], bool], seconds: float) -> None:
+        with self._changed:
+            self._changed.wait_for(is_done, seconds)
+
+    def _num_reads_from(self, rank: int) -> int:
+        link = self._links.get(rank)
+        return 0 if link is None else link.num_reads
+
+    def _is_unread(self, rank: int) -> bool:
+        link = self._links.get(rank)
+        return link is not None and link.blocked_by is not None
 
     def _is_relayed(self, peers: tuple[int, ...]) -> bool:
         """Whether messages of some of these ranks, or of any when there are none, pass through rank 0."""
@@ -467,14 +488,14 @@ class TcpBackend(MailboxBackend):
         self._ready = True
 
     def _on_ping(self, _link: FramedConnection, frame: Frame, _payload: memoryview | bytes) -> None:
-        self._life_signs.answer(frame.source)
+        self._answer(frame.source)
 
     def _on_pong(self, _link: FramedConnection, frame: Frame, _payload: memoryview | bytes) -> None:
-        self._life_signs.note(frame.source)
+        self._liveness.on_answer(frame.source)
 
     def link_blocked(self, link: FramedConnection) -> None:
-        """A rank whose frames are not read now can't ask whether this one is there: tell it."""
-        self._life_signs.answer(link.peer)
+        """Tell a rank that this one is there: its PING can't be read while its messages pile up for another rank."""
+        self._answer(link.peer)
 
     def link_ended(self, link: FramedConnection, reason: str, *, by_violation: bool) -> None:
         """A connection is gone: its rank has left or died, and at the hub's end so has every way to others."""

@@ -1,4 +1,4 @@
-"""The collectives of a group whose backend moves bytes for all ranks at once, as an MPI does: its `mover`.
+"""The collectives of a group whose backend moves bytes for all ranks at once, as an MPI does: its `data_plane`.
 
 The backend moves, and what is folded is folded here, by `fold` and in rank order: so the bits are those of every other
 backend, in every dtype, and what the backend itself can add does not matter. Chunks and segments are those of
@@ -23,7 +23,7 @@ import math
 import struct
 from contextlib import contextmanager
 from itertools import accumulate
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -40,41 +40,9 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
     from ferrodist.backends.base import Backend
-    from ferrodist.backends.sequencer import Sequencer
+    from ferrodist.backends.engine import Block, DataPlane
     from ferrodist.backends.signature import CollectiveSignature
     from ferrodist.collectives.reduce_op import Op
-
-if TYPE_CHECKING:
-    Block = tuple[int, int]
-
-    class Mover(Protocol):
-        """What starts operations of all ranks, and waits for them; see `backends/mpi/collectives.py`."""
-
-        sequencer: Sequencer
-
-        def all_gather(self, out: memoryview, sizes: Sequence[int]) -> list[Any]:
-            """Start an all-gather into ``out``, of ``sizes[rank]`` bytes from each rank."""
-
-        def all_to_all(
-            self, out: memoryview, incoming: Sequence[Block], source: memoryview, outgoing: Sequence[Block]
-        ) -> list[Any]:
-            """Start an all-to-all; a block is where a rank's bytes start, and how many there are."""
-
-        def broadcast(self, data: memoryview, root: int) -> list[Any]:
-            """Start a broadcast from ``root``."""
-
-        def gather(self, data: memoryview, sizes: Sequence[int], root: int) -> list[Any]:
-            """Start a gather on ``root`` of ``sizes[rank]`` bytes from each rank."""
-
-        def scatter(self, data: memoryview, sizes: Sequence[int], root: int) -> list[Any]:
-            """Start a scatter from ``root`` of ``sizes[rank]`` bytes to each rank."""
-
-        def wait_for(self, requests: list[Any], deadline: Deadline) -> bool:
-            """Wait for requests; whether all are done in time."""
-
-        def abandon(self, requests: list[Any]) -> None:
-            """Leave requests to themselves: the group has ended."""
-
 
 _ONE_STEP_BYTES = 64 * 1024
 """Up to here one step with more bytes is faster than two with fewer."""
@@ -86,7 +54,7 @@ _COUNT = struct.Struct("<q")
 
 
 class DataPlaneEngine(ReferenceEngine):
-    """`Collectives` of a group with a `mover`.
+    """`Collectives` of a group with a `data_plane`.
 
     They run one after the other, in the order of their positions, whatever threads call them.
 
@@ -96,7 +64,7 @@ class DataPlaneEngine(ReferenceEngine):
 
     def await_turn(self, sequence: int) -> None:
         """Return when all before have ended, or the group has."""
-        self._group.data_plane.sequencer.wait(sequence, math.inf)
+        _data_plane_of(self._group).sequencer.wait(sequence, math.inf)
 
     def allreduce(self, out: torch.Tensor, source: torch.Tensor, op: Op, *, timeout: float, sequence: int) -> None:
         """Fold ``source`` over the ranks into every rank's ``out``, which may be ``source``."""
@@ -110,7 +78,7 @@ class DataPlaneEngine(ReferenceEngine):
             else:
                 counts = compute_shard_sizes(source.numel(), run.world_size)
                 run.fold_chunks(torch.split(out, counts)[run.rank], source, counts, op)
-                run.move(lambda mover: mover.all_gather(bytes_of(out), _in_bytes(counts, out)))
+                run.move(lambda plane: plane.all_gather(bytes_of(out), _in_bytes(counts, out)))
 
     def reduce(
         self,
@@ -136,7 +104,7 @@ class DataPlaneEngine(ReferenceEngine):
             own = source.new_empty(counts[run.rank]) if out is None else torch.split(out, counts)[run.rank]
             run.fold_chunks(own, source, counts, op)
             data = own if out is None else out
-            run.move(lambda mover: mover.gather(bytes_of(data), _in_bytes(counts, data), root))
+            run.move(lambda plane: plane.gather(bytes_of(data), _in_bytes(counts, data), root))
 
     def broadcast(self, tensor: torch.Tensor, root: int, *, timeout: float, sequence: int) -> None:
         """Copy the root's ``tensor`` into every rank's."""
@@ -145,7 +113,7 @@ class DataPlaneEngine(ReferenceEngine):
         payload = payload_for(tensor if tiny and mine else None)
         with self._turn(call_of("broadcast", tensor, root=root), payload, timeout, sequence) as run:
             if not tiny:
-                run.move(lambda mover: mover.broadcast(bytes_of(tensor), root))
+                run.move(lambda plane: plane.broadcast(bytes_of(tensor), root))
             elif not mine:
                 tensor.copy_(run.tensor(root, tensor.dtype, tensor.numel()))
 
@@ -169,7 +137,7 @@ class DataPlaneEngine(ReferenceEngine):
                     chunk.copy_(tensor)
                 return
             chunks[run.rank].copy_(source)
-            run.move(lambda mover: mover.all_gather(bytes_of(out), _in_bytes(counts, out)))
+            run.move(lambda plane: plane.all_gather(bytes_of(out), _in_bytes(counts, out)))
 
     def gather(
         self,
@@ -186,7 +154,7 @@ class DataPlaneEngine(ReferenceEngine):
             if out is not None:
                 torch.split(out, list(counts))[root].copy_(source)
             data = source if out is None else out
-            run.move(lambda mover: mover.gather(bytes_of(data), _in_bytes(counts, data), root))
+            run.move(lambda plane: plane.gather(bytes_of(data), _in_bytes(counts, data), root))
 
     def scatter(
         self,
@@ -203,7 +171,7 @@ class DataPlaneEngine(ReferenceEngine):
             if source is not None:
                 out.copy_(torch.split(source, list(counts))[root])
             data = out if source is None else source
-            run.move(lambda mover: mover.scatter(bytes_of(data), _in_bytes(counts, data), root))
+            run.move(lambda plane: plane.scatter(bytes_of(data), _in_bytes(counts, data), root))
 
     def reduce_scatter(
         self,
@@ -240,16 +208,16 @@ class DataPlaneEngine(ReferenceEngine):
             rank = run.rank
             torch.split(out, list(receive_counts))[rank].copy_(torch.split(source, list(send_counts))[rank])
             incoming, outgoing = run.blocks(receive_counts, out), run.blocks(send_counts, source)
-            run.move(lambda mover: mover.all_to_all(bytes_of(out), incoming, bytes_of(source), outgoing))
+            run.move(lambda plane: plane.all_to_all(bytes_of(out), incoming, bytes_of(source), outgoing))
 
     @contextmanager
     def _turn(
         self, call: CollectiveSignature, payload: bytes, timeout: float, sequence: int
     ) -> Iterator[_DataPlaneRun]:
-        """The group's mover to ourselves, once all ranks have made the call."""
+        """The group's data plane to ourselves, once all ranks have made the call."""
         deadline = Deadline(timeout)
         call = call.with_payload(payload)
-        with self._group.data_plane.sequencer.hold(sequence, timeout):  # without a turn the agreement says so
+        with _data_plane_of(self._group).sequencer.hold(sequence, timeout):  # without a turn the agreement says so
             payloads = self._group.agreement.reach(call, deadline.remaining(), sequence)
             run = _DataPlaneRun(self._group, call, sequence, deadline, payloads)
             try:
@@ -263,22 +231,22 @@ class DataPlaneEngine(ReferenceEngine):
 
 
 class _DataPlaneRun(CollectiveRun):
-    """One collective that all ranks have agreed on, and that the group's mover moves."""
+    """One collective that all ranks have agreed on, and that the group's data plane moves."""
 
     def __init__(
         self, group: Backend, call: CollectiveSignature, sequence: int, deadline: Deadline, payloads: list[bytes]
     ) -> None:
         super().__init__(group, call, sequence, deadline, payloads)
-        self._mover: Mover = group.data_plane
+        self._data_plane = _data_plane_of(group)
 
-    def move(self, start: Callable[[Mover], list[Any]]) -> None:
-        """One step: ``start(mover)`` begins it."""
+    def move(self, start: Callable[[DataPlane], list[Any]]) -> None:
+        """One step: ``start(data_plane)`` begins it."""
         if self.world_size > 1:
-            self._wait(start(self._mover))
+            self._wait(start(self._data_plane))
 
     def _wait(self, requests: list[Any]) -> None:
         def wait() -> None:
-            if not self._mover.wait_for(requests, self.deadline):
+            if not self._data_plane.wait_for(requests, self.deadline):
                 if self._group.failure is not None:
                     raise self._group.failure.fresh()
                 late = self._group.find_stragglers(tuple(sorted(self.peers)), answer_seconds(self.deadline.timeout))
@@ -292,7 +260,7 @@ class _DataPlaneRun(CollectiveRun):
         """Every rank's ``source``, by rank."""
         table = source.new_empty((self.world_size, source.numel()))
         table[self.rank].copy_(source)
-        self.move(lambda mover: mover.all_gather(bytes_of(table), [source.nbytes] * self.world_size))
+        self.move(lambda plane: plane.all_gather(bytes_of(table), [source.nbytes] * self.world_size))
         return list(table)
 
     def blocks(self, counts: Sequence[int], tensor: torch.Tensor) -> list[Block]:
@@ -309,7 +277,7 @@ class _DataPlaneRun(CollectiveRun):
         else:
             places = [(rank * _COUNT.size, _COUNT.size) for rank in range(self.world_size)]
             table = bytearray(len(said))
-            self.move(lambda mover: mover.all_to_all(memoryview(table), places, memoryview(said), places))
+            self.move(lambda plane: plane.all_to_all(memoryview(table), places, memoryview(said), places))
             coming = [count for (count,) in _COUNT.iter_unpack(table)]
         for peer in self.peers:
             if coming[peer] != receive_counts[peer]:
@@ -340,7 +308,7 @@ class _DataPlaneRun(CollectiveRun):
             size = _length(mine, begin, step) * item
             incoming = [(rank * table.shape[1] * item, size) for rank in range(self.world_size)]
             incoming[self.rank] = (0, 0)
-            return self._mover.all_to_all(bytes_of(table), incoming, data, outgoing) if self.world_size > 1 else []
+            return self._data_plane.all_to_all(bytes_of(table), incoming, data, outgoing) if self.world_size > 1 else []
 
         num_segments = -(-max(counts) // step)
         coming = start(0) if num_segments else []
@@ -357,7 +325,7 @@ class _DataPlaneRun(CollectiveRun):
                     inputs = [own if rank == self.rank else table[rank, :length] for rank in range(self.world_size)]
                     out[begin : begin + length].copy_(fold(op, inputs, factors))
         finally:
-            self._mover.abandon(coming)
+            self._data_plane.abandon(coming)
 
 
 def _length(count: int, begin: int, step: int) -> int:
@@ -367,3 +335,8 @@ def _length(count: int, begin: int, step: int) -> int:
 
 def _in_bytes(counts: Sequence[int], tensor: torch.Tensor) -> list[int]:
     return [count * tensor.element_size() for count in counts]
+
+
+def _data_plane_of(group: Backend) -> DataPlane:
+    assert group.data_plane is not None
+    return group.data_plane

@@ -323,7 +323,7 @@ class HostStagedEngine:
         copies aside.
         """
         self._has_shared = True
-        if inner.collectives is None:
+        if inner.engine("cpu") is None:
             return
         try:
             memory = empty_symmetric((lane.shared_bytes,), torch.uint8, group=inner, timeout=deadline.remaining())

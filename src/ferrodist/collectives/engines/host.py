@@ -16,7 +16,7 @@ _KEY = "collectives.reference"
 
 def host_engine_of(group: Backend) -> HostEngine:
     """The engine of a group: its own when it offers one, else ours over its mover, or else over its messages."""
-    engine: HostEngine | None = group.collectives
+    engine: HostEngine | None = group.engine("cpu")
     if engine is not None:
         return engine
     found = group.attachments.get(_KEY)
