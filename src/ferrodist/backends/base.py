@@ -18,6 +18,7 @@ from abc import ABC, abstractmethod
 from typing import TYPE_CHECKING, Any, Literal
 from weakref import WeakSet
 
+from ferrodist.backends.collective_op import CollectiveKind, CollectiveOp
 from ferrodist.backends.lifecycle import snapshot_weak
 from ferrodist.backends.request import (
     LockWaitEvent,
@@ -29,7 +30,6 @@ from ferrodist.backends.request import (
     WaitEvent,
     answer_seconds,
 )
-from ferrodist.backends.signature import CollectiveSignature
 from ferrodist.backends.tags import ANY_SOURCE
 from ferrodist.backends.verification import CollectiveVerifier
 from ferrodist.deadline import Deadline, check_timeout, default_timeout, resolve_timeout
@@ -255,10 +255,11 @@ class Backend(ABC):
         """
         limit = self.timeout if timeout is None else check_timeout(timeout)
         engine = self.engine("cpu")
+        op = CollectiveOp(kind=CollectiveKind.BARRIER, timeout=limit)
         if engine is None:
-            self.agreement.reach(CollectiveSignature(operation="barrier"), limit)
+            self.agreement.reach(op.signature(), limit)
         else:
-            engine.barrier(timeout=limit, sequence=engine.reserve())
+            engine.run(op, engine.reserve())
 
     def synchronize(self, timeout: float | None = None) -> None:
         """Return when what this rank has started on GPUs in this group is done there; the host waits.

@@ -19,7 +19,7 @@ import torch
 
 from ferrodist.backends.signature import MAX_PAYLOAD
 from ferrodist.collectives.arguments import check_layout
-from ferrodist.collectives.engines.host import host_engine_of
+from ferrodist.collectives.engines.host import share_bytes
 from ferrodist.collectives.facts import dtype_text, read_facts
 from ferrodist.collectives.reduce_op import DTYPES, ReduceOp, check_dtype
 from ferrodist.errors import CollectiveMismatchError, UnsupportedOpError
@@ -410,14 +410,13 @@ def _agree_on_shape(local: torch.Tensor, mesh: DeviceMesh, placements: Sequence[
     if local.dim() > _MAX_DIMS:
         raise ValueError(f"from_local takes tensors of at most {_MAX_DIMS} dims without shape=, not {local.dim()}")
     group = mesh.group
-    engine = host_engine_of(group)
     shape = [*local.shape, *[0] * (_MAX_DIMS - local.dim())]
     # The text is for messages, as far as there is room for it.
     text = repr(list(placements)).encode()
     digest = hashlib.blake2b(text, digest_size=8).digest()
     head = _PART.pack(DTYPES.index(local.dtype), local.dim(), *shape, digest)
     payload = head + text[: MAX_PAYLOAD - len(head)]
-    payloads = engine.share("from_local", payload, timeout=group.timeout, sequence=engine.reserve())
+    payloads = share_bytes(group, "from_local", payload, group.timeout)
     said = read_facts(_PART, payloads, group, "from_local")
     shapes = [tuple(sizes[:num_dims]) for _, num_dims, *sizes, _ in said]
     for rank, (dtype, num_dims, *_, kind) in enumerate(said):

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import torch
 import xxhash
 
-from ferrodist.collectives.engines.host import host_engine_of
+from ferrodist.collectives.engines.host import share_bytes
 from ferrodist.collectives.objects import all_gather_object
 from ferrodist.errors import CollectiveMismatchError, add_error_context
 from ferrodist.torch_private.autograd import current_graph_task, queue_callback, version_of
@@ -125,7 +125,6 @@ def _describe(path: str | None, operator: object, tensor: torch.Tensor, *, is_ba
 def _compare(entries: Sequence[_Entry], mesh: DeviceMesh, due: _Entry) -> None:
     """Compare what the ranks noted; ``due`` is why, for the error of ranks that have nothing to compare."""
     group = mesh.group
-    engine = host_engine_of(group)
     digest = xxhash.xxh3_128_digest(repr(entries).encode())
     with add_error_context(
         lambda: (
@@ -134,7 +133,7 @@ def _compare(entries: Sequence[_Entry], mesh: DeviceMesh, due: _Entry) -> None:
         ),
         "Every rank's code must mix as many with distributed ones, or return as many, or none.",
     ):
-        said = engine.share("plain tensors", digest, timeout=group.timeout, sequence=engine.reserve())
+        said = share_bytes(group, "plain tensors", digest, group.timeout)
     if all(one == said[0] for one in said):
         return
     everyone: list[Sequence[_Entry]] = all_gather_object(list(entries), group=group)

@@ -78,14 +78,7 @@ def _named(ranks: Sequence[int]) -> str:
 
 
 _HERE = Path(__file__).parent
-_OUTER_FILES = {
-    "pytest_plugin.py",
-    "process_ranks.py",
-    "rank_child.py",
-    "rank_program.py",
-    "ranks.py",
-    "thread_ranks.py",
-}
+_OUTER_FILES = {"pytest_plugin.py", "process_ranks.py", "ranks.py", "supervisor.py"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -8,11 +8,13 @@ from __future__ import annotations
 import hashlib
 import struct
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, cast
+from functools import partial
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 
+from ferrodist.backends.collective_op import CollectiveKind, CollectiveOp
 from ferrodist.backends.signature import MAX_PAYLOAD
 from ferrodist.collectives.arguments import check_tensor
 from ferrodist.collectives.facts import read_facts
@@ -25,12 +27,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from ferrodist.backends.base import Backend
-    from ferrodist.collectives.engines.base import CollectiveEngine, HostEngine
-
-if TYPE_CHECKING:
-    Run = Callable[[CollectiveEngine, float, int], None]
-    """Called with the engine, the seconds it may take, and its place among the group's collectives."""
-
+    from ferrodist.collectives.engines.base import CollectiveEngine
 
 _DIGEST_SIZE = 16
 
@@ -42,23 +39,39 @@ def _nothing() -> None:
     pass
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class CheckedCall:
-    """A checked call.
+    """A collective of torch's whose arguments have been checked.
 
     Args:
-        name: Of the collective.
-        device: Where its tensors are; None when it has none.
-        results: What torch's ``Work.result()`` gives.
-        run: Does it.
-        finish: Called where its end is waited for.
+        op: The call; its ``source`` is one of torch's tensors, for the device.
+        results: What torch's ``Work.result()`` returns.
+        run: Runs the call in its turn, when its tensors can be read; takes the engine, the seconds that the call may
+            take, and its position among the group's collectives.
+        finish: Called once, by the thread that waits for the end.
     """
 
-    name: str
-    device: torch.device | None
+    op: CollectiveOp
     results: list[Any]
-    run: Run
+    run: Callable[[CollectiveEngine, float, int], None]
     finish: Callable[[], None] = _nothing
+
+
+def _call(
+    op: CollectiveOp, results: list[Any], *, source: Source | None = None, target: Target | None = None
+) -> CheckedCall:
+    """A call that reads ``source`` and writes ``target``, in its turn."""
+
+    def run(engine: CollectiveEngine, timeout: float, sequence: int) -> None:
+        flat_source = None if source is None else as_bytes(source.read())
+        flat_out = None if target is None else as_bytes(target.flat)
+        if op.kind is CollectiveKind.BROADCAST and flat_out is None:
+            flat_out = flat_source
+        engine.run(op.replace(source=flat_source, out=flat_out, timeout=timeout), sequence)
+        if target is not None:
+            target.finish()
+
+    return CheckedCall(op=op, results=results, run=run)
 
 
 class SplitSizeCheck:
@@ -80,7 +93,9 @@ class SplitSizeCheck:
         self._payload = (_HEAD.pack(count, digest) + said.encode())[:MAX_PAYLOAD]
         self._heads: list[tuple[int, bytes]] = []
         self._texts: list[str] = []
-        self.call = CheckedCall(name, None, [], self._share)
+        # By a name that no other call has: ranks that make one are told of it, and take none of this for their data.
+        op = CollectiveOp(kind=CollectiveKind.SHARE, name=f"{name}'s sizes", payload=self._payload, timeout=0)
+        self.call = CheckedCall(op=op, results=[], run=partial(self._share, op))
 
     @property
     def counts(self) -> list[int]:
@@ -94,23 +109,21 @@ class SplitSizeCheck:
             CollectiveMismatchError: They do: on all ranks. The group goes on.
         """
 
-        def run(engine: CollectiveEngine, timeout: float, place: int) -> None:
+        def run(engine: CollectiveEngine, timeout: float, sequence: int) -> None:
             if len({digest for _, digest in self._heads}) != 1:
-                # The place was taken, on all ranks. Where nothing was compared the group has failed: this raises why.
-                cast("HostEngine", engine).barrier(timeout=timeout, sequence=place)
+                # All ranks have reserved the position. Where nothing was compared, the group has failed: raise why.
+                engine.run(CollectiveOp(kind=CollectiveKind.BARRIER, timeout=timeout), sequence)
                 raise CollectiveMismatchError(
                     f"the ranks of group {self._group.name!r} disagree about the {self._what} of {self._name}: "
                     + "; ".join(f"rank {rank} has {text}" for rank, text in enumerate(self._texts))
                 )
-            call.run(engine, timeout, place)
+            call.run(engine, timeout, sequence)
 
         return replace(call, run=run)
 
-    def _share(self, engine: CollectiveEngine, timeout: float, place: int) -> None:
-        # By a name that no other call has: ranks that make one are told of it, and take none of this for their data.
-        name = f"{self._name}'s sizes"
-        payloads = cast("HostEngine", engine).share(name, self._payload, timeout=timeout, sequence=place)
-        self._heads = read_facts(_HEAD, payloads, self._group, name)
+    def _share(self, op: CollectiveOp, engine: CollectiveEngine, timeout: float, sequence: int) -> None:
+        payloads = engine.run(op.replace(timeout=timeout), sequence) or []
+        self._heads = read_facts(_HEAD, payloads, self._group, op.name)
         for payload in payloads:
             text = payload[_HEAD.size :].decode("ascii", "replace")
             self._texts.append(f"{text}..." if len(payload) == MAX_PAYLOAD else text)
@@ -158,53 +171,37 @@ def only(tensors: Sequence[Any], what: str) -> Any:
     return tensors[0]
 
 
+def _op(kind: CollectiveKind, tensor: torch.Tensor | None = None, **fields: Any) -> CollectiveOp:
+    """A call on the device of a tensor; its flat tensors and its timeout are known later."""
+    return CollectiveOp(kind=kind, source=tensor, timeout=0, **fields)
+
+
 def barrier() -> CheckedCall:
-    """Of nothing."""
-
-    def run(engine: CollectiveEngine, timeout: float, place: int) -> None:
-        cast("HostEngine", engine).barrier(timeout=timeout, sequence=place)
-
-    return CheckedCall("barrier", None, [], run)
+    """Barrier."""
+    return _call(_op(CollectiveKind.BARRIER), [])
 
 
 def allreduce(tensor: torch.Tensor, op: Op) -> CheckedCall:
-    """Of a dense tensor, in place."""
+    """Fold a dense tensor over the ranks, in place."""
     _check(tensor, op)
-    target, source = Target(tensor), Source(tensor)
-
-    def run(engine: CollectiveEngine, timeout: float, place: int) -> None:
-        engine.allreduce(target.flat, source.read(), op, timeout=timeout, sequence=place)
-        target.finish()
-
-    return CheckedCall("allreduce", tensor.device, [tensor], run)
+    call = _op(CollectiveKind.ALLREDUCE, tensor, op=op)
+    return _call(call, [tensor], source=Source(tensor), target=Target(tensor))
 
 
 def reduce(group: Backend, tensor: torch.Tensor, root: int, op: Op) -> CheckedCall:
-    """Into the root's tensor."""
+    """Fold a tensor over the ranks into the root's."""
     _check(tensor, op)
-    target, source = (Target(tensor) if group.rank == root else None), Source(tensor)
-
-    def run(engine: CollectiveEngine, timeout: float, place: int) -> None:
-        out = None if target is None else target.flat
-        engine.reduce(out, source.read(), op, root, timeout=timeout, sequence=place)
-        if target is not None:
-            target.finish()
-
-    return CheckedCall("reduce", tensor.device, [tensor], run)
+    target = Target(tensor) if group.rank == root else None
+    return _call(_op(CollectiveKind.REDUCE, tensor, op=op, root=root), [tensor], source=Source(tensor), target=target)
 
 
 def broadcast(group: Backend, tensor: torch.Tensor, root: int) -> CheckedCall:
-    """Of the root's tensor."""
+    """Copy the root's tensor into every rank's."""
     _check(tensor)
-    target, source = (None if group.rank == root else Target(tensor)), Source(tensor)
-
-    def run(engine: CollectiveEngine, timeout: float, place: int) -> None:
-        flat = as_bytes(source.read() if target is None else target.flat)
-        engine.broadcast(flat, root, timeout=timeout, sequence=place)
-        if target is not None:
-            target.finish()
-
-    return CheckedCall("broadcast", tensor.device, [tensor], run)
+    op = _op(CollectiveKind.BROADCAST, tensor, root=root)
+    if group.rank == root:
+        return _call(op, [tensor], source=Source(tensor))
+    return _call(op, [tensor], target=Target(tensor))
 
 
 def all_gather(group: Backend, outputs: Sequence[torch.Tensor], tensor: torch.Tensor) -> list[CheckedCall]:
@@ -228,14 +225,9 @@ def all_gather_single(group: Backend, output: torch.Tensor, tensor: torch.Tensor
 
 def _gather_into(target: Target, results: list[Any], tensor: torch.Tensor, counts: Sequence[int]) -> CheckedCall:
     _check(tensor)
-    source, scale = Source(tensor), elements_per_item(tensor)
-    sizes = [count * scale for count in counts]
-
-    def run(engine: CollectiveEngine, timeout: float, place: int) -> None:
-        engine.all_gather(as_bytes(target.flat), as_bytes(source.read()), sizes, dim=0, timeout=timeout, sequence=place)
-        target.finish()
-
-    return CheckedCall("all_gather", tensor.device, results, run)
+    scale = elements_per_item(tensor)
+    op = _op(CollectiveKind.ALL_GATHER, tensor, counts=[count * scale for count in counts], dim=0)
+    return _call(op, results, source=Source(tensor), target=target)
 
 
 def gather(group: Backend, outputs: Sequence[torch.Tensor] | None, tensor: torch.Tensor, root: int) -> CheckedCall:
@@ -261,16 +253,9 @@ def _gather_at_root(
     group: Backend, target: Target | None, results: list[Any], tensor: torch.Tensor, root: int
 ) -> CheckedCall:
     _check(tensor)
-    source = Source(tensor)
     counts = [tensor.numel() * elements_per_item(tensor)] * group.world_size
-
-    def run(engine: CollectiveEngine, timeout: float, place: int) -> None:
-        flat = None if target is None else as_bytes(target.flat)
-        engine.gather(flat, as_bytes(source.read()), counts, root, timeout=timeout, sequence=place)
-        if target is not None:
-            target.finish()
-
-    return CheckedCall("gather", tensor.device, results, run)
+    op = _op(CollectiveKind.GATHER, tensor, counts=counts, root=root)
+    return _call(op, results, source=Source(tensor), target=target)
 
 
 def scatter(group: Backend, tensor: torch.Tensor, inputs: Sequence[torch.Tensor] | None, root: int) -> CheckedCall:
@@ -300,13 +285,8 @@ def _scatter_from_root(
     group: Backend, target: Target, source: Source | None, tensor: torch.Tensor, root: int
 ) -> CheckedCall:
     counts = [tensor.numel() * elements_per_item(tensor)] * group.world_size
-
-    def run(engine: CollectiveEngine, timeout: float, place: int) -> None:
-        parts = None if source is None else as_bytes(source.read())
-        engine.scatter(as_bytes(target.flat), parts, counts, root, timeout=timeout, sequence=place)
-        target.finish()
-
-    return CheckedCall("scatter", tensor.device, [tensor], run)
+    op = _op(CollectiveKind.SCATTER, tensor, counts=counts, root=root)
+    return _call(op, [tensor], source=source, target=target)
 
 
 def reduce_scatter(group: Backend, output: torch.Tensor, inputs: Sequence[torch.Tensor], op: Op) -> list[CheckedCall]:
@@ -333,12 +313,8 @@ def reduce_scatter_single(group: Backend, output: torch.Tensor, tensor: torch.Te
 
 def _reduce_parts(target: Target, output: torch.Tensor, source: Source, counts: Sequence[int], op: Op) -> CheckedCall:
     _check(output, op)
-
-    def run(engine: CollectiveEngine, timeout: float, place: int) -> None:
-        engine.reduce_scatter(target.flat, source.read(), counts, op, dim=0, timeout=timeout, sequence=place)
-        target.finish()
-
-    return CheckedCall("reduce_scatter", output.device, [output], run)
+    call = _op(CollectiveKind.REDUCE_SCATTER, output, op=op, counts=counts, dim=0)
+    return _call(call, [output], source=source, target=target)
 
 
 def all_to_all_single(
@@ -394,15 +370,10 @@ def _exchange(  # noqa: PLR0917 - each side's
     receive_counts: Sequence[int],
 ) -> CheckedCall:
     scale = elements_per_item(like)
-    sizes = [[count * scale for count in counts] for counts in (send_counts, receive_counts)]
-
-    def run(engine: CollectiveEngine, timeout: float, place: int) -> None:
-        # Ranks may call the same elements rows of other sizes.
-        out, parts = as_bytes(target.flat), as_bytes(source.read())
-        engine.all_to_all(out, parts, *sizes, unit=scale, timeout=timeout, sequence=place)
-        target.finish()
-
-    return CheckedCall("all_to_all", like.device, results, run)
+    sent, received = ([count * scale for count in counts] for counts in (send_counts, receive_counts))
+    # Counted in elements, for ranks may call the same ones rows of other sizes.
+    op = _op(CollectiveKind.ALL_TO_ALL, like, counts=sent, recv_counts=received, unit=scale)
+    return _call(op, results, source=source, target=target)
 
 
 def _compared(group: Backend, name: str, counts: Sequence[int], call: CheckedCall) -> list[CheckedCall]:

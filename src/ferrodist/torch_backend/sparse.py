@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
 
+from ferrodist.backends.collective_op import CollectiveKind, CollectiveOp
 from ferrodist.backends.cuda import record_use_on_streams
 from ferrodist.collectives.reduce_op import ReduceOp
 from ferrodist.errors import UnsupportedOpError
@@ -44,18 +46,23 @@ def sparse_allreduce(group: Backend, tensor: torch.Tensor, op: Op) -> list[Check
         with torch.inference_mode(tensor.is_inference()), torch.no_grad():
             yield
 
-    def gather(rows: torch.Tensor, engine: CollectiveEngine, timeout: float, place: int) -> None:
+    def gather(rows: torch.Tensor, engine: CollectiveEngine, timeout: float, sequence: int) -> None:
         counts = [count * row_size(rows) for count in comparison.counts]
         with like_tensor():
             out = rows.new_empty(sum(comparison.counts), *rows.shape[1:])
-        engine.all_gather(out.view(-1), rows.view(-1), counts, dim=0, timeout=timeout, sequence=place)
+        step = CollectiveOp(
+            kind=CollectiveKind.ALL_GATHER,
+            source=rows.view(-1),
+            out=out.view(-1),
+            counts=counts,
+            dim=0,
+            timeout=timeout,
+        )
+        engine.run(step, sequence)
         found.append(out)
 
-    def gather_indices(engine: CollectiveEngine, timeout: float, place: int) -> None:
-        gather(indices, engine, timeout, place)
-
-    def gather_values(engine: CollectiveEngine, timeout: float, place: int) -> None:
-        gather(values, engine, timeout, place)
+    def gather_values(engine: CollectiveEngine, timeout: float, sequence: int) -> None:
+        gather(values, engine, timeout, sequence)
         with like_tensor():
             add_up()
 
@@ -71,5 +78,9 @@ def sparse_allreduce(group: Backend, tensor: torch.Tensor, op: Op) -> list[Check
         for part in parts_of_sparse(tensor):
             record_use_on_streams(part)
 
-    steps = [CheckedCall("allreduce", tensor.device, [tensor], step, keep) for step in (gather_indices, gather_values)]
+    call = CollectiveOp(kind=CollectiveKind.ALLREDUCE, source=tensor, timeout=0)
+    steps = [
+        CheckedCall(op=call, results=[tensor], run=run, finish=keep)
+        for run in (partial(gather, indices), gather_values)
+    ]
     return [comparison.call, *(comparison.guard(step) for step in steps)]

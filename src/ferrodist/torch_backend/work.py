@@ -29,7 +29,7 @@ from ferrodist.collectives.cuda import StreamHandoff
 from ferrodist.collectives.engines.gpu_staged import HostStagedP2P
 from ferrodist.collectives.engines.host import host_engine_of
 from ferrodist.collectives.engines.select import engine_of
-from ferrodist.collectives.work import Operation, run_later, run_now, wait_for_started
+from ferrodist.collectives.work import PreparedCall, execute, submit, wait_for_started
 from ferrodist.deadline import Deadline
 from ferrodist.errors import DistributedError, DistributedTimeoutError, describe_error
 from ferrodist.torch_backend.futures import ResultFuture, SerialQueue, ThreadPool, here
@@ -258,8 +258,8 @@ class CallbackStream:
     def run_all(self, calls: list[CheckedCall], opts: Any) -> CollectiveWork | None:
         """Do calls that are one for the user, whose error and results are the last one's; see `run`."""
         for call in calls:
-            if call.device is not None:
-                engine_of(self.group, call.device)  # which may refuse, before anything is sent
+            if call.op.device is not None:
+                engine_of(self.group, call.op.device)  # which may refuse, before anything is sent
         if opts.asyncOp:
             return [self.run(call, opts) for call in calls][-1]
         # All of them, as ranks that don't wait do: each takes a place in the group.
@@ -277,32 +277,30 @@ class CallbackStream:
 
     def run(self, call: CheckedCall, opts: Any) -> CollectiveWork | None:
         """Do what was checked: now, which gives None, or by a thread, as the options of torch's say."""
-        group = self.group
-        engine = host_engine_of(group) if call.device is None else engine_of(group, call.device)
+        group, device = self.group, call.op.device
+        engine = host_engine_of(group) if device is None else engine_of(group, device)
         limit = seconds_of(opts.timeout)
         seconds = group.timeout if limit is None else limit
-        operation: Operation[None] = Operation(
-            name=call.name,
+        prepared: PreparedCall[None] = PreparedCall(
+            op=call.op,
             group=group,
             engine=engine,
-            device=call.device,
-            timeout=seconds,
             run=partial(self._run_at, call, engine, seconds),
             finish=call.finish,
         )
         if opts.asyncOp:
-            return self.work_of(run_later(operation), call.results)
-        run_now(operation)
+            return self.work_of(submit(prepared), call.results)
+        execute(prepared)
         return None
 
-    def _run_at(self, call: CheckedCall, engine: CollectiveEngine, seconds: float, place: int) -> None:
+    def _run_at(self, call: CheckedCall, engine: CollectiveEngine, seconds: float, sequence: int) -> None:
         try:
-            call.run(engine, seconds, place)
+            call.run(engine, seconds, sequence)
         except DistributedError:
             raise
         except BaseException as error:
             # Others wait for what may not have been called at all: no memory for a copy, an interruption before.
-            self.group.abort(f"{call.name} failed with {describe_error(error)}")
+            self.group.abort(f"{call.op.operation} failed with {describe_error(error)}")
             raise
 
 

@@ -12,6 +12,7 @@ import pytest
 import torch
 
 import ferrodist as fd
+from ferrodist.backends.collective_op import CollectiveKind, CollectiveOp
 from ferrodist.backends.mpi import runtime
 from ferrodist.backends.mpi.collectives import MpiDataPlane
 from ferrodist.backends.mpi.runtime import check_job, num_leaked
@@ -20,7 +21,7 @@ from ferrodist.backends.mpi.verification import MpiVerifier
 from ferrodist.backends.mpi.wire import HEADER_SIZE, MAX_PAYLOAD, Frame, FrameType
 from ferrodist.backends.sequencer import Sequencer
 from ferrodist.backends.signature import CollectiveSignature
-from ferrodist.collectives.engines import data_plane
+from ferrodist.collectives.engines import reference
 from ferrodist.collectives.engines.data_plane import DataPlaneEngine
 from ferrodist.deadline import Deadline
 from ferrodist.errors import BackendUnavailable, ProtocolError
@@ -327,7 +328,10 @@ def test_an_interrupted_collective_ends_the_group():
     group.data_plane, group.agreement = plane, MpiVerifier(group, plane, lambda _sequence: (), lambda: None)
     plane.broadcast = _interrupt
     with pytest.raises(KeyboardInterrupt):
-        DataPlaneEngine(group).broadcast(torch.ones(100), 0, timeout=30, sequence=group.agreement.reserve())
+        DataPlaneEngine(group).run(
+            CollectiveOp(kind=CollectiveKind.BROADCAST, out=torch.ones(100), root=0, timeout=30),
+            group.agreement.reserve(),
+        )
     assert len(aborts) == 1
     assert "rank 0 left broadcast(float32[100], root=0), operation 0, by KeyboardInterrupt" in aborts[0]
 
@@ -397,16 +401,19 @@ def test_a_collective_that_is_left_keeps_what_is_under_way(monkeypatch):
         raise MemoryError
 
     plane.all_to_all, plane.abandon = start, abandoned.extend
-    monkeypatch.setattr(data_plane, "fold", run_out_of_memory)
+    monkeypatch.setattr(reference, "fold", run_out_of_memory)
     with pytest.raises(MemoryError):
-        DataPlaneEngine(group).reduce_scatter(
-            torch.empty(1 << 20),
-            torch.ones(1 << 21),
-            [1 << 20] * 2,
-            fd.ReduceOp.SUM,
-            dim=0,
-            timeout=30,
-            sequence=group.agreement.reserve(),
+        DataPlaneEngine(group).run(
+            CollectiveOp(
+                kind=CollectiveKind.REDUCE_SCATTER,
+                source=torch.ones(1 << 21),
+                out=torch.empty(1 << 20),
+                op=fd.ReduceOp.SUM,
+                counts=[1 << 20] * 2,
+                dim=0,
+                timeout=30,
+            ),
+            group.agreement.reserve(),
         )
     assert started == [0, 1]
     assert abandoned == [1]

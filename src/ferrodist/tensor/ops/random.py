@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ferrodist.collectives.engines.host import host_engine_of
+from ferrodist.collectives.engines.host import share_bytes
 from ferrodist.errors import CollectiveMismatchError
 from ferrodist.tensor.op_strategy import OpRule, OpStrategy, all_replicated, keep_sharding, rule_table
 from ferrodist.tensor.placement import Partial, Replicate, Shard
@@ -42,9 +42,8 @@ def check_generators(mesh: DeviceMesh, generator: torch.Generator | None, name: 
         return
     state = (torch.default_generator if generator is None else generator).get_state()
     digest = hashlib.blake2b(state.numpy().tobytes(), digest_size=16).digest()
-    engine = host_engine_of(group)
-    digests = engine.share("random", digest, timeout=group.timeout, sequence=engine.reserve())
-    others = [rank for rank, other in zip(mesh.ranks, digests, strict=True) if other != digests[0]]
+    said = share_bytes(group, "random", digest, group.timeout)
+    others = [rank for rank, other in zip(mesh.ranks, said, strict=True) if other != said[0]]
     if others:
         raise CollectiveMismatchError(
             f"{name} draws the same numbers on all ranks, but the generators of ranks {', '.join(map(str, others))} are"

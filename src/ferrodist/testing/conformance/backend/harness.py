@@ -69,16 +69,28 @@ def as_runner(backend: BackendUnderTest) -> RankRunner:
 
 
 def backend_check(*, min_ranks: int = 2) -> Callable[[Callable[[RankRunner, int], None]], BackendCheck]:
-    """Make a check of a function that takes a runner and a world size.
+    """Decorate a function of a runner and a world size as a check.
 
-    The check takes a factory or a runner, and the world size, which is raised to ``min_ranks`` where the rule needs
-    more.
+    The check takes a factory or a runner, and a world size, which is raised to ``min_ranks``.
     """
 
     def decorate(body: Callable[[RankRunner, int], None]) -> BackendCheck:
         @functools.wraps(body)
         def check(backend: BackendUnderTest, world_size: int = 3) -> None:
             body(as_runner(backend), max(world_size, min_ranks))
+
+        return check
+
+    return decorate
+
+
+def rank_check(*, min_ranks: int = 2) -> Callable[[Callable[[Backend], None]], BackendCheck]:
+    """Decorate a program of a rank as a check: it runs on every rank of one group. See `backend_check`."""
+
+    def decorate(program: Callable[[Backend], None]) -> BackendCheck:
+        @functools.wraps(program)
+        def check(backend: BackendUnderTest, world_size: int = 3) -> None:
+            as_runner(backend).run(max(world_size, min_ranks), program)
 
         return check
 

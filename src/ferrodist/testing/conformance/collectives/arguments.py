@@ -10,6 +10,7 @@ import torch
 import ferrodist as fd
 from ferrodist.testing.conformance.backend.harness import error_of
 from ferrodist.testing.conformance.collectives.oracle import same_bits, same_group_anew, undefined_reductions
+from ferrodist.testing.conformance.runner import public_functions
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -367,14 +368,4 @@ def groups_that_were_closed_are_refused(group: Backend) -> None:
     fd.barrier()
 
 
-REFUSAL_CHECKS: tuple[CollectiveCheck, ...] = (
-    undefined_reductions_are_refused,
-    tensors_that_cannot_travel_are_refused,
-    wrong_results_are_refused,
-    results_that_other_ranks_show_to_be_wrong,
-    wrong_places_are_refused,
-    wrong_exchanges_are_refused,
-    wrong_numbers_are_refused,
-    objects_that_cannot_travel_are_refused,
-    groups_that_were_closed_are_refused,
-)
+CHECKS: tuple[CollectiveCheck, ...] = public_functions(__name__)

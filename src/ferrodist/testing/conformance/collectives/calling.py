@@ -21,6 +21,7 @@ from ferrodist.testing.conformance.collectives.oracle import (
     same_bits,
     same_group_anew,
 )
+from ferrodist.testing.conformance.runner import public_functions
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -363,13 +364,4 @@ def coalesce_blocks_that_fail(group: Backend) -> None:
     other.close()
 
 
-FORM_CHECKS: tuple[CollectiveCheck, ...] = (
-    inputs_of_any_layout,
-    results_into_given_tensors,
-    inputs_and_outputs_that_overlap,
-    many_outstanding_operations,
-    blocking_among_started_operations,
-    threads_with_groups_of_their_own,
-    coalesced_operations,
-    coalesce_blocks_that_fail,
-)
+CHECKS: tuple[CollectiveCheck, ...] = public_functions(__name__)

@@ -17,6 +17,7 @@ from ferrodist.testing.conformance.collectives.oracle import (
     parts_along,
     same_bits,
 )
+from ferrodist.testing.conformance.runner import public_functions
 
 if TYPE_CHECKING:
     from ferrodist.backends.base import Backend
@@ -202,15 +203,4 @@ def barriers_wait_for_all(group: Backend) -> None:
         assert early == b"x", "a message sent before a barrier did not come"
 
 
-MOVEMENT_CHECKS: tuple[CollectiveCheck, ...] = (
-    movement_of_every_dtype,
-    movement_of_every_size,
-    movement_from_every_root,
-    movement_of_large_tensors,
-    dims_other_than_the_first,
-    uneven_sizes,
-    uneven_exchange,
-    even_meets_uneven,
-    zero_dimensional_tensors,
-    barriers_wait_for_all,
-)
+CHECKS: tuple[CollectiveCheck, ...] = public_functions(__name__)

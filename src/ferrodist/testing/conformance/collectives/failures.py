@@ -12,6 +12,7 @@ from ferrodist.backends.subgroup import SubBackend
 from ferrodist.deadline import Deadline
 from ferrodist.testing.conformance.backend.harness import error_of, facts
 from ferrodist.testing.conformance.collectives.oracle import LATE_SECONDS, same_group_anew
+from ferrodist.testing.conformance.runner import public_functions
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -400,12 +401,4 @@ def ranks_that_leave_are_named(world: Backend) -> None:
         fd.barrier(world)
 
 
-ENDING_CHECKS: tuple[CollectiveCheck, ...] = (
-    *(_mismatch_of(name) for name in _COLLECTIVES),
-    mismatches_within_a_collective,
-    counts_that_do_not_meet,
-    late_ranks_are_named,
-    aborts_reach_waiting_ranks,
-    aborts_reach_messages,
-    ranks_that_leave_are_named,
-)
+CHECKS: tuple[CollectiveCheck, ...] = (*map(_mismatch_of, _COLLECTIVES), *public_functions(__name__))

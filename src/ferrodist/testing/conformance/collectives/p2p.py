@@ -12,6 +12,7 @@ import ferrodist as fd
 from ferrodist.collectives.reduce_op import DTYPES
 from ferrodist.testing.conformance.backend.harness import error_of
 from ferrodist.testing.conformance.collectives.oracle import LATE_SECONDS, elements, same_bits
+from ferrodist.testing.conformance.runner import public_functions
 
 if TYPE_CHECKING:
     from ferrodist.backends.base import Backend
@@ -239,15 +240,4 @@ def objects_from_rank_to_rank(group: Backend) -> None:
     fd.barrier()
 
 
-MESSAGE_CHECKS: tuple[CollectiveCheck, ...] = (
-    tensors_of_every_dtype,
-    tags_keep_messages_apart,
-    any_source_takes_what_comes,
-    every_receive_tells_the_sender,
-    rings_and_batches,
-    wrong_shapes_are_said,
-    late_messages,
-    objects_in_collectives,
-    objects_by_pickle,
-    objects_from_rank_to_rank,
-)
+CHECKS: tuple[CollectiveCheck, ...] = public_functions(__name__)

@@ -20,6 +20,7 @@ from ferrodist.testing.conformance.collectives.oracle import (
     same_bits,
     starts_of,
 )
+from ferrodist.testing.conformance.runner import public_functions
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -196,16 +197,4 @@ def all_ranks_get_the_same_bits(group: Backend) -> None:
                 same_bits(theirs, bits, f"the bytes of an allreduce with {op} on rank {rank}")
 
 
-REDUCTION_CHECKS: tuple[CollectiveCheck, ...] = (
-    allreduce_of_every_dtype_and_operation,
-    reduce_of_every_dtype_and_operation,
-    reduce_scatter_of_every_dtype_and_operation,
-    reductions_of_every_size,
-    reductions_of_several_segments,
-    small_floats_round_once,
-    extremes_follow_the_rules,
-    infinities_follow_the_rules,
-    integers_wrap_around,
-    factors_are_each_ranks_own,
-    all_ranks_get_the_same_bits,
-)
+CHECKS: tuple[CollectiveCheck, ...] = public_functions(__name__)

@@ -13,12 +13,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from ferrodist.testing.conformance.collectives.arguments import REFUSAL_CHECKS
-from ferrodist.testing.conformance.collectives.calling import FORM_CHECKS
-from ferrodist.testing.conformance.collectives.data_movement import MOVEMENT_CHECKS
-from ferrodist.testing.conformance.collectives.failures import ENDING_CHECKS
-from ferrodist.testing.conformance.collectives.p2p import MESSAGE_CHECKS
-from ferrodist.testing.conformance.collectives.reductions import REDUCTION_CHECKS
+from ferrodist.testing.conformance.collectives import arguments, calling, data_movement, failures, p2p, reductions
 from ferrodist.testing.conformance.runner import run_checks
 
 if TYPE_CHECKING:
@@ -27,12 +22,8 @@ if TYPE_CHECKING:
     from ferrodist.testing.conformance.collectives.oracle import CollectiveCheck
 
 COLLECTIVE_CHECKS: tuple[CollectiveCheck, ...] = (
-    *REDUCTION_CHECKS,
-    *MOVEMENT_CHECKS,
-    *FORM_CHECKS,
-    *MESSAGE_CHECKS,
-    *REFUSAL_CHECKS,
-    *ENDING_CHECKS,
+    *(*reductions.CHECKS, *data_movement.CHECKS, *calling.CHECKS),
+    *(*p2p.CHECKS, *arguments.CHECKS, *failures.CHECKS),
 )
 """All checks. Each takes the group of a rank, which is also the default group, and runs on every rank of a fresh group
 of any size; it raises when its rule is broken. Checks of one rank alone have little to say, but must pass too."""
