@@ -78,8 +78,8 @@ class Backend(ABC):
     _synchronizers: list[Callable[[float], None]]
     _threaded: dict[tuple[str, int], list[tuple[int, ThreadedRequest]]]
     _threaded_lock: threading.Lock
-    _engines: dict[str, Any]
-    _p2p: dict[str, Any]
+    _engine_by_device: dict[str, Any]
+    _p2p_by_device: dict[str, Any]
 
     group_id: int = 0
     """Upper half of the tags of this group's messages: 0, or what a sub-group derives from its members."""
@@ -107,8 +107,8 @@ class Backend(ABC):
         self._close_callbacks = []
         self._synchronizers = []
         self._threaded = {}
-        self._engines = {}
-        self._p2p = {}
+        self._engine_by_device = {}
+        self._p2p_by_device = {}
         self._threaded_lock = threading.Lock()
         self.subgroups = WeakSet()
         self.attachments = {}
@@ -161,16 +161,16 @@ class Backend(ABC):
 
     def engine(self, device_type: str) -> Any:
         """The backend's own engine of collectives of tensors on "cpu" or "cuda"; None where it has none."""
-        return self._engines.get(device_type)
+        return self._engine_by_device.get(device_type)
 
     def p2p(self, device_type: str) -> Any:
         """The backend's own point-to-point transfer of tensors on a type of device; None where it has none."""
-        return self._p2p.get(device_type)
+        return self._p2p_by_device.get(device_type)
 
     def use_engine(self, device_type: str, engine: Any, p2p: Any = None) -> None:
         """Set what `engine` and `p2p` return for a type of device."""
-        self._engines[device_type] = engine
-        self._p2p[device_type] = p2p
+        self._engine_by_device[device_type] = engine
+        self._p2p_by_device[device_type] = p2p
 
     def equip_subgroup(self, subgroup: Backend) -> None:  # noqa: B027 - may stay as it is
         """Give a new sub-group of this group, whose members all call this, its engines and its fast path.

@@ -173,13 +173,14 @@ class CollectiveVerifier:
     Args:
         group: The group.
         doubt: A sentence about what else may be wrong when a rank is late, for as long as the ranks have never agreed.
-        sequencer: Runs the group's collectives one at a time, where its engine needs that; or None.
+        first: The first sequence number.
+        sequencer: Runs the group's collectives one at a time and numbers them, where its engine needs that; or None.
     """
 
-    def __init__(self, group: _Group, *, doubt: str = "", sequencer: Sequencer | None = None) -> None:
+    def __init__(self, group: _Group, *, doubt: str = "", first: int = 0, sequencer: Sequencer | None = None) -> None:
         self._group = group
         self._doubt = doubt
-        self._counter = itertools.count()
+        self._counter = itertools.count(first)
         self._sequencer = sequencer
 
     def reserve(self) -> int:

@@ -160,7 +160,7 @@ def _tcp_opener(
     from ferrodist.backends.native import GlooBackend, NativeBackend  # noqa: PLC0415
     from ferrodist.backends.tcp import TcpBackend  # noqa: PLC0415
 
-    kinds: dict[str, type[TcpBackend]] = {"tcp": TcpBackend, "native": NativeBackend, "gloo": GlooBackend}
+    kinds: dict[str, Callable[..., Backend]] = {"tcp": TcpBackend, "native": NativeBackend, "gloo": GlooBackend}
     kind = kinds[backend.removesuffix("-threads")]
     address = "{}:{}".format(*listener.getsockname())
     secret = secrets.token_bytes(32)

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import torch.distributed as dist
 
 from ferrodist.backends.base import Backend
-from ferrodist.backends.control_plane import control_of
+from ferrodist.backends.native.backend import open_host_group
 from ferrodist.backends.process_group import use_torch_default
 from ferrodist.backends.subgroup import SubBackend
 from ferrodist.deadline import Deadline
@@ -72,7 +72,7 @@ def _meet(options: Any, seconds: float) -> tuple[Backend, Callable[[], None]]:
         is_private=is_private,
     )
     try:
-        return control_of(membership, seconds, deadline), membership.close
+        return open_host_group(membership, seconds, deadline), membership.close
     except BaseException:
         membership.close()
         raise

@@ -320,7 +320,7 @@ def test_a_late_rank_is_told_over_the_connections():
 
     def program(group):
         if group.rank == 0:
-            group._notify_abort = lambda *_: None  # no news by way of rank 0's other connections
+            group._control._notify_abort = lambda *_: None  # no news by way of rank 0's other connections
             with pytest.raises(fd.DistributedTimeoutError):
                 group.barrier(timeout=0.1)
             has_failed.set()

@@ -198,7 +198,7 @@ class MpiBackend(MailboxBackend):
 
     def _post(self, buffer: memoryview, source: int, tag: int) -> Request:
         receive = _Receive(self, self._mailbox, buffer, source, tag)
-        self._mailbox.post(receive, partial(self._refusal, tag, source))
+        self._mailbox.post(receive, partial(self.refusal, tag, source))
         return receive
 
     def progress_until(self, done: Callable[[], bool], timeout: float) -> bool:
@@ -232,7 +232,7 @@ class MpiBackend(MailboxBackend):
         if self._has_unnoticed_loss(frame.group, reason):
             self._deferred_aborts.append(_DeferredAbort(frame.group, reason, Deadline(_DEFERRED_ABORT_SECONDS)))
         else:
-            self._fail_group(frame.group, reason)
+            self.fail_group(frame.group, reason)
 
     def _has_unnoticed_loss(self, group_id: int, error: DistributedError) -> bool:
         """Whether an abort names a lost rank that has not said here that it left.
@@ -244,18 +244,18 @@ class MpiBackend(MailboxBackend):
         if not isinstance(error, PeerLostError) or not all(rank < len(members) for rank in error.ranks):
             return False
         named = {members[rank] for rank in error.ranks} - {self.rank}
-        return any(self._departure(group_id, rank) is None for rank in named)
+        return any(self.departure_error(group_id, rank) is None for rank in named)
 
     def _act_on_deferred_aborts(self) -> None:
         for deferred in self._deferred_aborts.copy():
             if deferred.deadline.expired or not self._has_unnoticed_loss(deferred.group_id, deferred.error):
                 with contextlib.suppress(ValueError):  # another thread acts on it
                     self._deferred_aborts.remove(deferred)
-                    self._fail_group(deferred.group_id, deferred.error)
+                    self.fail_group(deferred.group_id, deferred.error)
 
     def _on_left(self, source: int, frame: Frame, _payload: memoryview) -> None:
         if self._accepts_notice(source, frame):
-            self._peer_left(frame.group, source)
+            self.peer_left(frame.group, source)
         self._act_on_deferred_aborts()
         if frame.group == _WORLD:
             self._liveness.note_progress(source, frame.message)
@@ -306,7 +306,7 @@ class MpiBackend(MailboxBackend):
         if self.failure is not None:
             return True
         for rank in self._gone.copy():
-            departure = self._departure(_WORLD, rank)
+            departure = self.departure_error(_WORLD, rank)
             if departure is not None and not self._liveness.has_entered(rank, self.agreement.num_entered - 1):
                 self.abort(departure)
                 return True
@@ -339,7 +339,7 @@ class MpiBackend(MailboxBackend):
         self._transport.lose(rank)
         for message in self._incoming.forget(lambda message: message.source == rank):
             self._mailbox.withdraw(message)
-        self._peer_died(rank, _DIED)
+        self.peer_died(rank, _DIED)
 
     def _abort_for(self, error: Exception) -> None:
         """Abort the group for an exception of MPI's, or for the deaths that are its reason."""

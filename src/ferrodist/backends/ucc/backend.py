@@ -8,7 +8,8 @@ import weakref
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from ferrodist.backends.control_plane import ControlPlaneBackend, control_of
+from ferrodist.backends.control_plane import ControlPlaneBackend
+from ferrodist.backends.native.backend import open_host_group
 from ferrodist.backends.polling import wait_until
 from ferrodist.backends.signature import MAX_PAYLOAD, CollectiveSignature
 from ferrodist.backends.tags import Channel, channel_tag
@@ -140,7 +141,7 @@ class UccBackend(ControlPlaneBackend):
         Raises:
             BackendUnavailable: On all ranks, when one can't use UCC; with the reason.
         """
-        control = control_of(membership, timeout, deadline)
+        control = open_host_group(membership, timeout, deadline)
         try:
             return cls(control, connect_timeout=deadline.remaining())
         except BaseException:
