@@ -46,9 +46,9 @@ test-torch: $(TORCH_INSTALLED)
 
 # A preset of CMakePresets.json, and how many random messages and collectives its stress tests run.
 NATIVE_RUN = $(BIN)/cmake --preset $(1) >/dev/null && $(BIN)/cmake --build build/$(1) --parallel && \
-	build/$(1)/native/tests/choice_test && build/$(1)/native/tests/fold_test && build/$(1)/native/tests/spin_test && \
+	build/$(1)/native/tests/autotuner_test && build/$(1)/native/tests/fold_test && build/$(1)/native/tests/spin_test && \
 	build/$(1)/native/tests/shared_copy_test && \
-	build/$(1)/native/tests/messages_test $(2) && build/$(1)/native/tests/stress_test $(2)
+	build/$(1)/native/tests/p2p_test $(2) && build/$(1)/native/tests/stress_test $(2)
 
 native: $(INSTALLED)
 	$(call NATIVE_RUN,native,30000)
@@ -72,8 +72,8 @@ format: $(INSTALLED)
 	$(BIN)/ruff check --fix .
 
 support: $(INSTALLED)
-	$(BIN)/python -m ferrodist.testing.support_table --write docs/support.md
-	$(BIN)/python -m ferrodist.testing.operator_table --write docs/dtensor-operators.md
+	$(BIN)/python tools/docs/support_table.py --write docs/support.md
+	$(BIN)/python tools/docs/dtensor_operators.py --write docs/dtensor-operators.md
 
 clean:
 	rm -rf $(VENV) .venv-torch-* build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache

@@ -52,13 +52,10 @@ class FakeWork:
 
 
 class FakeEvent:
-    """The end of what a stream had been given."""
+    """The end of the work that a stream had then."""
 
     def __init__(self, works: list[FakeWork]) -> None:
-        self._works = works
-
-    def query(self) -> bool:
-        return all(work.is_done for work in self._works)
+        self.works = works
 
 
 _stream_numbers = itertools.count(1)
@@ -66,7 +63,7 @@ _streams_by_number: dict[int, FakeStream] = {}
 
 
 class FakeStream:
-    """A stream: what it was given, by fake communicators."""
+    """A stream and the work that fake communicators enqueued on it."""
 
     def __init__(self, name: str, log: list[str] | None = None) -> None:
         self.name = name
@@ -77,13 +74,9 @@ class FakeStream:
         self.waited_for: list[FakeEvent] = []
         _streams_by_number[self.cuda_stream] = self
 
-    def wait_event(self, event: FakeEvent) -> None:
-        self.log.append(f"{self.name} waits")
-        self.waited_for.append(event)
-
 
 class FakeStreams:
-    """CUDA's streams in a thread: what is current, and a log of what was asked for."""
+    """The streams of a GPU, with a log of what was asked for."""
 
     def __init__(self) -> None:
         self.log: list[str] = []
@@ -91,14 +84,11 @@ class FakeStreams:
         self.kept: list[tuple[int, FakeStream]] = []
         self._local = threading.local()
 
-    def begin_watching(self) -> None:
-        self.log.append(f"watch in {threading.current_thread().name}")
-
-    def make(self, device: torch.device) -> FakeStream:
+    def make(self, priority: int = 0) -> FakeStream:
         self.made.append(FakeStream(f"own {len(self.made)}", self.log))
         return self.made[-1]
 
-    def current(self, device: torch.device) -> FakeStream:
+    def current(self) -> FakeStream:
         if not hasattr(self._local, "current"):
             self._local.current = FakeStream("the caller's", self.log)
         return self._local.current
@@ -107,12 +97,19 @@ class FakeStreams:
         self.log.append(f"record {stream.name}")
         return FakeEvent(list(stream.works))
 
+    def order(self, stream: FakeStream, event: FakeEvent) -> None:
+        self.log.append(f"{stream.name} waits")
+        stream.waited_for.append(event)
+
+    def has_passed(self, event: FakeEvent) -> bool:
+        return all(work.is_done for work in event.works)
+
     def keep(self, tensor: torch.Tensor, stream: FakeStream) -> None:
         self.kept.append((tensor.data_ptr(), stream))
 
     @contextlib.contextmanager
-    def on(self, stream: FakeStream) -> Iterator[None]:
-        before = self.current(torch.device("cpu"))
+    def using(self, stream: FakeStream) -> Iterator[None]:
+        before = self.current()
         self._local.current = stream
         try:
             yield
@@ -405,9 +402,11 @@ def fake_groups(
     """Groups whose NCCL is a fake, for `run_ranks`: by default `HybridBackend` over groups of threads."""
     shared = FakeNccl() if nccl is None else nccl
     controls = control(world_size) if control else SimulatedBackend.create_group(world_size, timeout=timeout)
-    groups = [(kind or HybridBackend)(one, library=lambda: shared, streams=FakeStreams()) for one in controls]
-    for group in groups:
-        group.shared = shared
+    groups = []
+    for one in controls:
+        streams = FakeStreams()
+        groups.append((kind or HybridBackend)(one, library=lambda: shared, streams=lambda _, streams=streams: streams))
+        groups[-1].shared, groups[-1].fake_streams = shared, streams
     return groups
 
 

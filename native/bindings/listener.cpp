@@ -9,10 +9,10 @@
 #include <tuple>
 #include <utility>
 
-#include "bindings/interruptions.h"
-#include "bindings/released.h"
-#include "bindings/told.h"
-#include "engine/messenger.h"
+#include "bindings/signal_check.h"
+#include "bindings/gil_release.h"
+#include "bindings/completion_listener.h"
+#include "engine/p2p_engine.h"
 
 namespace nb = nanobind;
 using namespace nb::literals;
@@ -28,9 +28,9 @@ namespace {
 // The places are asked for in their order, so messages come to them in it; but of two threads that tell of ends, the one
 // that has the later ones may come first. So what has ended waits until those before it have been told of. And one thread
 // at a time calls Python: what others bring meanwhile it finds when it comes back.
-class Listener final : public Told {
+class Listener final : public CompletionListener {
 public:
-    Listener(std::shared_ptr<Messenger> messenger, std::size_t size, int source, const Tag& tag, int num_places,
+    Listener(std::shared_ptr<P2PEngine> messenger, std::size_t size, int source, const Tag& tag, int num_places,
              nb::object heard, nb::object ended)
         : messenger_(std::move(messenger)), size_(size), heard_(std::move(heard)), ended_(std::move(ended)) {
         for (int i = 0; i < num_places; ++i) places_.emplace_back(size, source, tag);
@@ -118,7 +118,7 @@ private:
         place.is_asked = true;
         ++num_asked_;
         Receive& receive = place.receive.emplace(place.bytes.get(), size_, place.source, place.tag);
-        receive.owner = static_cast<Told*>(this);
+        receive.owner = static_cast<CompletionListener*>(this);
         receive.is_watched = true;
         messenger_->start_heard(receive);
     }
@@ -136,7 +136,7 @@ private:
         }
     }
 
-    std::shared_ptr<Messenger> messenger_;
+    std::shared_ptr<P2PEngine> messenger_;
     std::size_t size_;
     nb::object heard_;
     nb::object ended_;
@@ -153,14 +153,14 @@ private:
 
 // Something that a thread waits for while it moves messages.
 struct Signal {
-    std::shared_ptr<Messenger> messenger;
+    std::shared_ptr<P2PEngine> messenger;
     Transfer transfer{any_source, Tag{}};
 
     void set() { messenger->signal(transfer); }
 
     bool wait(double timeout) {
         if (!transfer.has_ended.load()) {
-            const Released released;
+            const GilRelease released;
             messenger->wait(transfer, timeout);
         }
         const bool was_set = transfer.has_ended.exchange(false);
@@ -177,7 +177,7 @@ void bind_listener(nb::module_& m) {
         .def("close", &Listener::close);
     m.def(
         "listen",
-        [](std::shared_ptr<Messenger> messenger, std::size_t size, int source, std::uint64_t group, std::uint64_t number,
+        [](std::shared_ptr<P2PEngine> messenger, std::size_t size, int source, std::uint64_t group, std::uint64_t number,
            int num_places, nb::object heard, nb::object ended) {
             auto* listener = new Listener(std::move(messenger), size, source, Tag{group, number}, num_places,
                                           std::move(heard), std::move(ended));
@@ -188,7 +188,7 @@ void bind_listener(nb::module_& m) {
         "messenger"_a, "size"_a, "source"_a, "group"_a, "number"_a, "num_places"_a, "heard"_a, "ended"_a);
 
     nb::class_<Signal>(m, "Signal", "Something that a thread waits for while it moves messages.")
-        .def(nb::new_([](std::shared_ptr<Messenger> messenger) {
+        .def(nb::new_([](std::shared_ptr<P2PEngine> messenger) {
                  return new Signal{.messenger = std::move(messenger)};
              }),
              "messenger"_a)

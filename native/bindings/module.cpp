@@ -11,11 +11,11 @@
 #include <system_error>
 
 #include "bindings/failures.h"
-#include "bindings/messages.h"
-#include "bindings/released.h"
-#include "bindings/short_ways.h"
+#include "bindings/p2p.h"
+#include "bindings/gil_release.h"
+#include "bindings/fast_path.h"
 #include "bindings/tensor.h"
-#include "collectives/movement.h"
+#include "collectives/data_movement.h"
 #include "collectives/reductions.h"
 #include "engine/communicator.h"
 
@@ -53,7 +53,7 @@ int create_segment(const shm::Layout& layout) {
 
 std::shared_ptr<const shm::Arena> map_arena(Communicator& self, int descriptor, std::uint64_t id, std::size_t stride,
                                             std::size_t size) {
-    const Released released;
+    const GilRelease released;
     if (size > stride) throw std::system_error(EOVERFLOW, std::generic_category(), "size of a symmetric tensor");
     auto memory = std::make_shared<const shm::Mapping>(descriptor, shm::arena_bytes(stride, self.num_ranks()));
     auto arena = std::make_shared<const shm::Arena>(std::move(memory), id, stride, self.rank());
@@ -63,7 +63,7 @@ std::shared_ptr<const shm::Arena> map_arena(Communicator& self, int descriptor, 
 
 template <class Collective>
 void run(Communicator& self, std::uint64_t place, double timeout, const Collective& collective) {
-    const Released released;
+    const GilRelease released;
     self.run(place, timeout, collective);
 }
 
@@ -91,7 +91,7 @@ NB_MODULE(_native, m) {
     m.def(
         "create_segment",
         [](int num_ranks, int group_size, std::size_t slot_bytes, bool is_crowded, std::uint32_t spin_micros) {
-            const Released released;
+            const GilRelease released;
             return create_segment(make_layout(num_ranks, group_size, slot_bytes, is_crowded, spin_micros));
         },
         "num_ranks"_a, "group_size"_a, "slot_bytes"_a, "is_crowded"_a, "spin_micros"_a,
@@ -115,7 +115,7 @@ NB_MODULE(_native, m) {
     m.def(
         "create_arena",
         [](std::size_t stride, int num_ranks) {
-            const Released released;
+            const GilRelease released;
             return shm::create_memory("ferrodist-symmetric", shm::arena_bytes(stride, num_ranks)).release();
         },
         "stride"_a, "num_ranks"_a, "Make symmetric memory; returns a descriptor, which the caller closes.");
@@ -142,7 +142,7 @@ NB_MODULE(_native, m) {
         .def(
             "await_turn",
             [](Communicator& self, std::uint64_t place) {
-                const Released released;
+                const GilRelease released;
                 self.await_turn(place);
             },
             "place"_a)
@@ -164,7 +164,7 @@ NB_MODULE(_native, m) {
                     }
                 };
                 self.tell_of_long_waits(seconds, std::move(tell_python), [](const std::function<void()>& end) {
-                    const Released released;
+                    const GilRelease released;
                     end();
                 });
             },
@@ -174,7 +174,7 @@ NB_MODULE(_native, m) {
         .def(
             "meet",
             [](Communicator& self, double timeout) {
-                const Released released;
+                const GilRelease released;
                 self.meet(timeout);
             },
             "timeout"_a, "Have the ranks get to know each other; called on all before anything else.")

@@ -2,7 +2,7 @@
 #include <numeric>
 
 #include "base/fresh_memory.h"
-#include "collectives/movement.h"
+#include "collectives/data_movement.h"
 #include "collectives/pipeline.h"
 #include "collectives/sizes.h"
 

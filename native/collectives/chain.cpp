@@ -14,7 +14,7 @@ bool is_small_float(DType dtype) {
 // One allreduce on one rank; see [Note: chain].
 class ChainFold {
 public:
-    ChainFold(Context& context, Folder& folder, std::byte* out, const std::byte* source, std::size_t count,
+    ChainFold(Context& context, ReductionFolder& folder, std::byte* out, const std::byte* source, std::size_t count,
               const Reduction& reduction)
         : context_(context),
           fabric_(context.fabric),
@@ -142,7 +142,7 @@ bool can_fold_in_chain(const Fabric& fabric, const Reduction& reduction) {
     return fabric.chain().num_local > 1 && !is_small_float(reduction.dtype);
 }
 
-void fold_in_chain(Context& context, Folder& folder, std::byte* out, const std::byte* source, std::size_t count,
+void fold_in_chain(Context& context, ReductionFolder& folder, std::byte* out, const std::byte* source, std::size_t count,
                    const Reduction& reduction, const Deadline& deadline) {
     enter(context, deadline);
     ChainFold(context, folder, out, source, count, reduction).run(deadline);

@@ -20,7 +20,7 @@
 
 #include <cstddef>
 
-#include "collectives/folder.h"
+#include "collectives/reduction.h"
 
 namespace ferrodist {
 
@@ -28,7 +28,7 @@ namespace ferrodist {
 bool can_fold_in_chain(const Fabric& fabric, const Reduction& reduction);
 
 // The call has begun.
-void fold_in_chain(Context& context, Folder& folder, std::byte* out, const std::byte* source, std::size_t count,
+void fold_in_chain(Context& context, ReductionFolder& folder, std::byte* out, const std::byte* source, std::size_t count,
                    const Reduction& reduction, const Deadline& deadline);
 
 }  // namespace ferrodist

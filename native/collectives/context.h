@@ -11,7 +11,7 @@
 
 #include "base/deadline.h"
 #include "base/failure.h"
-#include "collectives/reading.h"
+#include "collectives/transfer_mode.h"
 #include "kernels/fold.h"
 #include "transport/shm/arena.h"
 #include "transport/shm/peer_memory.h"
@@ -44,7 +44,7 @@ struct Context {
     std::uint64_t known_done = 0;  // segments that all ranks are known to be done with
     shm::Arenas* arenas = nullptr;
     shm::PeerMemory peers = shm::PeerMemory(num_ranks);
-    Reading reading = {};
+    TransferMode reading = {};
     Clock::duration staging_time = {};  // of this call before it entered, where that is timed
     shm::SharedCopy into_shared = {};  // whatever goes into slots, and into others' symmetric memory
 

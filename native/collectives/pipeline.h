@@ -40,7 +40,7 @@ struct Offer {
     bool is_readable = false;         // whether the others may read `own`, which lies anywhere
     const std::byte* own = nullptr;   // this rank's source
     std::size_t read_size = 0;        // bytes that another rank takes of it
-    std::optional<Reading::Kind> kind = {};  // where the call has ways to choose from
+    std::optional<TransferMode::Kind> kind = {};  // where the call has ways to choose from
 
     [[nodiscard]] bool is_made() const { return is_readable || (source.arena && (out.arena || !needs_out)); }
 };
@@ -57,8 +57,8 @@ inline Offer offer_source(const Context& context, Operation operation, const std
     Offer offer{.source = context.arenas->find(source, size), .own = source, .read_size = read_size};
     offer.is_readable = context.peers.is_usable() && read_size >= least_read_bytes(context.fabric.layout());
     if (offer.is_readable && is_alike(operation)) {
-        offer.kind = Reading::kind_of(operation, read_size);
-        offer.is_readable = context.reading.way_of(*offer.kind) == Reading::in_place;
+        offer.kind = TransferMode::kind_of(operation, read_size);
+        offer.is_readable = context.reading.way_of(*offer.kind) == TransferMode::in_place;
     }
     return offer;
 }
@@ -68,7 +68,7 @@ inline Offer offer_source(const Context& context, Operation operation, const std
 // memory, it says where its source lies in any case. If all ranks offer the same, nothing is staged: each rank reads and
 // writes the others' tensors (`direct`), and all wait until all have. A rank that makes an offer stages nothing before it
 // knows; so if any does, the first segment has a flag like the others.
-struct Entered {
+struct Negotiated {
     bool is_direct;       // all offer the same
     bool is_mapped;       // and it is symmetric memory
     bool is_staged_late;  // the first segment is staged after entry on some rank
@@ -139,7 +139,7 @@ public:
     // is what the offer came to: a way that never counted would stay unknown, and be gone for ever.
     void note() const {
         if (!is_on_) return;
-        const Way way = offer_.is_readable ? Reading::in_place : Reading::by_slots;
+        const Way way = offer_.is_readable ? TransferMode::in_place : TransferMode::by_slots;
         const Clock::duration whole = time() + context_.staging_time;
         context_.reading.took(*offer_.kind, way, std::chrono::duration<double>(whole).count(), offer_.read_size);
     }
@@ -174,7 +174,7 @@ void make_offer(Context& context, std::byte* payload, const Offer& offer, const 
 
 // After entry: what all ranks' offers come to. Stages segment 0 where it was not, and is needed.
 template <class Stage, class StagedFor>
-Entered judge_offers(Context& context, const std::byte* payload, const Offer& offer, const Stage& stage,
+Negotiated negotiate_zero_copy(Context& context, const std::byte* payload, const Offer& offer, const Stage& stage,
                      const StagedFor& staged_for, const Deadline& deadline) {
     const Places places = places_of(offer);
     const bool is_made = offer.is_made();
@@ -215,7 +215,7 @@ void exchange_entered(Context& context, std::byte* payload, const Offer& offer, 
     Fabric& fabric = context.fabric;
     const std::uint64_t base = context.segments;
     const Stopwatch stopwatch(context, offer);
-    const Entered entered = judge_offers(context, payload, offer, stage, staged_for, deadline);
+    const Negotiated entered = negotiate_zero_copy(context, payload, offer, stage, staged_for, deadline);
     const std::size_t count = std::max<std::size_t>(num_segments, 1);
     if (entered.is_direct) {
         direct(Sources(context, payload, offer, entered.is_mapped));
@@ -258,7 +258,7 @@ void exchange_folded(Context& context, std::byte* payload, const Offer& offer, s
     const std::uint64_t base = context.segments;
     make_offer(context, payload, offer, stage, staged_for, deadline);
     enter(context, deadline);
-    const Entered entered = judge_offers(context, payload, offer, stage, staged_for, deadline);
+    const Negotiated entered = negotiate_zero_copy(context, payload, offer, stage, staged_for, deadline);
     if (entered.is_direct) {
         direct();
         return finish_direct(context, deadline);

@@ -2,7 +2,7 @@
 
 #include "base/fresh_memory.h"
 #include "collectives/chain.h"
-#include "collectives/folder.h"
+#include "collectives/reduction.h"
 #include "collectives/pipeline.h"
 #include "collectives/sizes.h"
 
@@ -25,7 +25,7 @@ struct Elements {
 };
 
 // `count` elements through the arrival line, of which this rank folds `wanted`: one wait, nothing but it to read.
-void fold_inline(Context& context, Folder& folder, std::byte* out, const std::byte* source, Elements wanted,
+void fold_inline(Context& context, ReductionFolder& folder, std::byte* out, const std::byte* source, Elements wanted,
                  std::size_t count, std::size_t element_size, const Deadline& deadline) {
     copy_bytes(folder.payload(), source, count * element_size);
     enter(context, deadline);
@@ -35,7 +35,7 @@ void fold_inline(Context& context, Folder& folder, std::byte* out, const std::by
 }
 
 // The whole through one slot, folded by everyone who wants it: one wait.
-void fold_one_shot(Context& context, Folder& folder, std::byte* out, const std::byte* source, std::size_t count,
+void fold_one_shot(Context& context, ReductionFolder& folder, std::byte* out, const std::byte* source, std::size_t count,
                    std::size_t element_size, int root, const Deadline& deadline) {
     const auto is_wanted_by = [&](int r) { return root < 0 || r == root; };
     exchange(
@@ -52,7 +52,7 @@ void fold_one_shot(Context& context, Folder& folder, std::byte* out, const std::
 
 // Two ranks on two hosts: each sends the other all it has and folds the whole. That is as many bytes on the wire as with
 // parts, and one wait a segment. Nothing is staged: `source` is sent from where it lies, and may be what `out` is.
-void fold_with_partner(Context& context, Folder& folder, std::byte* out, const std::byte* source, const Pieces& pieces,
+void fold_with_partner(Context& context, ReductionFolder& folder, std::byte* out, const std::byte* source, const Pieces& pieces,
                        int root, const Deadline& deadline) {
     Fabric& fabric = context.fabric;
     const std::uint64_t base = context.segments;
@@ -81,7 +81,7 @@ void fold_with_partner(Context& context, Folder& folder, std::byte* out, const s
 }
 
 // Segments of which each rank folds a part and the others take the result. `out` is null on ranks that want none.
-void fold_in_parts(Context& context, Folder& folder, std::byte* out, const std::byte* source, std::size_t count,
+void fold_in_parts(Context& context, ReductionFolder& folder, std::byte* out, const std::byte* source, std::size_t count,
                    std::size_t element_size, int root, const Deadline& deadline) {
     const shm::Layout& layout = context.fabric.layout();
     const Pieces pieces{.count = count,
@@ -152,7 +152,7 @@ void fold_whole(Context& context, const shm::Call& call, std::byte* out, const s
                 const Reduction& reduction, const Deadline& deadline) {
     const std::size_t element_size = size_of(reduction.dtype);
     const std::size_t size = count * element_size;
-    Folder folder(context, reduction);
+    ReductionFolder folder(context, reduction);
     folder.begin_call(call, reduction);
     if (out != source) expect_writes(out, size);
     if (size + folder.head_bytes() <= shm::max_inline_bytes) {
@@ -192,7 +192,7 @@ void reduce_scatter(Context& context, std::byte* out, const std::byte* source, s
     find_starts(counts, starts);
     const std::size_t largest = *std::max_element(counts.begin(), counts.end());
 
-    Folder folder(context, reduction);
+    ReductionFolder folder(context, reduction);
     folder.begin_call(call_of(Operation::reduce_scatter, starts[ranks], reduction, -1, dim), reduction);
     const auto own_rank = static_cast<std::size_t>(context.rank);
     if (starts[ranks] * element_size + folder.head_bytes() <= shm::max_inline_bytes)

@@ -11,7 +11,7 @@
 #include <vector>
 
 #include "collectives/context.h"
-#include "collectives/meeting.h"
+#include "collectives/handshake.h"
 #include "engine/queue.h"
 
 namespace ferrodist {

@@ -174,7 +174,7 @@ bool Peer::read(const Transfer* until) {
             break;
         }
         if (front == Channel::Front::broken || !take(frame)) {
-            reception_.tell(News::Kind::broken, rank_);
+            reception_.tell(PeerEvent::Kind::broken, rank_);
             break_off();
             break;
         }

@@ -15,7 +15,7 @@
 #include <unordered_map>
 
 #include "base/deadline.h"
-#include "engine/reception.h"
+#include "engine/admission.h"
 #include "transport/channel.h"
 
 namespace ferrodist {
@@ -23,7 +23,7 @@ namespace ferrodist {
 // For one thread at a time, but for `notify`.
 class Peer {
 public:
-    Peer(int rank, std::unique_ptr<Channel> channel, Reception& reception)
+    Peer(int rank, std::unique_ptr<Channel> channel, Admission& reception)
         : rank_(rank), channel_(std::move(channel)), reception_(reception) {}
 
     [[nodiscard]] int rank() const noexcept { return rank_; }
@@ -86,7 +86,7 @@ private:
 
     int rank_;
     std::unique_ptr<Channel> channel_;
-    Reception& reception_;
+    Admission& reception_;
     bool is_lost_ = false;
     std::uint64_t num_messages_ = 0;
     std::size_t num_bytes_put_ = 0;

@@ -5,7 +5,7 @@
 
 #include "base/interruption.h"
 #include "base/processor.h"
-#include "engine/messenger.h"
+#include "engine/p2p_engine.h"
 
 namespace ferrodist {
 
@@ -22,9 +22,9 @@ constexpr int looks_at_rings = 8;
 
 }  // namespace
 
-class Messenger::Watch {
+class P2PEngine::Watch {
 public:
-    explicit Watch(Messenger& messenger) : messenger_(messenger) {
+    explicit Watch(P2PEngine& messenger) : messenger_(messenger) {
         messenger_.num_waiters_.fetch_add(1);
         auto& asleep = messenger_.bell_.asleep;
         if ((asleep.load(std::memory_order_relaxed) & shm::keeper) != 0) asleep.fetch_and(~shm::keeper);
@@ -37,10 +37,10 @@ public:
     }
 
 private:
-    Messenger& messenger_;
+    P2PEngine& messenger_;
 };
 
-bool Messenger::wait(const Transfer& transfer, double timeout) {
+bool P2PEngine::wait(const Transfer& transfer, double timeout) {
     if (transfer.has_ended.load()) return true;
     if (is_abandoned_.load()) return false;
     const Deadline deadline(timeout);
@@ -70,13 +70,13 @@ bool Messenger::wait(const Transfer& transfer, double timeout) {
     }
 }
 
-void Messenger::signal(Transfer& transfer) {
+void P2PEngine::signal(Transfer& transfer) {
     transfer.has_ended.store(true);
     // Who is about to sleep has counted itself before it looks at the transfer a last time.
     if (num_asleep_.load() != 0) bell_.wake(shm::waiter);
 }
 
-bool Messenger::spin(const Transfer& transfer) {
+bool P2PEngine::spin(const Transfer& transfer) {
     if (lookout_ && lookout_->is_armed()) {
         const Held held(*this, false);
         if (num_asleep_.load() == 0) lookout_->disarm();  // whoever falls asleep now arms it when it gets the lock
@@ -86,7 +86,7 @@ bool Messenger::spin(const Transfer& transfer) {
         if (transfer.has_ended.load()) return true;
         bool has_moved = false;
         const bool looks_out = local_.empty() || settings_.is_crowded || num_looks % looks_at_rings == 0;
-        const tcp::Sights sights = looks_out ? look() : tcp::Sights();
+        const tcp::ReadySet sights = looks_out ? look() : tcp::ReadySet();
         if (sights.size() != 0 || has_news()) {
             const Held held(*this, std::try_to_lock);
             if (held.is_held()) has_moved = poll(&transfer, sights);
@@ -103,13 +103,13 @@ bool Messenger::spin(const Transfer& transfer) {
 }
 
 // Of ranks of this host.
-bool Messenger::has_news() const noexcept {
+bool P2PEngine::has_news() const noexcept {
     if (has_outgoing_.load(std::memory_order_relaxed)) return true;
     return std::ranges::any_of(local_, [](const auto* channel) { return channel->has_frames(); });
 }
 
 // Has the keeper woken by whatever comes from now on, and takes in what has come.
-void Messenger::ask_keeper() {
+void P2PEngine::ask_keeper() {
     if (peers_.empty()) return;
     if ((bell_.asleep.load() & shm::keeper) != 0) return;  // since it was asked nothing has come
     const Held held(*this);
@@ -117,18 +117,18 @@ void Messenger::ask_keeper() {
     poll(nullptr);
 }
 
-void Messenger::ask() {
+void P2PEngine::ask() {
     bell_.asleep.fetch_or(shm::keeper);
     if (lookout_ && !is_closed_) lookout_->arm();
 }
 
 // Has the keeper look for itself.
-void Messenger::call_keeper() {
+void P2PEngine::call_keeper() {
     bell_.asleep.fetch_and(~shm::keeper);
     bell_.wake(shm::keeper);
 }
 
-void Messenger::keep() {
+void P2PEngine::keep() {
     ::pthread_setname_np(::pthread_self(), "ferro-messages");
     std::uint64_t num_moves_seen = 0;
     while (true) {
@@ -154,7 +154,7 @@ void Messenger::keep() {
     }
 }
 
-void Messenger::look_out() {
+void P2PEngine::look_out() {
     ::pthread_setname_np(::pthread_self(), "ferro-watchman");
     while (lookout_->sleep()) {
         const Held held(*this);
@@ -171,17 +171,17 @@ void Messenger::look_out() {
 }
 
 // See [Note: lost connections].
-void Messenger::tell_losses() {
+void P2PEngine::tell_losses() {
     const auto before = Clock::now() - news_patience;
     std::erase_if(unexplained_, [&](const Loss& loss) {
         if (loss.time > before) return false;
-        reception_.tell(News::Kind::gone, loss.rank);
+        reception_.tell(PeerEvent::Kind::gone, loss.rank);
         return true;
     });
 }
 
 // Whether transfers are under way that somebody may wait for elsewhere.
-bool Messenger::has_started() const {
+bool P2PEngine::has_started() const {
     return reception_.mailbox.has_receives() ||
            std::ranges::any_of(peers_, [](const auto& peer) { return peer->has_sends(); });
 }

@@ -17,7 +17,7 @@
 #include <vector>
 
 #include "check.h"
-#include "collectives/movement.h"
+#include "collectives/data_movement.h"
 #include "collectives/reductions.h"
 #include "engine/communicator.h"
 #include "transport/shm/arena.h"
@@ -299,7 +299,7 @@ void goes_back_to_reading(const char* what, Operation operation, std::size_t rea
     const auto group = make_group(one_host(2), false);
     constexpr std::size_t stride = 1024 * 1024;
     const auto memory = make_memory(2 * stride);
-    const Reading::Kind kind = Reading::kind_of(operation, read_size);
+    const TransferMode::Kind kind = TransferMode::kind_of(operation, read_size);
     run_ranks(2, [&](int rank) {
         Communicator& own = *group[static_cast<std::size_t>(rank)];
         const auto arena = std::make_shared<const shm::Arena>(memory, 7, stride, rank);
@@ -312,13 +312,13 @@ void goes_back_to_reading(const char* what, Operation operation, std::size_t rea
         const auto run = [&](const auto& collective) { own.run(own.reserve(), patience, collective); };
         run([&](Context& c, const Deadline& d) {
             if (rank == 0)
-                for (int i = 0; i < 4; ++i) c.reading.took(kind, Reading::in_place, 1e-15, 1);
+                for (int i = 0; i < 4; ++i) c.reading.took(kind, TransferMode::in_place, 1e-15, 1);
             barrier(c, d);
         });
         for (int number = 0; number < 8; ++number)
             run([&](Context& c, const Deadline& d) {
                 // In place once; by slots, until they are known, of which rank 0 hears a call later; and back.
-                const Way expected = number == 0 || number > 5 ? Reading::in_place : Reading::by_slots;
+                const Way expected = number == 0 || number > 5 ? TransferMode::in_place : TransferMode::by_slots;
                 require(c.reading.way_of(kind) == expected, "%s, call %d, rank %d", what, number, rank);
                 call(c, d, rank, *arena);
             });

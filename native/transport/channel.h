@@ -6,7 +6,7 @@
 
 namespace ferrodist {
 
-// What frames say; see engine/messenger.h.
+// What frames say; see engine/p2p_engine.h.
 enum class FrameKind : std::uint32_t { eager = 1, offer, grant, data, withdraw };
 
 // The front of everything that goes through a channel: `length` bytes follow it. The same on all machines that can be in

@@ -54,7 +54,7 @@ def _messenger() -> Iterator[tuple[object, socket.socket, list[tuple[int, ...]]]
     told: list[tuple[int, ...]] = []
     own, peer = socket.socketpair()
     memory = load().create_rings(1)
-    messenger = load().FrameTransport(
+    messenger = load().P2PEngine(
         rank=0,
         eager_bytes=_EAGER_BYTES,
         max_unasked_bytes=_MAX_UNASKED_BYTES,

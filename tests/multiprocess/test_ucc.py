@@ -66,14 +66,14 @@ def _run(
 
 def _strike_in_data(group: Backend, action: Callable[[], object]) -> None:
     """Do something in the second step of data that this rank waits for."""
-    wait_for, steps = group.mover.wait_for, iter([False, True])
+    wait_for, steps = group.data_plane.wait_for, iter([False, True])
 
     def wait(*args: Any) -> Any:
         if next(steps, False):
             action()
         return wait_for(*args)
 
-    group.mover.wait_for = wait
+    group.data_plane.wait_for = wait
 
 
 @pytest.mark.parametrize("transports", ["all", "tcp"])
@@ -137,7 +137,7 @@ def test_a_rank_that_leaves_between_agreement_and_data(control: str) -> None:
 
     def program(group: Any, _: ForkedGroup) -> Report:
         if group.rank == 1:
-            all_gather, destroy_team = group.mover.all_gather, group.mover._team.destroy_team
+            all_gather, destroy_team = group.data_plane.all_gather, group.data_plane._team.destroy_team
             closing = threading.Thread(target=group.close)
             is_ending, is_refused = threading.Event(), threading.Event()
 
@@ -151,7 +151,7 @@ def test_a_rank_that_leaves_between_agreement_and_data(control: str) -> None:
                 assert is_ending.wait(_PATIENCE)
                 return all_gather(*args)
 
-            group.mover._team.destroy_team, group.mover.all_gather = destroy, gather
+            group.data_plane._team.destroy_team, group.data_plane.all_gather = destroy, gather
             report = attempt(group, lambda: fd.allreduce(torch.ones(1000)))
             is_refused.set()
             closing.join()
@@ -180,13 +180,13 @@ def test_a_rank_that_leaves_after_its_part(control: str) -> None:
 
             collectives._DepartureWatch.look = look  # type: ignore[method-assign]
         if group.rank == 2:  # begins its part when rank 0 knows that rank 1 has left
-            start = group.mover.gather
+            start = group.data_plane.gather
 
             def late(*args: Any) -> Any:
                 assert fork.release.wait(_PATIENCE)
                 return start(*args)
 
-            group.mover.gather = late
+            group.data_plane.gather = late
         parts = fd.gather(torch.full((100,), group.rank + 1.0), 0)
         if group.rank == 1:
             group.close()

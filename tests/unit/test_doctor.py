@@ -77,7 +77,7 @@ def test_mpi_is_told_with_its_version_or_a_reason(monkeypatch: pytest.MonkeyPatc
 def test_nccl_is_told_with_its_version(monkeypatch: pytest.MonkeyPatch) -> None:
     """Where there is NCCL its version is shown, and what would be chosen."""
     monkeypatch.setattr(communicator, "why_no_gpu", lambda: None)
-    monkeypatch.setattr(communicator, "_found", communicator._Found())
+    monkeypatch.setattr(communicator, "_loaded", None)
     communicator.why_no_nccl(FakeNccl)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda number: f"GPU of a test {number}")

@@ -29,21 +29,21 @@ RingLayout RingLayout::of(int num_ranks) {
 
 std::size_t RingLayout::size_bytes() const {
     const auto ranks = static_cast<std::size_t>(num_ranks);
-    return round_up(ranks * sizeof(Bell), page_bytes) + round_up(ranks * ranks * sizeof(Ring), page_bytes) +
+    return round_up(ranks * sizeof(Doorbell), page_bytes) + round_up(ranks * ranks * sizeof(Ring), page_bytes) +
            ranks * ranks * ring_bytes;
 }
 
 Rings::Rings(std::shared_ptr<const Mapping> memory, const RingLayout& layout)
     : layout_(layout), memory_(std::move(memory)) {
     const auto ranks = static_cast<std::size_t>(layout.num_ranks);
-    rings_ = memory_->data() + round_up(ranks * sizeof(Bell), page_bytes);
+    rings_ = memory_->data() + round_up(ranks * sizeof(Doorbell), page_bytes);
     bytes_ = rings_ + round_up(ranks * ranks * sizeof(Ring), page_bytes);
 }
 
 void Rings::initialize() {
     // The memory is zero, which is what all positions start from; this begins the objects' lifetimes.
     for (int rank = 0; rank < layout_.num_ranks; ++rank) {
-        new (&bell(rank)) Bell{};
+        new (&bell(rank)) Doorbell{};
         for (int other = 0; other < layout_.num_ranks; ++other) new (&ring(rank, other)) Ring{};
     }
 }
@@ -52,8 +52,8 @@ std::size_t Rings::index(int from, int to) const noexcept {
     return static_cast<std::size_t>(from) * static_cast<std::size_t>(layout_.num_ranks) + static_cast<std::size_t>(to);
 }
 
-Bell& Rings::bell(int rank) const noexcept {
-    return *std::launder(reinterpret_cast<Bell*>(memory_->data() + static_cast<std::size_t>(rank) * sizeof(Bell)));
+Doorbell& Rings::bell(int rank) const noexcept {
+    return *std::launder(reinterpret_cast<Doorbell*>(memory_->data() + static_cast<std::size_t>(rank) * sizeof(Doorbell)));
 }
 
 Ring& Rings::ring(int from, int to) const noexcept {

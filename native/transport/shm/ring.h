@@ -16,7 +16,7 @@
 #include <memory>
 
 #include "transport/channel.h"
-#include "transport/shm/bell.h"
+#include "transport/shm/doorbell.h"
 #include "transport/shm/memory.h"
 #include "transport/shm/segment.h"
 #include "transport/shm/shared_copy.h"
@@ -52,7 +52,7 @@ public:
     void initialize();
 
     [[nodiscard]] const RingLayout& layout() const noexcept { return layout_; }
-    [[nodiscard]] Bell& bell(int rank) const noexcept;
+    [[nodiscard]] Doorbell& bell(int rank) const noexcept;
     [[nodiscard]] Ring& ring(int from, int to) const noexcept;
     [[nodiscard]] std::byte* bytes(int from, int to) const noexcept;
 

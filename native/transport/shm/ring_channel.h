@@ -44,7 +44,7 @@ public:
     }
 
 private:
-    Bell& bell_;
+    Doorbell& bell_;
     RingWriter writer_;
     RingReader reader_;
     std::uint32_t length_ = 0;  // of the frame in front

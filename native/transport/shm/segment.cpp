@@ -20,7 +20,7 @@ constexpr auto longest_sleep = interruption_period;
 }  // namespace
 
 struct Segment::Header {
-    struct alignas(line_bytes) Bell {
+    struct alignas(line_bytes) Doorbell {
         std::atomic<std::uint32_t> word;      // changed by `ring`, slept on
         std::atomic<std::uint32_t> sleepers;  // ranks that sleep or are about to; a killed one may stay counted
     };
@@ -30,7 +30,7 @@ struct Segment::Header {
         std::array<char, max_record_bytes> record;
     };
 
-    Bell bell;
+    Doorbell bell;
     Abort abort;
     alignas(line_bytes) Flag num_arrivals;  // of all ranks at all collectives so far; in crowded groups only
     alignas(line_bytes) Flag released;      // collectives at which all have arrived; in crowded groups only

@@ -11,7 +11,7 @@
 
 #include <cstddef>
 
-#include "base/choice.h"
+#include "base/two_way_autotuner.h"
 
 namespace ferrodist::shm {
 
@@ -22,7 +22,7 @@ public:
     void copy(std::byte* out, const std::byte* source, std::size_t size) noexcept;
 
 private:
-    Choice choice_{2.0, 16};  // its reader pays for a copy past the caches
+    TwoWayAutotuner choice_{2.0, 16};  // its reader pays for a copy past the caches
 };
 
 // The two ways; the second is the first where the processor has no such stores.

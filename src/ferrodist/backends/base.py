@@ -86,7 +86,7 @@ class Backend(ABC):
     agreement_key: bytes = b""
     """What agreements are authenticated with where their messages are not, or nothing."""
 
-    mover: Any = None
+    data_plane: Any = None
     """What moves bytes for all ranks at once, or None: see `engines/data_plane.py`."""
 
     device_collectives: Any = None

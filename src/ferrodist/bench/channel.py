@@ -1,19 +1,25 @@
-"""Messages between the driver and a rank: a JSON object a line, over a Unix socket.
+"""Messages between the driver and a rank, and a barrier of a peer's ranks that needs no library.
 
-A rank that waits for one is blocked in the kernel: while others are measured it takes nothing from the processors.
+A message is a line of JSON over a Unix socket. A rank that waits for one is blocked in the kernel: while others are
+measured it takes no processor time.
 """
 
 from __future__ import annotations
 
 import json
+import mmap
+import os
 import time
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     import socket
+    from pathlib import Path
 
 MAX_LINE_BYTES = 1 << 20
 """A longer line is an error."""
+
+_CACHE_LINE_WORDS = 8  # of 8 bytes
 
 
 class ChannelClosedError(Exception):
@@ -21,7 +27,7 @@ class ChannelClosedError(Exception):
 
 
 class Channel:
-    """One end.
+    """One end of a connection.
 
     Args:
         sock: A connected stream socket; the channel owns it.
@@ -39,7 +45,7 @@ class Channel:
         """Send one message.
 
         Raises:
-            ChannelClosedError: Nobody reads any more.
+            ChannelClosedError: The other side has ended.
         """
         self._sock.settimeout(None)
         try:
@@ -55,8 +61,8 @@ class Channel:
 
         Raises:
             ChannelClosedError: The other side has ended.
-            TimeoutError: Nothing came.
-            ValueError: What came is no message.
+            TimeoutError: No message came.
+            ValueError: The line is not a message.
         """
         end = None if timeout is None else time.monotonic() + timeout
         while b"\n" not in self._pending:
@@ -79,3 +85,37 @@ class Channel:
     def close(self) -> None:
         """End the connection."""
         self._sock.close()
+
+
+class FileBarrier:
+    """A barrier of counters in a file that all ranks have mapped.
+
+    Args:
+        path: The file, for this barrier only; the first rank that comes creates it.
+        rank: This rank.
+        num_ranks: Number of ranks.
+    """
+
+    def __init__(self, path: Path, rank: int, num_ranks: int) -> None:
+        self._rank, self._num_ranks, self._generation = rank, num_ranks, 0
+        size_bytes = 8 * _CACHE_LINE_WORDS * num_ranks
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
+        try:
+            os.ftruncate(descriptor, size_bytes)
+            self._memory = mmap.mmap(descriptor, size_bytes)
+        finally:
+            os.close(descriptor)
+        self._counters = memoryview(self._memory).cast("Q")
+
+    def wait(self) -> None:
+        """Wait until all ranks have come."""
+        self._generation += 1
+        self._counters[self._rank * _CACHE_LINE_WORDS] = self._generation
+        for rank in range(self._num_ranks):
+            while self._counters[rank * _CACHE_LINE_WORDS] < self._generation:
+                os.sched_yield()
+
+    def close(self) -> None:
+        """Free the memory."""
+        self._counters.release()
+        self._memory.close()

@@ -1,11 +1,13 @@
-"""How far a run is: a bar on a terminal, the tables as they come anywhere."""
+"""The progress of a run: the tables as they come, and on a terminal a bar below them."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
-from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.progress import BarColumn, TextColumn, TimeElapsedColumn
+
+from ferrodist.progress import open_bars
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -13,89 +15,54 @@ if TYPE_CHECKING:
     from typing_extensions import Self
 
 
-class Display(Protocol):
-    """Shows a run."""
+class RunDisplay:
+    """Lines that stay, and on a terminal a bar below them; a context.
 
-    def __enter__(self) -> Self: ...
+    Args:
+        num_cases: Number of cases of the run.
+        console: The console; default: standard output.
+    """
 
-    def __exit__(self, *_: object) -> None: ...
-
-    def begin(self, title: str, num_rounds: int) -> None:
-        """A case begins."""
-
-    def show_round(self, number: int) -> None:
-        """So many of its rounds are done."""
-
-    def say(self, lines: Sequence[str]) -> None:
-        """Print lines that stay."""
-
-
-class LineDisplay:
-    """Only what stays, for files and pipes."""
-
-    def __init__(self, console: Console) -> None:
-        self._console = console
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        pass
-
-    def begin(self, title: str, num_rounds: int) -> None:
-        """See `Display.begin`."""
-
-    def show_round(self, number: int) -> None:
-        """See `Display.show_round`."""
-
-    def say(self, lines: Sequence[str]) -> None:
-        """See `Display.say`."""
-        self._console.print("\n".join(lines), highlight=False, markup=False, soft_wrap=True)
-
-
-class BarDisplay:
-    """A bar below what stays, for terminals."""
-
-    def __init__(self, console: Console, num_cases: int) -> None:
-        self._console = console
-        self._bars = Progress(
+    def __init__(self, num_cases: int, console: Console | None = None) -> None:
+        self._console = console or Console()
+        self._bars = open_bars(
+            self._console,
             TextColumn("{task.fields[title]}", markup=False),
             BarColumn(bar_width=24),
             TextColumn("case {task.fields[number]} of {task.fields[num_cases]}"),
             TimeElapsedColumn(),
-            console=console,
             # A thread that redraws would take a processor from the ranks while they are timed.
             auto_refresh=False,
         )
-        self._number = 0
-        self._task = self._bars.add_task("", total=num_cases, title="starting", number=0, num_cases=num_cases)
-        self._num_rounds = 1
+        self._num_begun, self._num_rounds = 0, 1
+        if self._bars is not None:
+            self._task = self._bars.add_task("", total=num_cases, title="starting", number=0, num_cases=num_cases)
 
     def __enter__(self) -> Self:
-        self._bars.start()
+        if self._bars is not None:
+            self._bars.start()
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._bars.stop()
+        if self._bars is not None:
+            self._bars.stop()
 
-    def begin(self, title: str, num_rounds: int) -> None:
-        """See `Display.begin`."""
-        self._number, self._num_rounds = self._number + 1, num_rounds
-        self._bars.update(self._task, title=title, number=self._number, completed=self._number - 1, refresh=True)
+    def begin_case(self, title: str, num_rounds: int) -> None:
+        """Show the next case."""
+        self._num_begun, self._num_rounds = self._num_begun + 1, num_rounds
+        self._update(0, title=title, number=self._num_begun)
 
-    def show_round(self, number: int) -> None:
-        """See `Display.show_round`."""
-        self._bars.update(self._task, completed=self._number - 1 + number / self._num_rounds, refresh=True)
+    def show_round(self, num_done: int) -> None:
+        """Show the number of finished rounds of the case."""
+        self._update(num_done)
 
-    def say(self, lines: Sequence[str]) -> None:
-        """See `Display.say`."""
+    def print(self, lines: Sequence[str]) -> None:
+        """Print lines that stay."""
         self._console.print("\n".join(lines), highlight=False, markup=False, soft_wrap=True)
-        self._bars.refresh()
+        if self._bars is not None:
+            self._bars.refresh()
 
-
-def make_display(num_cases: int) -> Display:
-    """A bar when standard output is a terminal, else lines."""
-    console = Console()
-    return (
-        BarDisplay(console, num_cases) if console.is_terminal and not console.is_dumb_terminal else LineDisplay(console)
-    )
+    def _update(self, num_done: int, **fields: Any) -> None:
+        if self._bars is not None:
+            completed = self._num_begun - 1 + num_done / self._num_rounds
+            self._bars.update(self._task, completed=completed, refresh=True, **fields)

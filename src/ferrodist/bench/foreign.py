@@ -1,7 +1,7 @@
 """Run a module of ferrodist.bench in an interpreter that has no ferrodist: ``python foreign.py MODULE ARGUMENT ...``.
 
-The packages above the module are made here, empty: their own ``__init__`` and this interpreter's search path stay out,
-so that torch and NumPy of the installation that ferrodist lies in can't get in.
+The packages above the module are created here, empty. Their own ``__init__`` and this interpreter's search path stay
+out, and with them torch and NumPy of the installation that ferrodist is part of.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ from pathlib import Path
 def main() -> None:
     """Run the module that the first argument names, as ``__main__``."""
     folder = Path(__file__).resolve().parent
-    # Python puts a script's folder first, where our modules would hide others' of the same name.
+    # Python puts a script's folder first, where our modules would hide others of the same name.
     sys.path[:] = [entry for entry in sys.path if Path(entry).resolve() != folder]
-    for name, place in (("ferrodist", folder.parent), ("ferrodist.bench", folder)):
+    for name, path in (("ferrodist", folder.parent), ("ferrodist.bench", folder)):
         package = types.ModuleType(name)
-        package.__path__ = [str(place)]
+        package.__path__ = [str(path)]
         sys.modules[name] = package
     del sys.argv[0]
     runpy.run_module(f"ferrodist.bench.{sys.argv[0]}", run_name="__main__", alter_sys=True)

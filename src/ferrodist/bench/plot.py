@@ -1,4 +1,4 @@
-"""A report as a picture: a panel for each operation, time over size, a line for each peer."""
+"""The picture of a report: a panel for each operation, time over size, a line for each peer."""
 
 from __future__ import annotations
 
@@ -9,10 +9,9 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
 
-from ferrodist.bench.peers import Peer
-from ferrodist.bench.quantities import format_bytes, format_seconds
-from ferrodist.bench.suites import Suite
-from ferrodist.bench.table import where
+from ferrodist.bench.cases import LIMITS, Peer
+from ferrodist.bench.report import format_bytes, format_seconds
+from ferrodist.bench.suites import Suite, format_ranks
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -38,16 +37,8 @@ _COLORS = {
     Peer.LIMIT: "#888888",
     Peer.IPERF3: "#888888",
 }
-_DASHED = {
-    Peer.NATIVE_SYMMETRIC: "--",
-    Peer.NATIVE_TCP: "--",
-    Peer.MPICH_SINGLE: "--",
-    Peer.OPENMPI_SINGLE: "--",
-    Peer.LIMIT: ":",
-    Peer.IPERF3: ":",
-}
-_DRAWN = {Suite.COLLECTIVES.value, Suite.MESSAGES.value, Suite.HOSTS.value}
-"""The suites of a time over a size."""
+_DASHED = (Peer.NATIVE_SYMMETRIC, Peer.NATIVE_TCP, Peer.MPICH_SINGLE, Peer.OPENMPI_SINGLE)
+_PLOTTED_SUITES = {Suite.COLLECTIVES.value, Suite.MESSAGES.value, Suite.HOSTS.value}
 _PANEL_INCHES = (4.2, 3.4)
 _COLUMNS = 3
 _LABELS_PER_COLUMN = 2
@@ -57,11 +48,11 @@ def save_plot(path: Path, report: Report) -> bool:
     """Draw a report into a PNG file: a panel for each operation on each number of ranks and hosts, and type.
 
     Returns:
-        Whether there was anything to draw: a barrier has no size, and other suites ask for no time over a size.
+        Whether there was anything to draw: only some suites measure a time over a size, and a barrier has no size.
     """
     groups: dict[tuple[int, int, str, str], list[CaseReport]] = {}
     for case in report.cases:
-        if case.suite in _DRAWN and case.size_bytes and case.measurements:
+        if case.suite in _PLOTTED_SUITES and case.size_bytes and case.measurements:
             groups.setdefault((case.num_hosts, case.num_ranks, case.dtype, case.operation), []).append(case)
     if not groups:
         return False
@@ -76,7 +67,10 @@ def save_plot(path: Path, report: Report) -> bool:
             axes.set_axis_off()
             continue
         _draw(axes, cases)
-        axes.set_title(f"{cases[0].operation}, {where(cases[0])}, {cases[0].dtype}", fontsize=10)
+        axes.set_title(
+            f"{cases[0].operation}, {format_ranks(cases[0].num_ranks, cases[0].num_hosts)}, {cases[0].dtype}",
+            fontsize=10,
+        )
     labelled = {
         label: handle for axes in figure.axes for handle, label in zip(*axes.get_legend_handles_labels(), strict=True)
     }
@@ -94,10 +88,12 @@ def save_plot(path: Path, report: Report) -> bool:
 
 def _draw(axes: Axes, cases: list[CaseReport]) -> None:
     for peer in Peer:
-        points = [(case.size_bytes, measured.median) for case in cases if (measured := case.of(peer)) is not None]
+        points = [
+            (case.size_bytes, measured.median) for case in cases if (measured := case.measurement(peer)) is not None
+        ]
         if points:
             sizes, medians = zip(*sorted(points), strict=True)
-            style = _DASHED.get(peer, "-")
+            style = ":" if peer in LIMITS else "--" if peer in _DASHED else "-"
             axes.plot(sizes, medians, style, color=_COLORS[peer], label=peer.title, linewidth=1.4, marker=".")
     axes.set_xscale("log", base=2)
     axes.set_yscale("log")

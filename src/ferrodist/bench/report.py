@@ -1,34 +1,69 @@
-"""What a run leaves: figures, and all that it takes to judge them."""
+"""The report of a run: statistics and all facts needed to judge them, as JSON, and as text for terminals."""
 
 from __future__ import annotations
 
+import contextlib
 import math
+import os
+import platform
+import re
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import msgspec
 
-from ferrodist.bench.machine import Machine  # noqa: TC001 - msgspec reads the annotation
-from ferrodist.bench.peers import LIMITS, OURS, Peer
-from ferrodist.wording import counted
+from ferrodist.bench.cases import LIMITS, OURS, Operation, Peer
+from ferrodist.bench.suites import format_ranks
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
-    from pathlib import Path
 
 FORMAT = 2
+LOSS_MARK = "<- faster than ferrodist"
+_HEADINGS = ("", "median", "p10", "p99", "/ours", "/limit")
+_WIDTHS = (22, 9, 9, 9, 9, 9)
+
+
+class Machine(msgspec.Struct, frozen=True, kw_only=True):
+    """A computer, as it was when the run began.
+
+    Args:
+        processor: The model's name.
+        num_processors: Processors that this process may use.
+        caches: Size by name, such as "L3" and "32768K".
+        memory_bytes: Size of the main memory.
+        huge_pages: The kernel's policy for huge pages, such as "madvise".
+        system: Kernel and architecture.
+        python: Version of the interpreter.
+        load: Mean number of runnable processes over the minute before.
+    """
+
+    processor: str
+    num_processors: int
+    caches: dict[str, str]
+    memory_bytes: int
+    huge_pages: str
+    system: str
+    python: str
+    load: float
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether other processes took so much time that the figures can't be trusted."""
+        return self.load > 0.3 * self.num_processors
 
 
 class Measurement(msgspec.Struct, frozen=True, kw_only=True):
     """One peer in one case. Values are seconds for one call, or for an overlap a ratio of times.
 
     Args:
-        peer: Its name on the command line.
-        median: Over the batches.
+        peer: The peer's name on the command line.
+        median: Median of the batches.
         p10: A tenth of the batches were below.
         p99: A hundredth of the batches were above; with few batches, close to the highest.
         calls_per_batch: Calls that were timed together; for an overlap, products of matrices.
-        batches: Each batch's value, in the order in which they ran.
-        parts: By name: what went into each batch's value, in seconds.
+        batches: The batches' values, in order.
+        parts: By name: the components of each batch's value, in seconds.
     """
 
     peer: str
@@ -40,7 +75,7 @@ class Measurement(msgspec.Struct, frozen=True, kw_only=True):
     parts: dict[str, list[float]] = msgspec.field(default_factory=dict)
 
     @classmethod
-    def of(
+    def from_batches(
         cls,
         peer: str,
         *,
@@ -48,7 +83,7 @@ class Measurement(msgspec.Struct, frozen=True, kw_only=True):
         calls_per_batch: int,
         parts: Mapping[str, Sequence[float]] | None = None,
     ) -> Measurement:
-        """The statistics of a peer's batches."""
+        """Compute the statistics of a peer's batches."""
         return cls(
             peer=peer,
             median=percentile(values, 50),
@@ -59,21 +94,25 @@ class Measurement(msgspec.Struct, frozen=True, kw_only=True):
             parts={name: list(times) for name, times in (parts or {}).items()},
         )
 
+    def format_parts(self) -> str:
+        """Return "alone 5 ms, computing 5 ms, together 8 ms"; "" for a plain time."""
+        return ", ".join(f"{name} {format_seconds(percentile(times, 50))}" for name, times in self.parts.items())
+
 
 class CaseReport(msgspec.Struct, kw_only=True):
     """One case.
 
     Args:
-        suite: Whose case it is.
-        operation: Its name.
-        dtype: Name of the type.
-        num_ranks: Ranks.
-        num_hosts: Hosts that they are spread over.
-        size_bytes: Of a rank's larger tensor, as asked for; 0 where the operation has no size.
-        num_elements: Of the same, rounded up so that ranks have equal parts.
-        measurements: By peer, those that were measured.
+        suite: The suite's name.
+        operation: The operation's name.
+        dtype: The type's name.
+        num_ranks: Number of ranks.
+        num_hosts: Number of hosts.
+        size_bytes: Requested size of a rank's larger tensor; 0 where the operation has no size.
+        num_elements: Elements of that tensor, rounded up so that ranks have equal parts.
+        measurements: One for each peer that was measured.
         not_offered: By peer: why it was not measured.
-        failures: By peer: what went wrong.
+        failures: By peer: the error.
     """
 
     suite: str
@@ -87,23 +126,22 @@ class CaseReport(msgspec.Struct, kw_only=True):
     not_offered: dict[str, str] = msgspec.field(default_factory=dict)
     failures: dict[str, str] = msgspec.field(default_factory=dict)
 
-    def of(self, peer: Peer) -> Measurement | None:
+    def measurement(self, peer: Peer) -> Measurement | None:
         """A peer's figures, if it was measured."""
         return next((measured for measured in self.measurements if measured.peer == peer.value), None)
 
     @property
     def ours(self) -> Measurement | None:
-        """What the others are compared with: ferrodist's first backend that was measured."""
-        return next((measured for peer in OURS if (measured := self.of(peer)) is not None), None)
+        """The figures to compare with: those of ferrodist's first backend that was measured."""
+        return next((measured for peer in OURS if (measured := self.measurement(peer)) is not None), None)
 
     def ratio_to_ours(self, measured: Measurement) -> float | None:
-        """How many times as long as ferrodist a peer takes; below 1 it is faster than ferrodist."""
-        return None if self.ours is None else _ratio(measured.median, self.ours.median)
+        """A peer's median over ferrodist's; below 1 the peer is faster."""
+        return _ratio(measured, self.ours)
 
     def ratio_to_limit(self, measured: Measurement) -> float | None:
-        """How many times as long as moving the bytes, and nothing else, a peer takes."""
-        limit = next((found for peer in LIMITS if (found := self.of(peer)) is not None), None)
-        return None if limit is None else _ratio(measured.median, limit.median)
+        """A peer's median over that of moving the bytes, and nothing else."""
+        return _ratio(measured, next((found for peer in LIMITS if (found := self.measurement(peer)) is not None), None))
 
     @property
     def faster_peers(self) -> list[Measurement]:
@@ -111,17 +149,27 @@ class CaseReport(msgspec.Struct, kw_only=True):
         others = [one for one in self.measurements if Peer(one.peer) not in {*LIMITS, *OURS}]
         return [one for one in others if (ratio := self.ratio_to_ours(one)) is not None and ratio < 1]
 
+    @property
+    def title(self) -> str:
+        """Return "allreduce, 2 ranks, float32, 16 KiB"."""
+        size = [self.dtype, format_bytes(self.size_bytes)] if self.size_bytes else []
+        return ", ".join([self.operation, format_ranks(self.num_ranks, self.num_hosts), *size])
+
+    def format_value(self, value: float) -> str:
+        """A value for people: a time, or for an overlap a ratio of times."""
+        return format_ratio(value) if self.operation == Operation.OVERLAP.value else format_seconds(value)
+
 
 class PeerReport(msgspec.Struct, kw_only=True):
     """A peer on a number of ranks.
 
     Args:
-        peer: Its name on the command line.
-        num_ranks: Ranks.
-        num_hosts: Hosts that they are spread over.
-        versions: Of what it consists of, and the thread level that an MPI gave.
-        command: What started it, or its first rank, without the paths and options of the run.
-        reason: Why it was not measured, if it was not.
+        peer: The peer's name on the command line.
+        num_ranks: Number of ranks.
+        num_hosts: Number of hosts.
+        versions: Versions of its components, and the thread level that an MPI gave.
+        command: The command that started it, or its first rank, without the paths and options of the run.
+        reason: Why it was not measured; None if it was.
     """
 
     peer: str
@@ -136,16 +184,16 @@ class Report(msgspec.Struct, kw_only=True):
     """A run.
 
     Args:
-        started: When, as an ISO date and time with its zone.
-        machine: Where.
+        started: ISO date and time with the zone.
+        machine: The computer.
         settings: The options of the command that shape the figures.
-        ferrodist: The version measured.
-        peers: Those that were asked for.
-        cases: Those that were measured.
-        left_out: Cases that were not, and why.
-        seconds: What the run took.
-        is_complete: Whether it came to its end.
-        format: Of this file.
+        ferrodist: The measured version.
+        peers: The peers that were asked for.
+        cases: The cases that were measured.
+        left_out: The cases that were not, with the reasons.
+        seconds: Duration of the run.
+        is_complete: Whether the run was not interrupted.
+        format: Version of this file's format.
     """
 
     started: str
@@ -161,9 +209,9 @@ class Report(msgspec.Struct, kw_only=True):
 
     @property
     def failures(self) -> list[str]:
-        """What went wrong in cases, a line each."""
+        """The failures of all cases, a line each."""
         return [
-            f"{case.operation} of {case.size_bytes} bytes ({case.dtype}) on {counted(case.num_ranks, 'rank')}"
+            f"{case.operation} of {case.size_bytes} bytes ({case.dtype}) on {case.num_ranks} ranks"
             f"{f' of {case.num_hosts} hosts' if case.num_hosts > 1 else ''}, {name}: {reason}"
             for case in self.cases
             for name, reason in case.failures.items()
@@ -176,7 +224,7 @@ def write_report(path: Path, report: Report) -> None:
 
 
 def read_report(path: Path) -> Report:
-    """Read what `write_report` has written.
+    """Read a report.
 
     Raises:
         ValueError: The file holds something else.
@@ -190,14 +238,129 @@ def read_report(path: Path) -> Report:
     return report
 
 
+def describe_machine() -> Machine:
+    """Describe this machine, now; facts that the system does not offer are empty or 0."""
+    found = re.search(r"^model name\s*:\s*(.+)$", _read("/proc/cpuinfo"), re.MULTILINE)
+    policy = re.search(r"\[(\w+)\]", _read("/sys/kernel/mm/transparent_hugepage/enabled"))
+    caches = {}
+    for index in sorted(Path("/sys/devices/system/cpu/cpu0/cache").glob("index*")):
+        kind = {"Data": "d", "Instruction": "i"}.get(_read(index / "type"), "")
+        caches[f"L{_read(index / 'level')}{kind}"] = _read(index / "size")
+    return Machine(
+        processor=found[1].strip() if found else platform.processor() or platform.machine(),
+        num_processors=len(os.sched_getaffinity(0)),
+        caches=caches,
+        memory_bytes=_meminfo("MemTotal"),
+        huge_pages=policy[1] if policy else "",
+        system=f"{platform.system()} {platform.release()} {platform.machine()}",
+        python=platform.python_version(),
+        load=os.getloadavg()[0],
+    )
+
+
+def available_bytes() -> int:
+    """Memory available to new programs; 0 where the system does not say."""
+    return _meminfo("MemAvailable")
+
+
+def case_lines(case: CaseReport) -> list[str]:
+    """The figures of one case, a line for each peer; a peer that is faster than ferrodist is marked."""
+    lines = [case.title, _row(_HEADINGS)]
+    faster = {measured.peer for measured in case.faster_peers}
+    for measured in case.measurements:
+        values = [case.format_value(value) for value in (measured.median, measured.p10, measured.p99)]
+        to_ours = None if Peer(measured.peer) in LIMITS else case.ratio_to_ours(measured)
+        ratios = [format_ratio(to_ours), format_ratio(case.ratio_to_limit(measured))]
+        row = _row((Peer(measured.peer).title, *values, *ratios))
+        notes = [measured.format_parts(), LOSS_MARK if measured.peer in faster else ""]
+        lines.append("  ".join([row, *filter(None, notes)]))
+    for name, reason in (*case.not_offered.items(), *case.failures.items()):
+        lines.append(f"  {Peer(name).title:<{_WIDTHS[0]}}{'FAILED: ' if name in case.failures else '-  '}{reason}")
+    return lines
+
+
+def summary_lines(report: Report) -> list[str]:
+    """The summary of the run: missing peers, failures, and the cases where ferrodist was slower."""
+    lines = [
+        f"{Peer(peer.peer).title} was not measured on {format_ranks(peer.num_ranks, peer.num_hosts)}: {peer.reason}"
+        for peer in report.peers
+        if peer.reason is not None
+    ]
+    lines += report.left_out
+    lines += [f"FAILED: {failure}" for failure in report.failures]
+    compared = [case for case in report.cases if case.ours is not None and len(case.measurements) > 1]
+    lost = [case for case in compared if case.faster_peers]
+    lines.append(f"ferrodist was slower than a peer in {len(lost)} of {len(compared)} cases{':' if lost else '.'}")
+    for case in lost:
+        best = min(case.faster_peers, key=lambda measured: measured.median)
+        assert case.ours is not None
+        lines.append(
+            f"  {case.title}: {Peer(best.peer).title} {case.format_value(best.median)},"
+            f" ferrodist {case.format_value(case.ours.median)}"
+        )
+    if report.machine.is_busy:
+        lines.append(
+            f"The machine was busy when the run began (load {report.machine.load:.1f} on"
+            f" {report.machine.num_processors} processors): these figures say little."
+        )
+    return lines
+
+
 def percentile(values: Sequence[float], percent: float) -> float:
-    """The value below which ``percent`` of the values lie, between two of them in proportion."""
+    """The value below which ``percent`` of the values are, interpolated."""
     ordered = sorted(values)
-    place = (len(ordered) - 1) * percent / 100
-    below = math.floor(place)
+    position = (len(ordered) - 1) * percent / 100
+    below = math.floor(position)
     above = min(below + 1, len(ordered) - 1)
-    return ordered[below] + (ordered[above] - ordered[below]) * (place - below)
+    return ordered[below] + (ordered[above] - ordered[below]) * (position - below)
 
 
-def _ratio(value: float, unit: float) -> float | None:
-    return value / unit if unit > 0 else None
+def format_bytes(size: int) -> str:
+    """Return "16 KiB", for 16384."""
+    for unit, factor in (("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10)):
+        if size >= factor:
+            return f"{_three_digits(size / factor)} {unit}"
+    return f"{size} B"
+
+
+def format_seconds(seconds: float) -> str:
+    """Return "12.3 us", for 1.23e-5."""
+    # Just below a unit's end, rounding to three digits would reach the next one.
+    for unit, factor in (("ns", 1e-9), ("us", 1e-6), ("ms", 1e-3)):
+        if seconds < 999.5 * factor:
+            return f"{_three_digits(seconds / factor)} {unit}"
+    return f"{_three_digits(seconds)} s"
+
+
+def format_ratio(ratio: float | None) -> str:
+    """Return "0.0012", "1.23", "45.6", "789" or "-"."""
+    if ratio is None:
+        return "-"
+    return f"{ratio:.2g}" if 0 < ratio < 0.095 else _three_digits(ratio, always=True)
+
+
+def _three_digits(value: float, *, always: bool = False) -> str:
+    """Three digits, or fewer for an integer unless ``always``."""
+    if value == int(value) and not always:
+        return f"{value:.0f}"
+    return f"{value:.{2 if value < 9.995 else 1 if value < 99.95 else 0}f}"
+
+
+def _ratio(measured: Measurement, unit: Measurement | None) -> float | None:
+    return None if unit is None or unit.median <= 0 else measured.median / unit.median
+
+
+def _row(cells: Sequence[str]) -> str:
+    figures = "".join(f"{cell:>{width}}" for cell, width in zip(cells[1:], _WIDTHS[1:], strict=True))
+    return f"  {cells[0]:<{_WIDTHS[0]}}{figures}".rstrip()
+
+
+def _meminfo(name: str) -> int:
+    found = re.search(rf"^{name}:\s+(\d+) kB$", _read("/proc/meminfo"), re.MULTILINE)
+    return int(found[1]) * 1024 if found else 0
+
+
+def _read(path: str | Path) -> str:
+    with contextlib.suppress(OSError):
+        return Path(path).read_text(encoding="utf-8", errors="replace").strip()
+    return ""

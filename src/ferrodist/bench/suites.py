@@ -1,18 +1,19 @@
-"""The questions a run can answer, each with the operations, ranks, sizes and peers that it is asked with."""
+"""The suites, each with its default operations, ranks, sizes and peers; and the plan of a run."""
 
 from __future__ import annotations
 
 import enum
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
-from ferrodist.bench.cases import Operation
-from ferrodist.bench.peers import Peer
+from ferrodist.bench.cases import Case, DataType, Operation, Peer
 
-_OVER_OTHERS = (Peer.OVER_MPI, Peer.MPI4PY, Peer.OVER_UCC, Peer.OVER_NCCL)
+if TYPE_CHECKING:
+    from collections.abc import Sequence
 
 
 class Suite(enum.Enum):
-    """A question; the value is its name on the command line."""
+    """A question that a run answers; the value is its name on the command line."""
 
     COLLECTIVES = "collectives"
     MESSAGES = "messages"
@@ -22,20 +23,20 @@ class Suite(enum.Enum):
     HOSTS = "hosts"
 
 
+_MPIS = (Peer.MPICH, Peer.OPENMPI)
+_SINGLE_MPIS = (Peer.MPICH_SINGLE, Peer.OPENMPI_SINGLE)
+_ALL_MPIS = (Peer.MPICH, Peer.MPICH_SINGLE, Peer.OPENMPI, Peer.OPENMPI_SINGLE)
+_OPTIONAL = (Peer.NATIVE_TCP, Peer.TCP, Peer.OVER_MPI, Peer.MPI4PY, Peer.OVER_UCC, Peer.OVER_NCCL)
+_KIB, _MIB = 1 << 10, 1 << 20
+_SIZES = (8, 128, *(n * _KIB for n in (1, 4, 16, 64, 256)), *(n * _MIB for n in (1, 8, 64)))
+_QUICK_SIZES = (8, 16 * _KIB, _MIB)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SuiteDefaults:
-    """How a suite is run where the command line does not say.
+    """A suite's operations, and its defaults; ``full_ranks`` are for ``--full``, ``quick_sizes`` for ``--quick``.
 
-    Args:
-        title: What it is called.
-        operations: All that it can measure.
-        ranks: Numbers of ranks.
-        full_ranks: The same with ``--full``.
-        sizes: Bytes.
-        quick_sizes: The same with ``--quick``.
-        peers: Who is measured.
-        optional_peers: Who is measured if asked for.
-        num_hosts: Hosts that the ranks are spread over.
+    ``optional_peers`` are measured if they are named.
     """
 
     title: str
@@ -45,26 +46,16 @@ class SuiteDefaults:
     sizes: tuple[int, ...] = ()
     quick_sizes: tuple[int, ...] = ()
     peers: tuple[Peer, ...]
-    optional_peers: tuple[Peer, ...] = (Peer.NATIVE_TCP, Peer.TCP, *_OVER_OTHERS)
+    optional_peers: tuple[Peer, ...] = _OPTIONAL
     num_hosts: int = 1
 
-
-_KIB, _MIB = 1 << 10, 1 << 20
-_SIZES = (8, 128, *(n * _KIB for n in (1, 4, 16, 64, 256)), *(n * _MIB for n in (1, 8, 64)))
-_QUICK_SIZES = (8, 16 * _KIB, _MIB)
-_MPIS = (Peer.MPICH, Peer.OPENMPI)
-_ALL_MPIS = (Peer.MPICH, Peer.MPICH_SINGLE, Peer.OPENMPI, Peer.OPENMPI_SINGLE)
 
 SUITES = {
     Suite.COLLECTIVES: SuiteDefaults(
         title="Collectives",
         operations=(
-            Operation.ALLREDUCE,
-            Operation.REDUCE_SCATTER,
-            Operation.ALL_GATHER,
-            Operation.BROADCAST,
-            Operation.ALL_TO_ALL,
-            Operation.BARRIER,
+            *(Operation.ALLREDUCE, Operation.REDUCE_SCATTER, Operation.ALL_GATHER),
+            *(Operation.BROADCAST, Operation.ALL_TO_ALL, Operation.BARRIER),
         ),
         full_ranks=(2, 4),
         sizes=(*_SIZES, 256 * _MIB),
@@ -84,7 +75,7 @@ SUITES = {
         sizes=(8, 64 * _KIB),
         quick_sizes=(8,),
         peers=(Peer.NATIVE, Peer.NATIVE_SYMMETRIC, Peer.GLOO, *_MPIS),
-        optional_peers=(Peer.NATIVE_TCP, Peer.TCP, *_OVER_OTHERS, Peer.MPICH_SINGLE, Peer.OPENMPI_SINGLE),
+        optional_peers=(*_OPTIONAL, *_SINGLE_MPIS),
     ),
     Suite.OVERLAP: SuiteDefaults(
         title="An asynchronous allreduce beside a computation",
@@ -92,7 +83,7 @@ SUITES = {
         sizes=(64 * _MIB,),
         quick_sizes=(_MIB,),
         peers=(Peer.NATIVE, Peer.NATIVE_SYMMETRIC, Peer.GLOO, *_MPIS),
-        optional_peers=(Peer.NATIVE_TCP, Peer.TCP, *_OVER_OTHERS, Peer.MPICH_SINGLE, Peer.OPENMPI_SINGLE),
+        optional_peers=(*_OPTIONAL, *_SINGLE_MPIS),
     ),
     Suite.GROUPS: SuiteDefaults(
         title="Making groups",
@@ -100,7 +91,7 @@ SUITES = {
         ranks=(2, 8),
         full_ranks=(2, 8),
         peers=(Peer.NATIVE, Peer.GLOO, *_MPIS),
-        optional_peers=(Peer.NATIVE_TCP, Peer.TCP, *_OVER_OTHERS, Peer.MPICH_SINGLE, Peer.OPENMPI_SINGLE),
+        optional_peers=(*_OPTIONAL, *_SINGLE_MPIS),
     ),
     Suite.HOSTS: SuiteDefaults(
         title="Two hosts",
@@ -112,3 +103,83 @@ SUITES = {
         num_hosts=2,
     ),
 }
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SuitePlan:
+    """One suite of a run: every combination of these, where an operation has a size."""
+
+    suite: Suite
+    operations: Sequence[Operation]
+    ranks: Sequence[int]
+    dtypes: Sequence[DataType]
+    sizes: Sequence[int]
+    peers: Sequence[Peer]
+
+    def cases(self, num_ranks: int) -> list[Case]:
+        """The cases on a number of ranks, in order."""
+        num_hosts = SUITES[self.suite].num_hosts
+        cases = []
+        for operation in self.operations:
+            if not operation.has_size:
+                cases.append(Case(operation=operation, num_ranks=num_ranks, num_hosts=num_hosts))
+                continue
+            cases += [
+                Case(operation=operation, num_ranks=num_ranks, num_hosts=num_hosts, dtype=dtype, size_bytes=size)
+                for dtype in self.dtypes
+                for size in self.sizes
+            ]
+        return cases
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BenchPlan:
+    """A run.
+
+    Args:
+        suites: The suites, in order.
+        num_rounds: Batches of each peer in a case.
+        seconds: A case ends after this time, and at least `driver.MIN_ROUNDS` rounds.
+        required: The peer without which the run fails.
+    """
+
+    suites: Sequence[SuitePlan]
+    num_rounds: int
+    seconds: float
+    required: Peer | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Stage:
+    """The suites that share running peers: those of one number of ranks on one number of hosts."""
+
+    num_hosts: int
+    num_ranks: int
+    suites: Sequence[SuitePlan]
+
+    @property
+    def peers(self) -> list[Peer]:
+        """The peers to start, in the order of the tables."""
+        return list(dict.fromkeys(peer for plan in self.suites for peer in plan.peers))
+
+    def cases(self) -> list[tuple[SuitePlan, Case]]:
+        """The cases, each with its suite."""
+        return [(plan, case) for plan in self.suites for case in plan.cases(self.num_ranks)]
+
+
+def plan_stages(suites: Sequence[SuitePlan]) -> list[Stage]:
+    """Group suites into stages: one host first, and few ranks first."""
+    keys = sorted({(SUITES[plan.suite].num_hosts, num_ranks) for plan in suites for num_ranks in plan.ranks})
+    return [
+        Stage(
+            num_hosts=num_hosts,
+            num_ranks=num_ranks,
+            suites=[plan for plan in suites if num_ranks in plan.ranks and SUITES[plan.suite].num_hosts == num_hosts],
+        )
+        for num_hosts, num_ranks in keys
+    ]
+
+
+def format_ranks(num_ranks: int, num_hosts: int) -> str:
+    """Return "2 ranks", or "2 ranks on 2 hosts"."""
+    return f"{num_ranks} ranks" + (f" on {num_hosts} hosts" if num_hosts > 1 else "")

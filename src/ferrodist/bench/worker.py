@@ -1,7 +1,10 @@
 """One rank of one peer: ``python -m ferrodist.bench.worker``, or through `foreign` in another interpreter.
 
-It joins its group, tells the driver, and does what it is told: prepare a case, run batches, release. Between commands
-it is blocked in the kernel, inside no call of the library.
+It joins its group, reports to the driver, and serves its requests: prepare a case, run batches, release. Between
+requests it is blocked in the kernel, inside no call of the library.
+
+In the answer to a batch, ``begin`` and ``end`` are in nanoseconds on the host's monotonic clock, which all processes
+share.
 """
 
 from __future__ import annotations
@@ -12,99 +15,96 @@ import os
 import platform
 import signal
 import socket
+import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ferrodist.bench.adapters import NotOfferedError, Place, open_adapter
-from ferrodist.bench.batches import open_batches
-from ferrodist.bench.cases import Case, DataType, Operation
-from ferrodist.bench.channel import Channel, ChannelClosedError
-from ferrodist.bench.meeting import Meeting
-from ferrodist.bench.peers import Peer
+from ferrodist.bench.adapters import RankInfo, UnsupportedError, open_adapter
+from ferrodist.bench.cases import Case, DataType, Operation, Peer
+from ferrodist.bench.channel import Channel, ChannelClosedError, FileBarrier
+from ferrodist.bench.workload import MatmulLoad, Workload
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
     from ferrodist.bench.adapters import Adapter
-    from ferrodist.bench.batches import Batches
+
+_MAX_PRODUCTS = 100_000
+_OVERLAP_ALLREDUCES = 2  # alone and together
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Join, and serve the driver until it has no more to ask."""
+    """Join the group, and serve the driver until it has no more requests."""
     parser = argparse.ArgumentParser(prog="python -m ferrodist.bench.worker")
     parser.add_argument("--socket", required=True, help="where the driver listens")
     parser.add_argument("--folder", type=Path, required=True, help="the peer's own")
     parser.add_argument("--peer", type=Peer, required=True)
     parser.add_argument("--ranks", type=int, required=True)
-    parser.add_argument("--rank", type=int, default=0, help="an MPI tells its ranks itself")
-    parser.add_argument("--address", help="where ranks of several hosts meet")
+    parser.add_argument("--rank", type=int, default=0, help="MPI ranks learn theirs from the library")
+    parser.add_argument("--address", help="the rendezvous of ranks on several hosts")
     options = parser.parse_args(arguments)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the driver's to handle
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the driver handles it
     sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     sock.connect(options.socket)
     channel = Channel(sock)
     channel.send({"pid": os.getpid()})
-    place = Place(rank=options.rank, num_ranks=options.ranks, folder=options.folder, address=options.address)
+    info = RankInfo(rank=options.rank, num_ranks=options.ranks, folder=options.folder, address=options.address)
     try:
-        adapter = open_adapter(options.peer, place)
+        adapter = open_adapter(options.peer, info)
     except Exception as error:
-        channel.send({"failed": _words(error)})
+        channel.send({"failed": f"{type(error).__name__}: {error}"})
         raise
     versions = {"python": platform.python_version(), **adapter.versions}
     channel.send({"rank": adapter.rank, "num_ranks": adapter.num_ranks, "versions": versions})
-    meeting = Meeting(options.folder / "groups", adapter.rank, adapter.num_ranks)
+    barrier = FileBarrier(options.folder / "groups", adapter.rank, adapter.num_ranks)
     try:
-        Worker(adapter, meeting).serve(channel)
+        Worker(adapter, barrier).serve(channel)
     except ChannelClosedError:
         pass
     finally:
         channel.close()
-        meeting.close()
+        barrier.close()
     adapter.close()
 
 
 class Worker:
-    """Does what the driver asks.
+    """The requests of the driver.
 
     Args:
         adapter: This rank of the library's group.
-        meeting: Where the ranks meet while they have no group.
+        barrier: A barrier for the time in which the ranks have no group.
     """
 
-    def __init__(self, adapter: Adapter, meeting: Meeting) -> None:
-        self._adapter, self._meeting = adapter, meeting
-        self._batches: Batches | None = None
+    def __init__(self, adapter: Adapter, barrier: FileBarrier) -> None:
+        self._adapter, self._barrier = adapter, barrier
+        self._timer: CallTimer | SubmitTimer | OverlapTimer | GroupTimer | None = None
 
     def serve(self, channel: Channel) -> None:
-        """Answer every message until the driver says "end" or leaves."""
-        gc.disable()  # a collection in a timed part would be no part of the library; `prepare` makes up for it
+        """Answer every message until the driver sends "end" or leaves."""
+        gc.disable()  # a collection in a timed part would not be the library's; `prepare` makes up for it
         gc.collect()
-        gc.freeze()  # what the library consists of stays: later collections look at what came since
+        gc.freeze()  # the library's own objects stay: later collections look only at newer ones
         while True:
             message = channel.receive()
             if message["do"] == "end":
                 return
             try:
-                answer = self._do(message)
-            except NotOfferedError as error:
+                answer = self._handle(message)
+            except UnsupportedError as error:
                 answer = {"not_offered": str(error)}
             except Exception as error:
-                channel.send({"failed": _words(error)})
+                channel.send({"failed": f"{type(error).__name__}: {error}"})
                 raise
             channel.send(answer)
 
-    def _do(self, message: dict[str, Any]) -> dict[str, Any]:
-        if message["do"] == "prepare":
-            return self._prepare(message)
+    def _handle(self, message: dict[str, Any]) -> dict[str, Any]:
         if message["do"] == "batch":
-            assert self._batches is not None, "prepare comes first"
-            return self._batches.run(message)
-        assert message["do"] == "release"
-        self._batches = None
-        return {}
-
-    def _prepare(self, message: dict[str, Any]) -> dict[str, Any]:
-        self._batches = None
+            assert self._timer is not None, "prepare comes first"
+            return self._timer.run(message)
+        self._timer = None
+        if message["do"] == "release":
+            return {}
+        assert message["do"] == "prepare"
         gc.collect()
         case = Case(
             operation=Operation(message["operation"]),
@@ -113,12 +113,140 @@ class Worker:
             num_ranks=self._adapter.num_ranks,
             num_hosts=message["num_hosts"],
         )
-        self._batches = open_batches(self._adapter, case, self._meeting)
-        return {"max_calls": self._batches.max_calls}
+        self._timer = open_timer(self._adapter, case, self._barrier)
+        return {"max_calls": self._timer.max_calls}
 
 
-def _words(error: BaseException) -> str:
-    return f"{type(error).__name__}: {error}"
+def open_timer(
+    adapter: Adapter, case: Case, barrier: FileBarrier
+) -> CallTimer | SubmitTimer | OverlapTimer | GroupTimer:
+    """Prepare a case on this rank.
+
+    Raises:
+        UnsupportedError: The library can't.
+    """
+    reason = adapter.unsupported.get(case.operation)
+    if reason is not None:
+        raise UnsupportedError(reason)
+    if case.operation.makes_groups:
+        return GroupTimer(adapter, case, barrier)
+    kinds = {Operation.SUBMIT: SubmitTimer, Operation.OVERLAP: OverlapTimer}
+    return kinds.get(case.operation, CallTimer)(adapter, case)
+
+
+class CallTimer:
+    """Batches of calls that are timed together."""
+
+    def __init__(self, adapter: Adapter, case: Case) -> None:
+        self._adapter, self._workload = adapter, Workload(adapter, case)
+        self.max_calls = self._workload.max_calls
+
+    def run(self, message: dict[str, Any]) -> dict[str, Any]:
+        """Run one batch of ``num_calls`` calls, the same on all ranks; ``batch`` is its index."""
+        calls = self._workload.begin_batch(message["num_calls"], message["batch"])
+        _align(self._adapter)
+        begin = time.perf_counter_ns()
+        for call in calls:
+            call()
+        self._adapter.synchronize()
+        end = time.perf_counter_ns()
+        # This rank may be done while its part in another's call is not: MPI moves data only inside its calls.
+        self._adapter.barrier()
+        return {"begin": begin, "end": end, "wrong": self._workload.check(len(calls))}
+
+
+class SubmitTimer(CallTimer):
+    """Batches of calls that start an operation: each call is timed alone, and waited for before the next."""
+
+    def run(self, message: dict[str, Any]) -> dict[str, Any]:
+        """Run one batch; ``end`` is the sum of the calls' times."""
+        starts = self._workload.begin_batch(message["num_calls"], message["batch"])
+        clock, wait, total = time.perf_counter_ns, self._adapter.wait, 0
+        _align(self._adapter)
+        for start in starts:
+            begin = clock()
+            work = start()
+            total += clock() - begin
+            wait(work)
+        self._adapter.barrier()
+        return {"begin": 0, "end": total, "wrong": self._workload.check(len(starts))}
+
+
+class OverlapTimer(CallTimer):
+    """Batches of an allreduce alone, ``num_calls`` matrix products alone, and both at once."""
+
+    def __init__(self, adapter: Adapter, case: Case) -> None:
+        super().__init__(adapter, case)
+        if self.max_calls < _OVERLAP_ALLREDUCES:
+            raise UnsupportedError(f"two sums in place of {case.num_ranks} ranks are not exact in {case.dtype.value}")
+        self.max_calls = _MAX_PRODUCTS
+        self._load = MatmulLoad(adapter.arrays)
+
+    def run(self, message: dict[str, Any]) -> dict[str, Any]:
+        """Run one batch; the answer has the three times in nanoseconds."""
+        num_products, wait, load = message["num_calls"], self._adapter.wait, self._load
+        first, second = self._workload.begin_batch(_OVERLAP_ALLREDUCES, message["batch"])
+        load.reset()
+
+        def both() -> None:
+            work = second()
+            load.run(num_products)
+            wait(work)
+
+        answer: dict[str, Any] = {
+            "alone": self._time(lambda: wait(first())),
+            "computing": self._time(lambda: load.run(num_products)),
+            "together": self._time(both),
+        }
+        self._adapter.barrier()
+        return {**answer, "wrong": self._workload.check(_OVERLAP_ALLREDUCES) or load.check()}
+
+    def _time(self, action: Callable[[], None]) -> int:
+        _align(self._adapter)
+        begin = time.perf_counter_ns()
+        action()
+        return time.perf_counter_ns() - begin
+
+
+class GroupTimer:
+    """Batches of one group that is created and used once; ending it is not timed."""
+
+    max_calls = 1
+
+    def __init__(self, adapter: Adapter, case: Case, barrier: FileBarrier) -> None:
+        self._adapter, self._operation, self._barrier = adapter, case.operation, barrier
+        self._input = adapter.arrays.from_values([adapter.rank + 1.0], DataType.FLOAT32)
+        total = adapter.num_ranks * (adapter.num_ranks + 1) / 2
+        self._sum = adapter.arrays.from_values([total], DataType.FLOAT32)
+
+    def run(self, message: dict[str, Any]) -> dict[str, Any]:
+        """Run one batch; for a default group the message has the ``address`` of the rendezvous."""
+        adapter, array, group = self._adapter, self._input + 0, None
+        if self._operation is Operation.INIT:
+            adapter.destroy_group()
+        self._barrier.wait()
+        begin = time.perf_counter_ns()
+        if self._operation is Operation.INIT:
+            adapter.init_group(f"tcp://{message['address']}")
+        else:
+            group = adapter.new_group()
+        adapter.allreduce(array, group)
+        adapter.synchronize()
+        end = time.perf_counter_ns()
+        if group is not None:
+            adapter.barrier()
+            adapter.destroy_subgroup(group)
+        del group
+        gc.collect()  # a group may be part of cycles, with its connections
+        is_right = adapter.arrays.are_equal(array, self._sum)
+        return {"begin": begin, "end": end, "wrong": None if is_right else f"the group adds up to {array}"}
+
+
+def _align(adapter: Adapter) -> None:
+    """Let all ranks start together."""
+    adapter.synchronize()  # the inputs are there
+    adapter.barrier()
+    adapter.barrier()  # ranks leave the first one as they wake up, and this one together
 
 
 if __name__ == "__main__":

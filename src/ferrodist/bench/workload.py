@@ -1,11 +1,11 @@
-"""The inputs of a case, its calls, and what must come out.
+"""The workload of a case: its inputs, its calls and the expected results; and a computation to run beside it.
 
-[Note: inputs that check exactly] An element is a whole number from 1 to 8 for what is added (to 40 for what is only
-moved), a power of two times. Sums of up to 32 ranks are then exact in every type, in whatever order and precision a
-library adds, and a result is compared for equality. The numbers repeat with a period that is prime, so that a piece at
-a wrong place is seen, and begin elsewhere in each batch, so that what is left from the last one is seen.
+[Note: inputs that check exactly] An element is an integer from 1 to 8 for a sum (to 40 for what is only moved), times a
+power of two. Sums of up to 32 ranks are then exact in every type, in whatever order and precision a library adds, and a
+result is compared for equality. The integers repeat with a prime period, so that a misplaced chunk shows, and begin
+elsewhere in each batch, so that a leftover of the last batch shows.
 
-An allreduce in place multiplies: after u calls on one array its content is the first sum times ranks**(u - 1). So small
+An allreduce in place multiplies: after u calls on one array it holds the first sum times ranks**(u - 1). So small
 arrays take turns, and a batch ends before a value would lose a bit.
 """
 
@@ -13,27 +13,30 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from ferrodist.bench.arrays import ALIGNMENT_BYTES
+from ferrodist.bench.adapters.arrays import ALIGNMENT_BYTES
 from ferrodist.bench.cases import Case, DataType, Operation
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from ferrodist.bench.adapters import Adapter
+    from ferrodist.bench.adapters.arrays import Arrays
 
 _PERIOD = 16381  # prime
 _BASE = tuple((17 * index + index // 11) % 4 for index in range(_PERIOD))
 _POOL_BYTES = 256 * 1024
 _MAX_BUFFERS = 16
+_MAX_CALLS = 100_000
+_MATRIX_ROWS, _MATRIX_COLUMNS = 64, 512
 
 
 def num_buffers(size_bytes: int) -> int:
-    """Arrays that take turns: as many as a core's own cache holds with room to spare."""
+    """The number of arrays that take turns: as many as fit a core's own cache easily."""
     return max(1, min(_MAX_BUFFERS, _POOL_BYTES // max(1, size_bytes)))
 
 
 def max_calls_in_place(dtype: DataType, num_ranks: int) -> int:
-    """Sums in place, one on the other, that stay exact."""
+    """The number of consecutive in-place sums that stay exact."""
     odd = num_ranks
     while odd % 2 == 0:
         odd //= 2
@@ -44,42 +47,42 @@ def max_calls_in_place(dtype: DataType, num_ranks: int) -> int:
 
 
 class Workload:
-    """One rank's part of a case.
+    """One rank's share of a case.
 
     Args:
-        adapter: The library, and which rank this is.
-        case: What to do.
+        adapter: This rank of the library.
+        case: The case.
 
     Raises:
-        NotOfferedError: The library has no such operation.
+        UnsupportedError: The library has no such operation.
     """
 
     def __init__(self, adapter: Adapter, case: Case) -> None:
         self._case, self._adapter, self._arrays = case, adapter, adapter.arrays
         self._rank, self._num_ranks = adapter.rank, adapter.num_ranks
-        self._copies = adapter.copies  # the limit's: whatever the collective is, the input is copied
+        self._copies = adapter.copies  # the limit copies the input, whatever the collective is
         count = num_buffers(case.size_bytes)
         num_inputs = case.num_elements if self._copies else case.input_elements
         num_outputs = case.num_elements if self._copies else case.output_elements
-        self._inputs = self._pool(count, num_inputs)
+        self._inputs = self._allocate(count, num_inputs)
         in_place = case.operation.is_in_place and not self._copies
-        self._outputs = self._inputs if in_place else self._pool(count, num_outputs)
+        self._outputs = self._inputs if in_place else self._allocate(count, num_outputs)
         make = adapter.make_start if case.operation.is_asynchronous else adapter.make_call
         self._calls: list[Callable[[], Any]] = [
             make(case, source, target) for source, target in zip(self._inputs, self._outputs, strict=True)
         ]
-        self._two_periods = self._arrays.of(_BASE + _BASE, DataType.FLOAT32)
+        self._two_periods = self._arrays.from_values(_BASE + _BASE, DataType.FLOAT32)
         self._batch = 0
 
     @property
     def max_calls(self) -> int:
-        """Calls that a batch may have."""
+        """The most calls of a batch."""
         if not self._case.operation.is_allreduce or self._copies:
-            return 100_000
+            return _MAX_CALLS
         return len(self._calls) * max_calls_in_place(self._case.dtype, self._num_ranks)
 
     def begin_batch(self, num_calls: int, batch: int) -> Sequence[Callable[[], Any]]:
-        """Write new inputs, and give the calls to make; ``batch`` must be the same number on all ranks."""
+        """Write new inputs, and return the calls to make; ``batch`` is the same on all ranks."""
         self._batch = batch
         own = self._input(self._rank)
         for source, target in zip(self._inputs, self._outputs, strict=True):
@@ -87,24 +90,26 @@ class Workload:
                 target[:] = 0
             if self._case.operation is Operation.BROADCAST and self._rank != 0 and not self._copies:
                 source[:] = 0
-            else:
-                self._write(source, own)
+            elif source is not None:
+                for begin in range(0, len(source), _PERIOD):
+                    end = min(begin + _PERIOD, len(source))
+                    source[begin:end] = own[: end - begin]
         return [self._calls[index % len(self._calls)] for index in range(num_calls)]
 
     def check(self, num_calls: int) -> str | None:
-        """What is wrong with the results of a batch, if anything."""
-        wanted: dict[int, list[tuple[int, int, Any, int]]] = {}
-        for number, target in enumerate(self._outputs[:num_calls]):
-            uses = len(range(number, num_calls, len(self._outputs)))
-            if uses not in wanted:
-                wanted[uses] = self._wanted(uses)
-            for begin, end, pattern, phase in wanted[uses]:
+        """A description of a wrong result in the batch, or None."""
+        expected: dict[int, list[tuple[int, int, Any, int]]] = {}
+        for index, target in enumerate(self._outputs[:num_calls]):
+            uses = len(range(index, num_calls, len(self._outputs)))
+            if uses not in expected:
+                expected[uses] = self._expected(uses)
+            for begin, end, pattern, phase in expected[uses]:
                 problem = self._find_difference(target, begin, end, pattern, phase)
                 if problem is not None:
-                    return f"{self._case.operation.value}, rank {self._rank}, array {number}: {problem}"
+                    return f"{self._case.operation.value}, rank {self._rank}, array {index}: {problem}"
         return None
 
-    def _pool(self, count: int, num_elements: int) -> list[Any]:
+    def _allocate(self, count: int, num_elements: int) -> list[Any]:
         if num_elements == 0:
             return [None]
         line = ALIGNMENT_BYTES // self._case.dtype.size_bytes
@@ -113,28 +118,20 @@ class Workload:
         return [memory[index * stride : index * stride + num_elements] for index in range(count)]
 
     def _base(self) -> Any:
-        """The period of this batch before a rank is added and it is scaled."""
-        turn = 31 * self._batch % _PERIOD
-        return self._two_periods[turn : turn + _PERIOD]
+        """One period of this batch, before the rank is added and it is scaled."""
+        start = 31 * self._batch % _PERIOD
+        return self._two_periods[start : start + _PERIOD]
 
     def _input(self, rank: int) -> Any:
-        """The period of a rank's input in this batch."""
-        own = 1 + self._batch % 2 + (rank % 4 if self._case.operation.reduces else rank)
-        return self._pattern(self._base(), own)
-
-    def _write(self, array: Any, pattern: Any) -> None:
-        if array is None:
-            return
-        for begin in range(0, len(array), _PERIOD):
-            end = min(begin + _PERIOD, len(array))
-            array[begin:end] = pattern[: end - begin]
+        """One period of a rank's input in this batch."""
+        return self._pattern(self._base(), 1 + self._batch % 2 + (rank % 4 if self._case.operation.reduces else rank))
 
     def _pattern(self, values: Any, plus: int, factor: int = 1) -> Any:
         dtype = self._case.dtype
         return self._arrays.scale(values, plus, factor * 2.0**dtype.start_exponent, dtype)
 
-    def _wanted(self, uses: int) -> list[tuple[int, int, Any, int]]:
-        """The pieces of a result: from where to where, which period, and at which place in it the piece begins."""
+    def _expected(self, uses: int) -> list[tuple[int, int, Any, int]]:
+        """The chunks of a result: begin, end, the period, and the index in the period at which the chunk begins."""
         case, num_ranks = self._case, self._num_ranks
         total, part = case.num_elements, case.num_elements // num_ranks
         if total == 0:
@@ -142,23 +139,56 @@ class Workload:
         if self._copies or case.operation is Operation.BROADCAST:
             return [(0, total, self._input(self._rank if self._copies else 0), 0)]
         if case.operation is Operation.SEND_RECV:
-            partner = case.partner_of(self._rank)
+            partner = case.partner(self._rank)
             return [] if partner is None else [(0, total, self._input(partner), 0)]
         if not case.operation.reduces:
             begin = self._rank * part if case.operation is Operation.ALL_TO_ALL else 0
             return [(r * part, (r + 1) * part, self._input(r), begin) for r in range(num_ranks)]
-        others = sum(1 + self._batch % 2 + rank % 4 for rank in range(num_ranks))
+        offsets = sum(1 + self._batch % 2 + rank % 4 for rank in range(num_ranks))
         bases = self._base() * num_ranks
         if case.operation is Operation.REDUCE_SCATTER:
-            return [(0, part, self._pattern(bases, others), self._rank * part)]
-        return [(0, total, self._pattern(bases, others, num_ranks ** (uses - 1)), 0)]
+            return [(0, part, self._pattern(bases, offsets), self._rank * part)]
+        return [(0, total, self._pattern(bases, offsets, num_ranks ** (uses - 1)), 0)]
 
     def _find_difference(self, array: Any, begin: int, end: int, pattern: Any, phase: int) -> str | None:
-        place = begin
-        while place < end:
-            turn = (phase + place - begin) % _PERIOD
-            length = min(_PERIOD - turn, end - place)
-            if not self._arrays.are_equal(array[place : place + length], pattern[turn : turn + length]):
-                return f"wrong between elements {place} and {place + length} of {len(array)}"
-            place += length
+        index = begin
+        while index < end:
+            start = (phase + index - begin) % _PERIOD
+            length = min(_PERIOD - start, end - index)
+            if not self._arrays.are_equal(array[index : index + length], pattern[start : start + length]):
+                return f"wrong between elements {index} and {index + length} of {len(array)}"
+            index += length
         return None
+
+
+class MatmulLoad:
+    """A computation in a core's cache, on one thread: a 64 x 512 matrix times a 512 x 512 one that rotates its columns.
+
+    Args:
+        arrays: The library's arrays and multiplication.
+    """
+
+    def __init__(self, arrays: Arrays) -> None:
+        self._arrays = arrays
+        rows, columns = range(_MATRIX_ROWS), range(_MATRIX_COLUMNS)
+        values = [float((7 * row + column) % 5) for row in rows for column in columns]
+        rotated = [values[row * _MATRIX_COLUMNS + (column - 1) % _MATRIX_COLUMNS] for row in rows for column in columns]
+        rotation = [float(column == (row + 1) % _MATRIX_COLUMNS) for row in columns for column in columns]
+        self._left, self._right, self._expected, self._result = (
+            arrays.from_values(flat, DataType.FLOAT32).reshape(-1, _MATRIX_COLUMNS)
+            for flat in (values, rotation, rotated, rotated)
+        )
+
+    def reset(self) -> None:
+        """Clear the last result."""
+        self._result[:] = 0
+
+    def run(self, times: int) -> None:
+        """Compute the product ``times`` times."""
+        multiply = self._arrays.multiply
+        for _ in range(times):
+            multiply(self._left, self._right, self._result)
+
+    def check(self) -> str | None:
+        """A description of a wrong result, or None."""
+        return None if self._arrays.are_equal(self._result, self._expected) else "the product of matrices is wrong"

@@ -213,7 +213,7 @@ def load(
         reader = CheckpointReader(storage, manifest, verify=verify)
         try:
             targets = sorted(matching.targets, key=lambda target: manifest.place(target[0]))
-            boxes = [(key, box, view) for key, _, part in targets for box, view in part.pieces]
+            boxes = [(key, box, view) for key, _, part in targets for box, view in part.boxes]
             if one_reads:
                 read_for_all(reader, manifest, boxes, where=storage.url, group=group, deadline=deadline)
             else:

@@ -196,7 +196,7 @@ class LoadPlanner:
         saved = self.manifest.tensors[key]
         dtype = into.dtype or dtype_from_name(saved.dtype)
         placements = check_placements(into.mesh, into.placements, saved.shape)
-        layout = DTensorSpec.of(into.mesh, placements, saved.shape, dtype)
+        layout = DTensorSpec.make(into.mesh, placements, saved.shape, dtype)
         made = DTensor._wrap(torch.empty(layout.local_shape, dtype=dtype, device="cpu"), layout)
         return self._fill(node, made, path)
 

@@ -437,9 +437,9 @@ def _report(
     views: dict[Span, torch.Tensor] = {}
     for key, tensor in encoder.tensors.items():
         part = shards.part(key, tensor, encoder.rank)
-        is_compared = check_replicas and part.is_copied and key not in encoder.own
+        is_compared = check_replicas and part.is_replicated and key not in encoder.own
         boxes = []
-        for box, view in [] if key in encoder.unsaved else part.pieces:
+        for box, view in [] if key in encoder.unsaved else part.boxes:
             views[Span(key, box.offsets, box.shape)] = view
             digest = hash_bytes("".join(hash_blocks(bytes_of(view.cpu()))).encode()) if is_compared else None
             boxes.append(BoxReport(box.offsets, box.shape, digest))

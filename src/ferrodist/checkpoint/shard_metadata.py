@@ -80,9 +80,9 @@ class TensorShardSpec:
         return LocalShard(
             shape=tuple(self.full_shape),
             dtype=tensor.dtype,
-            pieces=[(box, tensor.detach())] if box.numel else [],
+            boxes=[(box, tensor.detach())] if box.numel else [],
             placement=f"Shard({self.shard_dim}) of {len(self.shard_sizes)}",
-            is_copied=False,
+            is_replicated=False,
         )
 
 

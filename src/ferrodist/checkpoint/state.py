@@ -272,8 +272,8 @@ def tell_autograd(tensor: torch.Tensor) -> None:
 def _folded(tensor: DTensor) -> torch.Tensor:
     if not any(isinstance(placement, Partial) for placement in tensor.placements):
         return tensor
-    local = redistribute_local(tensor._local.detach(), tensor._layout, tensor._layout.folded)
-    return DTensor._wrap(local, tensor._layout.folded)
+    local = redistribute_local(tensor._local.detach(), tensor._spec, tensor._spec.without_partial)
+    return DTensor._wrap(local, tensor._spec.without_partial)
 
 
 def _with_dtypes(taken: Any, saved: Any) -> Any:
@@ -292,7 +292,7 @@ def whole_shape(parameter: torch.Tensor) -> tuple[int, ...]:
     piece = flat_shard_of(parameter)
     if piece is None:
         return tuple(parameter.shape)
-    return piece.shape if piece.layout is None else piece.layout.shape
+    return piece.shape if piece.spec is None else piece.spec.shape
 
 
 def empty_like(parameter: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:

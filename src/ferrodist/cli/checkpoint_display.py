@@ -8,10 +8,11 @@ import sys
 from typing import TYPE_CHECKING
 
 from rich.console import Console
-from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
+from rich.progress import BarColumn, DownloadColumn, TextColumn, TimeRemainingColumn, TransferSpeedColumn
 from rich.table import Table
 from rich.text import Text
 
+from ferrodist.progress import open_bars
 from ferrodist.wording import counted
 
 if TYPE_CHECKING:
@@ -25,19 +26,22 @@ _WIDEST = 100_000
 
 @contextlib.contextmanager
 def show_bar(title: str) -> Iterator[Callable[[int, int], None] | None]:
-    """A bar on standard error while the block runs, if that is a terminal; gives what is to be told of bytes."""
-    console = Console(stderr=True)
-    if sys.stderr is None or not console.is_terminal or console.is_dumb_terminal:
+    """A bar on standard error, if that is a terminal; yields a callback for the bytes done and in total."""
+    bars = None
+    if sys.stderr is not None:
+        bars = open_bars(
+            Console(stderr=True),
+            TextColumn("{task.description}"),
+            BarColumn(),
+            DownloadColumn(binary_units=True),
+            TransferSpeedColumn(),
+            TimeRemainingColumn(),
+            transient=True,
+        )
+    if bars is None:
         yield None
         return
-    columns = (
-        TextColumn("{task.description}"),
-        BarColumn(),
-        DownloadColumn(binary_units=True),
-        TransferSpeedColumn(),
-        TimeRemainingColumn(),
-    )
-    with Progress(*columns, console=console, transient=True) as bars:
+    with bars:
         task = bars.add_task(title, total=None)
         yield lambda done, total: bars.update(task, completed=done, total=total)
 

@@ -7,10 +7,11 @@ from typing import TYPE_CHECKING, overload
 
 import torch
 
+from ferrodist.arguments import check_int
+from ferrodist.backends.cuda import record_use_on_streams
 from ferrodist.collectives.arguments import (
     attach,
     check_dim,
-    check_integer,
     check_out,
     check_tensor,
     elements_overlap,
@@ -20,7 +21,6 @@ from ferrodist.collectives.arguments import (
     records_history,
     writing_to,
 )
-from ferrodist.collectives.cuda import record_use_on_streams
 from ferrodist.collectives.engines.host import host_engine_of
 from ferrodist.collectives.engines.select import engine_of
 from ferrodist.collectives.fast_path import quick_all_to_all, quick_barrier, start_all_to_all
@@ -283,7 +283,7 @@ def all_to_all_single_uneven(
 
 def _check_counts(counts: Sequence[int], name: str, group: Backend) -> list[int]:
     """``counts`` as a list of ints, one for each rank."""
-    checked = [check_integer(count, f"{name}[{rank}]") for rank, count in enumerate(counts)]
+    checked = [check_int(f"{name}[{rank}]", count) for rank, count in enumerate(counts)]
     if len(checked) != group.world_size or any(count < 0 for count in checked):
         raise ValueError(f"{name} needs a number of rows for each rank, {group.world_size} in all, not {checked}")
     return checked

@@ -24,9 +24,7 @@ numpy's scalars as the Python values that are equal to them.
 
 from __future__ import annotations
 
-import contextlib
 import itertools
-import operator
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -35,9 +33,10 @@ import torch
 from torch.autograd.forward_ad import unpack_dual
 from torch.autograd.function import once_differentiable
 
+from ferrodist.arguments import check_int
 from ferrodist.backends.base import check_rank
+from ferrodist.backends.cuda import record_use_on_streams
 from ferrodist.backends.process_group import resolve_group
-from ferrodist.collectives.cuda import record_use_on_streams
 from ferrodist.collectives.reduce_op import check_dtype
 from ferrodist.deadline import check_timeout
 from ferrodist.errors import UnsupportedOpError
@@ -199,14 +198,6 @@ def check_root(group: Backend, rank: int, name: str) -> int:
     return check_rank(group, rank, f"{name}={rank!r}")
 
 
-def check_integer(number: int, name: str) -> int:
-    """``number`` as an int, whatever integer it is; raises TypeError for what is none, as a bool."""
-    if not isinstance(number, bool):
-        with contextlib.suppress(TypeError):
-            return operator.index(number)
-    raise TypeError(f"{name} must be an integer, not {number!r}")
-
-
 def check_out_of_root(group: Backend, root: int, out: object) -> None:
     """Raise ValueError when ``out`` is given on a rank that gets no result."""
     if out is not None and group.rank != root:
@@ -215,7 +206,7 @@ def check_out_of_root(group: Backend, root: int, out: object) -> None:
 
 def check_dim(tensor: torch.Tensor, dim: int) -> int:
     """``dim`` as a number from 0; raises IndexError outside of the tensor's dims, ValueError for a 0-dim tensor."""
-    dim = check_integer(dim, "dim")
+    dim = check_int("dim", dim)
     if tensor.dim() == 0:
         raise ValueError("a zero-dimensional tensor has no dim to divide or join along: reshape it to (1,) first")
     if not -tensor.dim() <= dim < tensor.dim():

@@ -9,11 +9,11 @@ from typing import TYPE_CHECKING, TypeAlias
 
 import torch
 
+from ferrodist.backends.cuda import record_use_on_streams
 from ferrodist.backends.process_group import resolve_group
 from ferrodist.backends.signature import MAX_PAYLOAD
 from ferrodist.backends.verification import left_reason
 from ferrodist.collectives.arguments import shares_memory, writing_to
-from ferrodist.collectives.cuda import record_use_on_streams
 from ferrodist.collectives.engines.host import host_engine_of
 from ferrodist.collectives.work import Operation, PendingCollective, QueuedCollective, collector, run_later
 from ferrodist.errors import CollectiveMismatchError, DistributedError

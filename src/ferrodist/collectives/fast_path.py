@@ -5,7 +5,7 @@ none of what the long way does, and the engine looks at them itself. All other c
 for their arguments, go the long way. Both ways meet in the engine: ranks may go different ones.
 
 Each function takes what its public namesake takes and returns the result, or None before anything has happened. Those
-that block are in native/bindings/short_ways.cpp whole. `quick_barrier` returns whether it is done, and so does
+that block are in native/bindings/fast_path.cpp whole. `quick_barrier` returns whether it is done, and so does
 `quick_allreduce_data`, which is in place and which autograd knows nothing of.
 
 The short way of tensors from rank to rank: from plain tensors straight into a compiled engine.

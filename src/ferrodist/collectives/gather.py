@@ -8,12 +8,12 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from ferrodist.arguments import check_int
 from ferrodist.collectives.all_gather import ConcatSpec, share_sizes
 from ferrodist.collectives.arguments import (
     OutputBuffer,
     attach,
     check_dim,
-    check_integer,
     check_out,
     check_out_of_root,
     check_root,
@@ -174,7 +174,7 @@ def scatter(
         CollectiveMismatchError, DistributedTimeoutError, PeerLostError: As for `allreduce`.
     """
     chosen, limit = group_and_timeout(group, timeout)
-    src, dim = check_root(chosen, src, "src"), check_integer(dim, "dim")
+    src, dim = check_root(chosen, src, "src"), check_int("dim", dim)
     if not -_MAX_SCATTER_DIMS <= dim < _MAX_SCATTER_DIMS:
         raise IndexError(f"dim {dim} is not a dim of a tensor that scatter takes: it has at most {_MAX_SCATTER_DIMS}")
     head = _SCATTER_CALL.pack(dim, src)

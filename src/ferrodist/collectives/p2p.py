@@ -11,9 +11,10 @@ from typing import TYPE_CHECKING, Literal, overload
 
 import torch
 
+from ferrodist.arguments import check_int
 from ferrodist.backends.base import check_peer
 from ferrodist.backends.tags import check_user_tag
-from ferrodist.collectives.arguments import check_integer, check_out, check_tensor, group_and_timeout
+from ferrodist.collectives.arguments import check_out, check_tensor, group_and_timeout
 from ferrodist.collectives.engines.select import messages_of
 from ferrodist.collectives.fast_path import NOT_BEGUN, Progress, quick_recv, quick_recv_into, quick_send, quick_sendrecv
 from ferrodist.collectives.profiling import is_recorded, profiled, record
@@ -328,7 +329,7 @@ def _check_shape(shape: Sequence[int]) -> tuple[int, ...]:
         sizes = tuple(shape)
     except TypeError:
         raise TypeError(f"shape must be a sequence of integers or None, not {shape!r}") from None
-    checked = tuple(check_integer(size, f"shape[{dim}]") for dim, size in enumerate(sizes))
+    checked = tuple(check_int(f"shape[{dim}]", size) for dim, size in enumerate(sizes))
     if any(size < 0 for size in checked):
         raise ValueError(f"shape has a size below 0: {checked}; pass None to take what comes")
     if len(checked) > MAX_DIMS:

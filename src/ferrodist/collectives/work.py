@@ -5,7 +5,6 @@ Collectives that were started and not waited for.
 
 from __future__ import annotations
 
-import atexit
 import contextlib
 import os
 import queue
@@ -20,9 +19,10 @@ from typing import TYPE_CHECKING, Generic, Protocol, TypeVar, cast
 
 import torch
 
-from ferrodist.backends.lifecycle import snapshot_weak
+from ferrodist.backends.cuda import streams_of
+from ferrodist.backends.lifecycle import ExitStage, close_at_exit
 from ferrodist.backends.verification import left_reason
-from ferrodist.collectives.cuda import StreamHandoff, streams_of
+from ferrodist.collectives.cuda import StreamHandoff
 from ferrodist.collectives.engines.host import host_engine_of
 from ferrodist.deadline import Deadline
 from ferrodist.errors import DistributedError, DistributedTimeoutError, GroupClosedError
@@ -251,7 +251,7 @@ class OperationQueue:
             self._thread.start()
         # The interpreter ends daemon threads where they stand. In the middle of torch's code that aborts the
         # process, so groups that were never closed have their queues stopped first.
-        _open_queues.add(self)
+        close_at_exit(ExitStage.OPERATION_QUEUES, self)
 
     @classmethod
     def of(cls, group: Backend) -> OperationQueue:
@@ -310,15 +310,6 @@ class OperationQueue:
 
 
 _making = threading.Lock()
-_open_queues: weakref.WeakSet[OperationQueue] = weakref.WeakSet()
-
-
-@atexit.register
-def _stop_queues() -> None:
-    for operations in snapshot_weak(lambda: _open_queues):
-        operations.close()
-
-
 T = TypeVar("T")
 
 

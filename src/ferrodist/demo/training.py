@@ -1,8 +1,8 @@
-"""The model, the data and the training loop, as each rank runs them.
+"""The model, the data and the training loop of each rank.
 
-The loop is written so that only the order of additions depends on the number of ranks. Everything random comes from one
-seed on every rank: the start of the weights, and the order of the images, of which each rank takes its part of every
-batch. The loss is a sum divided by the size of the whole batch, so that parts need not be of equal size.
+Only the order of additions depends on the number of ranks. Everything random comes from one seed on every rank: the
+initial weights, and the order of the images, of which each rank takes its shard of every batch. The loss is a sum
+divided by the size of the whole batch, so that shards need not be of equal size.
 """
 
 from __future__ import annotations
@@ -18,8 +18,7 @@ from torch.nn.functional import cross_entropy
 from ferrodist.collectives.arguments import compute_shard_sizes
 from ferrodist.collectives.reduce import allreduce
 from ferrodist.collectives.reduce_op import ReduceOp
-from ferrodist.demo.progress import Progress
-from ferrodist.demo.results import History
+from ferrodist.demo.results import History, Progress
 from ferrodist.parallel.ddp import DDP
 
 if TYPE_CHECKING:
@@ -41,8 +40,8 @@ class Digits:
     Args:
         train_images: Shape (N, 1, 8, 8), from -1 to 1.
         train_labels: Shape (N,), 0 to 9.
-        test_images: A fifth of all, which training never sees.
-        test_labels: Theirs.
+        test_images: A fifth of all images, which training never sees.
+        test_labels: The labels of the test images.
     """
 
     train_images: torch.Tensor
@@ -52,7 +51,7 @@ class Digits:
 
     @classmethod
     def load(cls) -> Digits:
-        """Read and divide them."""
+        """Read the digits, and split them."""
         digits = load_digits()
         images = torch.tensor(digits.images, dtype=torch.float32).unsqueeze(1) / 8 - 1
         labels = torch.tensor(digits.target)
@@ -66,9 +65,9 @@ class Digits:
 def make_model(seed: int) -> torch.nn.Module:
     """A convolutional network of 38,282 parameters.
 
-    Chosen so that rounding stays small. Its activation is smooth: with ReLU a difference in the last bit of a sum can
-    switch a unit on or off, and runs that round differently were seen to drift apart by 4e-2 in place of 1e-6. Its
-    weights begin at a scale (Kaiming's) at which training has no unstable phase, which enlarged them to 8e-4.
+    It keeps differences by rounding small. Its activation is smooth: with ReLU a difference in the last bit of a sum
+    can switch a unit on or off, and runs that round differently drifted apart by 4e-2 instead of 1e-6. Its weights
+    begin at a scale (Kaiming's) at which training has no unstable phase; one enlarged the differences to 8e-4.
     """
     model = torch.nn.Sequential(
         torch.nn.Conv2d(1, 16, 3, padding=1),
@@ -90,18 +89,18 @@ def make_model(seed: int) -> torch.nn.Module:
 
 
 def train(
-    group: Backend, *, num_epochs: int, seed: int, tell: Callable[[Progress], None]
+    group: Backend, *, num_epochs: int, seed: int, on_progress: Callable[[Progress], None]
 ) -> tuple[dict[str, torch.Tensor], History]:
     """Train on the ranks of ``group``; every rank calls this with the same arguments.
 
     Args:
         group: The ranks.
         num_epochs: Passes over the training images.
-        seed: Of the weights and of the order of the images.
-        tell: Called after each step with how far the training is.
+        seed: Seed of the weights and of the order of the images.
+        on_progress: Called after each step.
 
     Returns:
-        The model's parameters by name, the same on every rank, and how the training went.
+        The model's parameters by name, the same on every rank, and the history of the training.
     """
     digits = Digits.load()
     ddp = DDP(make_model(seed), group)
@@ -118,9 +117,11 @@ def train(
         for batch in torch.split(order, BATCH_SIZE)[: num_train // BATCH_SIZE]:
             losses.append(_step(ddp, optimizer, digits.train_images[batch], digits.train_labels[batch], group))
             schedule.step()
-            tell(Progress(step=len(losses), num_steps=num_steps, epoch=epoch, loss=losses[-1]))
+            on_progress(Progress(step=len(losses), num_steps=num_steps, epoch=epoch, loss=losses[-1]))
         accuracies.append(_accuracy(ddp, digits, group))
-        tell(Progress(step=len(losses), num_steps=num_steps, epoch=epoch, loss=losses[-1], accuracy=accuracies[-1]))
+        on_progress(
+            Progress(step=len(losses), num_steps=num_steps, epoch=epoch, loss=losses[-1], accuracy=accuracies[-1])
+        )
     history = History(
         losses=losses,
         accuracies=accuracies,
@@ -135,12 +136,12 @@ def train(
 def _step(
     ddp: DDP, optimizer: torch.optim.Optimizer, images: torch.Tensor, labels: torch.Tensor, group: Backend
 ) -> float:
-    """One step on a batch, of which this rank computes its part; returns the loss of the whole batch."""
-    parts = compute_shard_sizes(len(labels), group.world_size)
-    own_images, own_labels = torch.split(images, parts)[group.rank], torch.split(labels, parts)[group.rank]
+    """Train on this rank's shard of a batch; returns the loss of the whole batch."""
+    sizes = compute_shard_sizes(len(labels), group.world_size)
+    own_images, own_labels = torch.split(images, sizes)[group.rank], torch.split(labels, sizes)[group.rank]
     optimizer.zero_grad()
     summed = cross_entropy(ddp(own_images), own_labels, reduction="sum", label_smoothing=0.1)
-    # DDP divides by the number of ranks, and a sum is wanted.
+    # DDP averages gradients over the ranks; this makes it a sum.
     loss = summed * (group.world_size / len(labels))
     torch.autograd.backward(loss)
     optimizer.step()
@@ -149,12 +150,9 @@ def _step(
 
 @torch.no_grad()
 def _accuracy(ddp: DDP, digits: Digits, group: Backend) -> float:
-    """The share of the test images that are recognised; each rank looks at its part."""
-    parts = compute_shard_sizes(len(digits.test_labels), group.world_size)
-    images, labels = (
-        torch.split(digits.test_images, parts)[group.rank],
-        torch.split(digits.test_labels, parts)[group.rank],
-    )
+    """The accuracy on all test images; each rank classifies its shard."""
+    sizes = compute_shard_sizes(len(digits.test_labels), group.world_size)
+    images, labels = (torch.split(of, sizes)[group.rank] for of in (digits.test_images, digits.test_labels))
     ddp.eval()
     num_right = (ddp(images).argmax(dim=1) == labels).sum()
     ddp.train()

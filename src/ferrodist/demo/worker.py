@@ -10,31 +10,30 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from ferrodist.demo.progress import Progress
+    from ferrodist.demo.results import Progress
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Train as the rank that the environment names, and leave the result in a folder."""
+    """Train as the rank that the environment names, and write the results."""
     parser = argparse.ArgumentParser(prog="python -m ferrodist.demo.worker")
-    parser.add_argument("--folder", type=Path, required=True, help="where the results go")
+    parser.add_argument("--folder", type=Path, required=True, help="the folder of the results")
     parser.add_argument("--progress", type=Path, required=True, help="the named pipe that the command reads")
     parser.add_argument("--epochs", type=int, required=True)
     parser.add_argument("--seed", type=int, required=True)
     options = parser.parse_args(arguments)
-    # Ctrl-C ends the demo; a traceback from each rank would not say more, also in the seconds that torch takes to load.
+    # Ctrl-C ends the demo, without a traceback from each rank: also in the seconds in which torch is imported.
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     import torch  # noqa: PLC0415
 
     from ferrodist.backends.process_group import destroy_process_group, init_process_group  # noqa: PLC0415
-    from ferrodist.demo.progress import ProgressWriter  # noqa: PLC0415
-    from ferrodist.demo.results import write_history, write_weights  # noqa: PLC0415
+    from ferrodist.demo.results import ProgressWriter, write_history, write_weights  # noqa: PLC0415
     from ferrodist.demo.training import train  # noqa: PLC0415
 
-    # Images of 8 by 8 pixels give a second thread nothing to do, and on busy cores threads wait for each other.
+    # Images of 8 by 8 pixels leave a second thread nothing to do, and on busy cores threads wait for each other.
     torch.set_num_threads(1)
     group = init_process_group("tcp")
     writer = ProgressWriter(options.progress) if group.rank == 0 else None
-    weights, history = train(group, num_epochs=options.epochs, seed=options.seed, tell=writer or _tell_nobody)
+    weights, history = train(group, num_epochs=options.epochs, seed=options.seed, on_progress=writer or _ignore)
     write_weights(options.folder, group.rank, {name: tensor.numpy() for name, tensor in weights.items()})
     if writer is not None:
         write_history(options.folder, history)
@@ -42,8 +41,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     destroy_process_group()
 
 
-def _tell_nobody(_: Progress) -> None:
-    """The other ranks are as far as rank 0."""
+def _ignore(_: Progress) -> None:
+    """The other ranks are as far as rank 0, which reports for all."""
 
 
 if __name__ == "__main__":

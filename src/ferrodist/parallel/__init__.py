@@ -1,4 +1,4 @@
-"""How a model is spread over ranks."""
+"""Data, sharded, tensor and pipeline parallelism."""
 
 __all__ = ["ddp", "fsdp", "pipeline", "tensor_parallel"]
 

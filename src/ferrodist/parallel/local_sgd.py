@@ -1,30 +1,28 @@
-"""Ranks that train by themselves for many steps, and agree now and then: far fewer messages than a mean each step.
-
-The mean of parameters over the ranks, in memory that is made once.
-"""
+"""Local SGD and DiLoCo: ranks train on their own for many steps and average parameters now and then."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
+from typing_extensions import override
 
 from ferrodist.backends.process_group import resolve_group
 from ferrodist.collectives.objects import all_gather_object
 from ferrodist.collectives.reduce import allreduce
 from ferrodist.collectives.reduce_op import ReduceOp
-from ferrodist.collectives.symmetric_memory import empty_symmetric
 from ferrodist.deadline import Deadline
-from ferrodist.errors import BackendUnavailable, CollectiveMismatchError, UnsupportedOpError, add_error_context
+from ferrodist.errors import CollectiveMismatchError, UnsupportedOpError, add_error_context
 from ferrodist.parallel.ddp.bucket import (
     FINGERPRINT_SIZE,
+    allocate_flat,
     bucket_fingerprint,
-    number_model,
-    plan_buckets,
+    compute_bucket_assignment,
+    register_model,
     verify_fingerprints,
 )
-from ferrodist.parallel.ddp.model_sync import broadcast_tensors, check_same_form
-from ferrodist.parallel.module_guard import Members
+from ferrodist.parallel.ddp.model_sync import broadcast_tensors, verify_module
+from ferrodist.parallel.module_guard import ModuleGuard
 from ferrodist.wording import with_article
 
 if TYPE_CHECKING:
@@ -33,52 +31,45 @@ if TYPE_CHECKING:
     from ferrodist.backends.base import Backend
 
 MAX_BYTES = 25 << 20
-"""Of a message."""
+"""Size limit of a message."""
 
 
 class FlatAverager:
-    """Flat memory for the mean of some parameters over the ranks, made once; see [Note: marks] in `ddp/bucket.py`."""
+    """The mean of parameters over the ranks, in flat memory that is allocated once.
 
-    def __init__(self, parameters: Mapping[str, torch.nn.Parameter], group: Backend, number: int) -> None:
+    Each message carries fingerprints; see [Note: fingerprints] in `ddp/bucket.py`.
+    """
+
+    def __init__(self, parameters: Mapping[str, torch.nn.Parameter], group: Backend, model_id: int) -> None:
         self.parameters = parameters
+        self.tensors: dict[str, torch.Tensor] = {}
+        """The means by name, after `average`."""
         self._group = group
-        self._number = number
+        self._model_id = model_id
         self._flats: list[torch.Tensor] = []
-        names, owners = list(parameters), list(parameters.values())
-        places: dict[int, torch.Tensor] = {}
-        for bucket in plan_buckets(owners, MAX_BYTES):
-            sizes = [owners[place].numel() for place in bucket.members]
-            flat = _make(sum(sizes) + group.world_size * FINGERPRINT_SIZE, bucket.dtype, bucket.device, group)
+        names, values = list(parameters), list(parameters.values())
+        for spec in compute_bucket_assignment(values, MAX_BYTES):
+            sizes = [values[position].numel() for position in spec.members]
+            flat = allocate_flat(sum(sizes) + group.world_size * FINGERPRINT_SIZE, spec.dtype, spec.device, group)
             self._flats.append(flat)
-            parts = torch.split(flat[: sum(sizes)], sizes)
-            places.update(zip(bucket.members, parts, strict=True))
-        self.tensors = {name: places[place].view(owners[place].shape) for place, name in enumerate(names)}
-        """The means, by name, after `take`."""
+            for position, mean in zip(spec.members, torch.split(flat[: sum(sizes)], sizes), strict=True):
+                self.tensors[names[position]] = mean.view(values[position].shape)
 
     @torch.no_grad()
-    def take(self) -> None:
-        """Set `tensors` to the means of the parameters as they are now."""
+    def average(self) -> None:
+        """Set `tensors` to the means of the parameters' present values; every rank calls."""
         for name, parameter in self.parameters.items():
             self.tensors[name].copy_(parameter)
         for index, flat in enumerate(self._flats):
-            marks = flat[-self._group.world_size * FINGERPRINT_SIZE :]
-            own = marks.zero_()[self._group.rank * FINGERPRINT_SIZE :][:FINGERPRINT_SIZE]
-            own.copy_(torch.tensor(bucket_fingerprint(self._number, index), device=flat.device))
+            fingerprints = flat[-self._group.world_size * FINGERPRINT_SIZE :]
+            own_fingerprint = fingerprints.zero_()[self._group.rank * FINGERPRINT_SIZE :][:FINGERPRINT_SIZE]
+            own_fingerprint.copy_(torch.tensor(bucket_fingerprint(self._model_id, index), device=flat.device))
             allreduce(flat, ReduceOp.MEAN, group=self._group, out=flat)
-            verify_fingerprints(marks.tolist(), self._group)
-
-
-def _make(count: int, dtype: torch.dtype, device: torch.device, group: Backend) -> torch.Tensor:
-    if device.type == "cpu":
-        try:
-            return empty_symmetric((count,), dtype, group=group)
-        except BackendUnavailable:  # on all ranks
-            pass
-    return torch.empty(count, dtype=dtype, device=device)
+            verify_fingerprints(fingerprints.tolist(), self._group)
 
 
 class LocalSGD:
-    """Averages a module's parameters over the ranks every ``period`` steps, where DDP averages gradients in each.
+    """Average a module's parameters over the ranks every ``period`` steps, where DDP averages gradients in each.
 
     After S. U. Stich, "Local SGD Converges Fast and Communicates Little", ICLR 2019 (https://arxiv.org/abs/1805.09767);
     ``start_step`` makes it post-local SGD, after T. Lin et al., "Don't Use Large Mini-Batches, Use Local SGD", ICLR
@@ -92,21 +83,22 @@ class LocalSGD:
             optimizer.step()
             averaging.step()
 
-    Without a start step the bare module will do. Making it is a collective: every rank's parameters and buffers take
-    rank 0's values. Parameters that don't require grad, and buffers, stay each rank's own afterwards. Which parameters
-    require grad may change between two steps, on all ranks alike; one that was frozen since the last average takes part
-    in the next, so that it is equal on all ranks from there. Parameters can't be added or replaced, nor change their
-    dtype.
+    Without a start step the bare module will do. Construction is a collective: every rank's parameters and buffers take
+    rank 0's values. Parameters that don't require grad, and buffers, stay each rank's own afterwards. The set of
+    parameters that require grad may change between two steps, on all ranks alike; a parameter that was frozen since the
+    last average takes part in the next one, so that it is equal on all ranks from there. Parameters can't be added or
+    replaced, nor change their dtype.
 
-    A group may have several; every rank makes them, and calls their `step`, in the same order. To go on from a file,
-    save the module and `state_dict` when `step` has averaged; load the module, make this, and then load its state.
+    A group may have several; every rank makes them, and calls their `step`, in the same order. To resume from a file,
+    save the module and `state_dict` when `step` has averaged; load the module, make the LocalSGD, and then load its
+    state.
 
     Args:
-        module: The module; of one form on all ranks, which is compared.
+        module: The module; it must be the same on all ranks, which is checked.
         group: The group, on all of whose ranks this is called; None is the default group.
-        period: Steps between two averages, equal on all ranks.
-        start_step: Steps before the first local one, in which gradients are averaged by other means; equal on all
-            ranks.
+        period: Number of steps between two averages, equal on all ranks.
+        start_step: Number of steps before the first local one, in which gradients are averaged by other means; equal on
+            all ranks.
 
     Raises:
         CollectiveMismatchError: On every rank, when the modules, periods or start steps differ.
@@ -118,20 +110,20 @@ class LocalSGD:
     ) -> None:
         if not isinstance(module, torch.nn.Module):
             raise TypeError(f"{type(self).__name__} averages a torch.nn.Module, not {type(module).__name__}")
-        for name, value, least in (("period", period, 1), ("start_step", start_step, 0)):
+        for name, value, minimum in (("period", period, 1), ("start_step", start_step, 0)):
             if isinstance(value, bool) or not isinstance(value, int):
                 raise TypeError(f"{name} must be an integer, not {type(value).__name__}")
-            if value < least:
-                raise ValueError(f"{name} must be at least {least}, not {value}")
+            if value < minimum:
+                raise ValueError(f"{name} must be at least {minimum}, not {value}")
         self.period = period
         self.start_step = start_step
         self.num_steps = 0
-        """How often `step` was called."""
+        """Number of calls of `step`."""
         self._module = module
         self._group = resolve_group(group)
         self._compare_settings()
-        self._number = number_model(self._group, f"{type(self).__name__} of {type(module).__name__}")
-        self._members = Members(module)
+        self._model_id = register_model(self._group, f"{type(self).__name__} of {type(module).__name__}")
+        self._guard = ModuleGuard(module, type(self).__name__)
         self._parameters = dict(module.named_parameters())
         self._means: FlatAverager | None = None
         self.reset()
@@ -144,11 +136,11 @@ class LocalSGD:
 
     @property
     def is_local(self) -> bool:
-        """Whether the step that comes is one in which ranks train by themselves."""
+        """Whether the next step is one in which ranks train on their own."""
         return self.num_steps >= self.start_step
 
     def step(self) -> bool:
-        """Count a step, and average when a period is over; every rank calls it after each step of its optimizer.
+        """Count a step, and average at the end of a period; every rank calls it after each step of its optimizer.
 
         Returns:
             Whether it averaged.
@@ -167,104 +159,103 @@ class LocalSGD:
             lambda: f"In step {self.num_steps} {type(self).__name__} averages parameters.",
             "Every rank must call step() as often as the others, and those of several models in the same order.",
         ):
-            self._agree()
+            self._average_parameters()
         return True
 
     def reset(self) -> None:
-        """Go on, on all ranks, from rank 0's parameters and buffers as they are now; every rank calls it.
+        """Continue on all ranks from rank 0's present parameters and buffers; every rank calls it.
 
-        For values that were changed otherwise than by training, as by loading them. ``num_steps`` stays.
+        Call it after values changed in another way than by training, such as loading. ``num_steps`` stays.
         """
         self._check_parameters()
         deadline = Deadline(self._group.timeout)
-        check_same_form(self._module, None, self._group, deadline, maker=type(self).__name__)
+        verify_module(self._module, None, self._group, deadline, maker=type(self).__name__)
         tensors = [*self._module.parameters(), *self._module.buffers()]
         broadcast_tensors(tensors, 0, self._group, max_bytes=MAX_BYTES, deadline=deadline)
         self._trained = self._find_trained()
 
     def state_dict(self) -> dict[str, Any]:
-        """What `load_state_dict` takes; the module's parameters and buffers are not in it."""
+        """The state for `load_state_dict`, without the module's parameters and buffers."""
         return {"num_steps": self.num_steps}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on where another one was; every rank calls it, with the same state.
+        """Continue from a saved state; every rank calls it, with the same state.
 
         Raises:
             CollectiveMismatchError: On every rank, when the ranks' numbers of steps differ.
-            KeyError, ValueError: It is no such state, or of another module.
+            KeyError, ValueError: The state has another form, or belongs to another module.
         """
         self.num_steps = int(state["num_steps"])
         self._compare_settings()
 
     def _compare_settings(self) -> None:
-        mine = f"{type(self).__name__}(period={self.period}, start_step={self.start_step}) in step {self.num_steps}"
+        own_settings = (
+            f"{type(self).__name__}(period={self.period}, start_step={self.start_step}) in step {self.num_steps}"
+        )
         with add_error_context(
             lambda: f"Rank {self._group.rank} was making or loading {with_article(type(self).__name__)}.",
-            "Every rank of the group must do so, at the same place of its program.",
+            "Every rank of the group must do so, at the same point of its program.",
         ):
-            everyone = all_gather_object(mine, group=self._group)
-        differing = [rank for rank, theirs in enumerate(everyone) if theirs != everyone[0]]
+            settings = all_gather_object(own_settings, group=self._group)
+        differing = [rank for rank, theirs in enumerate(settings) if theirs != settings[0]]
         if differing:
             raise CollectiveMismatchError(
-                f"the ranks of group {self._group.name!r} would average at different times: rank {differing[0]} has"
-                f" {everyone[differing[0]]} where rank 0 has {everyone[0]}. Give all ranks the same.",
+                f"the ranks of group {self._group.name!r} would average at different steps: rank {differing[0]} has"
+                f" {settings[differing[0]]} where rank 0 has {settings[0]}. Give all ranks the same.",
                 ranks=tuple(differing),
             )
 
     def _check_parameters(self) -> None:
-        self._members.check_same(type(self._module).__name__, maker=type(self).__name__)
-        for name, was in self._means.tensors.items() if self._means else ():
+        self._guard.check_unchanged(type(self._module).__name__)
+        for name, mean in self._means.tensors.items() if self._means else ():
             parameter = self._parameters[name]
-            if parameter.dtype is not was.dtype or parameter.shape != was.shape:
+            if parameter.dtype is not mean.dtype or parameter.shape != mean.shape:
                 raise UnsupportedOpError(
-                    f"parameter {name!r} is {parameter.dtype} of shape {tuple(parameter.shape)} and was {was.dtype} of"
-                    f" shape {tuple(was.shape)} before: make a new {type(self).__name__}, on all ranks"
+                    f"parameter {name!r} is {parameter.dtype} of shape {tuple(parameter.shape)} and was {mean.dtype} of"
+                    f" shape {tuple(mean.shape)} before: make a new {type(self).__name__}, on all ranks"
                 )
 
     def _find_trained(self) -> tuple[str, ...]:
         return tuple(name for name, parameter in self._parameters.items() if parameter.requires_grad)
 
-    def _take_means(self) -> tuple[dict[str, torch.Tensor], frozenset[str]]:
-        """Average the parameters that are trained now or were when the ranks last agreed.
-
-        Returns:
-            The means, and the names of those that are trained now and were then.
-        """
+    def _compute_means(self) -> tuple[dict[str, torch.Tensor], frozenset[str]]:
+        """Average the parameters trained now or at the last average; also return the names of those in both sets."""
         before, self._trained = self._trained, self._find_trained()
         if self._trained != before:
             deadline = Deadline(self._group.timeout)
-            check_same_form(self._module, None, self._group, deadline, maker=type(self).__name__)
+            verify_module(self._module, None, self._group, deadline, maker=type(self).__name__)
         both = {*before, *self._trained}
         if self._means is None or self._means.parameters.keys() != both:
             chosen = {name: parameter for name, parameter in self._parameters.items() if name in both}
-            self._means = FlatAverager(chosen, self._group, self._number)
-        self._means.take()
+            self._means = FlatAverager(chosen, self._group, self._model_id)
+        self._means.average()
         return self._means.tensors, frozenset(before).intersection(self._trained)
 
     @torch.no_grad()
-    def _agree(self) -> None:
-        for name, mean in self._take_means()[0].items():
+    def _average_parameters(self) -> None:
+        for name, mean in self._compute_means()[0].items():
             self._parameters[name].copy_(mean)
 
 
 class DiLoCo(LocalSGD):
-    """Treats what the ranks' own steps changed as a gradient, which an outer optimizer applies every ``period`` steps.
+    """Treat the change made by the ranks' own steps as a gradient, which an outer optimizer applies every ``period``
+    steps.
 
     After A. Douillard et al., "DiLoCo: Distributed Low-Communication Training of Language Models", 2023
-    (https://arxiv.org/abs/2311.08105), algorithm 1: from where all ranks were equal, the outer gradient is that place
-    less the mean of where they are now; SGD with Nesterov momentum takes the step, and all ranks go on from there. The
-    ranks' own optimizers keep their state.
+    (https://arxiv.org/abs/2311.08105), algorithm 1: the outer gradient is the last common parameters less the mean of
+    the ranks' present ones; SGD with Nesterov momentum takes the step, and all ranks continue from there. The ranks'
+    own optimizers keep their state.
 
-    Where the ranks were equal is remembered. So call `reset` after loading other values into the module: nothing tells
-    them from training. A parameter that was frozen or unfrozen since takes the plain mean once.
+    The last common parameters are stored. So call `reset` after loading other values into the module: loading can't be
+    told from training. A parameter that was frozen or unfrozen since then takes the plain mean once.
 
     Args:
         module: As for `LocalSGD`.
         group: As for `LocalSGD`.
         period: As for `LocalSGD`; the paper's is 500.
-        outer_optimizer: Makes the outer optimizer of the parameters that it is given, equal on all ranks; None is SGD
-            with learning rate 0.7 and Nesterov momentum 0.9, the paper's. Frozen parameters are among them; they have
-            no gradient.
+        outer_optimizer: Function that makes the outer optimizer of the parameters that it is given, equal on all ranks;
+            None is SGD with learning rate 0.7 and Nesterov momentum 0.9, the paper's. Frozen parameters are among them;
+            they have no gradient.
     """
 
     def __init__(
@@ -292,47 +283,47 @@ class DiLoCo(LocalSGD):
             )
 
     def reset(self) -> None:
-        """Go on, on all ranks, from rank 0's parameters and buffers as they are now; every rank calls it.
+        """Continue on all ranks from rank 0's present parameters and buffers; every rank calls it.
 
-        For values that were changed otherwise than by training, as by loading them. ``num_steps`` and the outer
+        Call it after values changed in another way than by training, such as loading. ``num_steps`` and the outer
         optimizer's state stay.
         """
         super().reset()
         for name, parameter in self._parameters.items():
             if parameter.is_floating_point() or parameter.is_complex():
-                # A frozen one is not copied: it has no outer steps before it is trained, and then takes other memory.
-                place = parameter.detach().clone() if parameter.requires_grad else parameter.detach()
-                self._outer.setdefault(name, torch.nn.Parameter(place)).data = place
+                # A frozen one is not copied: it takes no outer steps until it is trained, and then gets new memory.
+                anchor = parameter.detach().clone() if parameter.requires_grad else parameter.detach()
+                self._outer.setdefault(name, torch.nn.Parameter(anchor)).data = anchor
 
     def state_dict(self) -> dict[str, Any]:
-        """What `load_state_dict` takes: where all ranks were equal, too, and the outer optimizer's state.
+        """The state for `load_state_dict`, with the last common parameters and the outer optimizer's state.
 
-        Its tensors are this one's own, and change in later steps.
+        Its tensors are shared with this object and change in later steps.
         """
         outer = {name: self._outer[name].detach() for name in self._trained}
         return {**super().state_dict(), "outer": outer, "outer_optimizer": self.outer_optimizer.state_dict()}
 
+    @override
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """See `LocalSGD.load_state_dict`."""
-        places: Mapping[str, torch.Tensor] = state["outer"]
-        for name, place in places.items():
-            if name not in self._outer or self._outer[name].shape != place.shape:
+        anchors: Mapping[str, torch.Tensor] = state["outer"]
+        for name, anchor in anchors.items():
+            if name not in self._outer or self._outer[name].shape != anchor.shape:
                 raise ValueError(
-                    f"the state has parameter {name!r} of shape {tuple(place.shape)}, which"
-                    f" {type(self._module).__name__} has not: load it into a DiLoCo of the same module"
+                    f"the state has parameter {name!r} of shape {tuple(anchor.shape)}, which"
+                    f" {type(self._module).__name__} does not have: load it into a DiLoCo of the same module"
                 )
         super().load_state_dict(state)
         self.outer_optimizer.load_state_dict(state["outer_optimizer"])
-        for name, place in places.items():
-            self._outer[name].data = place.to(self._outer[name].dtype, copy=True)
-        self._trained = tuple(name for name in self._parameters if name in places)
+        for name, anchor in anchors.items():
+            self._outer[name].data = anchor.to(self._outer[name].dtype, copy=True)
+        self._trained = tuple(name for name in self._parameters if name in anchors)
 
     @torch.no_grad()
-    def _agree(self) -> None:
-        means, kept = self._take_means()
+    def _average_parameters(self) -> None:
+        means, trained_before = self._compute_means()
         for name, mean in means.items():
             outer = self._outer[name]
-            if name in kept:
+            if name in trained_before:
                 outer.grad = torch.sub(outer, mean, out=mean)
             else:
                 outer.data = mean.clone()

@@ -1,7 +1,4 @@
-"""Whether all ranks make the same thing of the same module.
-
-Modules on the meta device get memory and values, one at a time.
-"""
+"""Modules that are about to be wrapped: compared between ranks, checked, and materialised from the meta device."""
 
 from __future__ import annotations
 
@@ -10,6 +7,7 @@ from itertools import zip_longest
 from typing import TYPE_CHECKING
 
 import torch
+from torch.nn.parameter import is_lazy
 
 from ferrodist.collectives.arguments import elements_overlap
 from ferrodist.collectives.objects import all_gather_object, broadcast_object
@@ -24,29 +22,29 @@ if TYPE_CHECKING:
     from ferrodist.deadline import Deadline
 
 
-def compare_forms(
+def verify_across_ranks(
     lines: Sequence[str], group: Backend, deadline: Deadline, *, maker: str, module: str, refusal: str | None = None
 ) -> None:
-    """Compare what ranks say about their modules with what rank 0 says; every rank of the group calls this.
+    """Compare the ranks' descriptions of their modules with rank 0's; every rank of the group calls this.
 
-    Each rank receives rank 0's list and then a sentence from each rank, so that lists don't travel from everyone to
-    everyone.
+    Each rank receives rank 0's list and then a sentence from each rank, so that lists don't travel from all ranks to
+    all.
 
     Args:
-        lines: What this rank has, one thing a line, as "parameter 'weight' of shape ...".
+        lines: This rank's description, one item a line, such as "parameter 'weight' of shape ...".
         group: The group.
-        deadline: For all of it.
-        maker: What is made of the module, as "DDP".
+        deadline: Deadline of all messages together.
+        maker: The wrapper, such as "DDP".
         module: The module's class.
-        refusal: Why it can't be made of this rank's module.
+        refusal: Reason why the wrapper can't take this rank's module.
 
     Raises:
-        CollectiveMismatchError: On every rank, naming the first difference. The group stays good.
-        UnsupportedOpError: On every rank, with the first rank's refusal. The group stays good.
+        CollectiveMismatchError: On every rank, naming the first difference. The group stays usable.
+        UnsupportedOpError: On every rank, with the first rank's refusal. The group stays usable.
     """
     with add_error_context(
         lambda: f"Rank {group.rank} was giving {with_article(module)} to {maker}.",
-        "Every rank of the group must make it, at the same place of its program.",
+        "Every rank of the group must make it, at the same point of its program.",
     ):
         expected = broadcast_object(list(lines), group=group, timeout=deadline.remaining())
         answer = [_first_difference(lines, expected, group.rank), refusal]
@@ -71,8 +69,22 @@ def _first_difference(mine: Sequence[str], expected: Sequence[str], rank: int) -
     return None
 
 
+def describe(name: str, tensor: torch.Tensor) -> str:
+    """A line about a parameter or buffer for `verify_across_ranks`: name, shape, dtype, layout and type of device.
+
+    The meta device is left out, since some wrappers take modules that are there on some ranks only.
+    """
+    if is_lazy(tensor):
+        return f"{name!r} (lazy)"
+    if tensor.is_nested:  # no shape; refused later
+        return f"{name!r} (nested)"
+    layout = "" if tensor.layout is torch.strided else f" and {tensor.layout}"
+    device = "" if tensor.device.type in {"cpu", "meta"} else f" on {tensor.device.type}"
+    return f"{name!r} of shape {tuple(tensor.shape)} and {tensor.dtype}{layout}{device}"
+
+
 def write_obstacle(tensor: torch.Tensor) -> str:
-    """Why nothing can be written to a tensor; empty when it can."""
+    """The reason why nothing can be written to a tensor, or an empty string."""
     if tensor.is_inference():
         return "was made under inference_mode"
     if tensor.layout is torch.strided and tensor.device.type != "meta":
@@ -82,10 +94,10 @@ def write_obstacle(tensor: torch.Tensor) -> str:
     return ""
 
 
-def find_unsynchronised(module: torch.nn.Module, group: Backend) -> str | None:
-    """A sentence about the first `torch.nn.SyncBatchNorm` that would be a plain batch norm here; None when none would.
+def find_unsynchronised_batch_norm(module: torch.nn.Module, group: Backend) -> str | None:
+    """A sentence about the first `torch.nn.SyncBatchNorm` that would be a plain batch norm here, or None.
 
-    It synchronises over groups of torch's, where there are some, and on devices that are no CPUs.
+    torch's layer synchronises over process groups of torch's only, and not on CPUs.
     """
     for name, layer in module.named_modules():
         if isinstance(layer, torch.nn.SyncBatchNorm) and group.world_size > 1 and not _is_synchronised(layer):
@@ -116,18 +128,18 @@ def has_meta_tensors(module: torch.nn.Module) -> bool:
 def find_initialiser(
     name: str, module: torch.nn.Module, init: Callable[[torch.nn.Module], object] | None
 ) -> Callable[[torch.nn.Module], object]:
-    """What gives a module's own parameters and buffers their values: ``init``, or its ``reset_parameters``.
+    """The function that initialises a module's own tensors: ``init``, or its ``reset_parameters``.
 
     Raises:
-        UnsupportedOpError: There is none.
+        UnsupportedOpError: The module has neither.
     """
-    give = init if init is not None else getattr(type(module), "reset_parameters", None)
-    if give is None:
+    initialise = init if init is not None else getattr(type(module), "reset_parameters", None)
+    if initialise is None:
         raise UnsupportedOpError(
             f"module {name!r} ({type(module).__name__}) is on the meta device and has no reset_parameters(): pass"
-            " init=, a function that gives such a module's parameters and buffers their values"
+            " init=, a function that initialises such a module's parameters and buffers"
         )
-    return give
+    return initialise
 
 
 def materialise(
@@ -136,22 +148,22 @@ def materialise(
     init: Callable[[torch.nn.Module], object] | None,
     device: torch.device | str = "cpu",
 ) -> None:
-    """Give a module's own parameters and buffers that are on the meta device memory and values; others keep theirs.
+    """Allocate and initialise a module's own tensors that are on the meta device; others keep their values.
 
     Args:
-        name: The module's.
-        module: It is changed in place.
-        init: Gives its own parameters and buffers their values; None calls its ``reset_parameters``.
-        device: Where they get memory.
+        name: The module's name.
+        module: The module, changed in place.
+        init: Function that initialises the module's own parameters and buffers; None calls its ``reset_parameters``.
+        device: The device of the new tensors.
 
     Raises:
-        UnsupportedOpError: Nothing gives it values.
+        UnsupportedOpError: There is no function that initialises them.
     """
     if not has_meta_tensors(module):
         return
-    give = find_initialiser(name, module, init)
+    initialise = find_initialiser(name, module, init)
     tensors = {**own_parameters(module), **own_buffers(module)}
-    kept = {key: tensor.clone() for key, tensor in tensors.items() if tensor is not None and not tensor.is_meta}
+    existing = {key: tensor.clone() for key, tensor in tensors.items() if tensor is not None and not tensor.is_meta}
     for key, tensor in tensors.items():
         if tensor is None or not tensor.is_meta:
             continue
@@ -160,6 +172,6 @@ def materialise(
             setattr(module, key, torch.nn.Parameter(real, requires_grad=tensor.requires_grad))
         else:
             own_buffers(module)[key] = real
-    give(module)
-    for key, values in kept.items():
+    initialise(module)
+    for key, values in existing.items():
         getattr(module, key).copy_(values)

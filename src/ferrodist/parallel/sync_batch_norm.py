@@ -1,7 +1,7 @@
 """Batch normalisation over the batches of all ranks.
 
-After S. Ioffe and C. Szegedy, "Batch Normalization", ICML 2015 (https://arxiv.org/abs/1502.03167). The statistics of
-the parts are put together after T. Chan, G. Golub and R. LeVeque, "Updating Formulae and a Pairwise Algorithm for
+After S. Ioffe and C. Szegedy, "Batch Normalization", ICML 2015 (https://arxiv.org/abs/1502.03167). The ranks'
+statistics are combined after T. Chan, G. Golub and R. LeVeque, "Updating Formulae and a Pairwise Algorithm for
 Computing Sample Variances", 1979: no rank adds squares of large numbers.
 
 In training a forward is one all_gather of 2 C + 1 numbers from each rank, and a backward one allreduce of 2 C, for C
@@ -43,30 +43,31 @@ _ADVICE = (
 
 _DETAILS = """
 
-    In training it computes what `torch.nn.BatchNorm1d` and its siblings compute on the ranks' batches joined: outputs,
-    running statistics, and gradients of the inputs. The gradients of ``weight`` and ``bias`` are this rank's part; the
-    sum over the ranks is the joined batch's (`DDP` takes the mean of all gradients, which fits a loss that is a mean
-    over each rank's batch). Batches may differ in size, and be empty, but not all of them.
+    In training it computes the results of `torch.nn.BatchNorm1d` and its siblings on the ranks' joined batches:
+    outputs, running statistics, and gradients of the inputs. The gradients of ``weight`` and ``bias`` are this rank's
+    share; their sum over the ranks is the gradient of the joined batch (`DDP` averages all gradients, which fits a loss
+    that is a mean over each rank's batch). Batches may differ in size, and some but not all of them may be empty.
 
-    In evaluation nothing is sent, and a rank may call it by itself: the running statistics are used, or without any
-    those of the rank's own batch.
+    In evaluation nothing is sent, and a rank may call it alone: it uses the running statistics, or without any those of
+    the rank's own batch.
 
-    A copy has the group of its original; what was pickled has none, and uses the default group.
+    A copy keeps the group of its original; an unpickled layer has none, and uses the default group.
 
     Args:
         num_features: Number of channels C, from 1; inputs are (N, C) or (N, C, L), (N, C, H, W), (N, C, D, H, W).
-        eps: Added to the variance.
+        eps: Number added to the variance.
         momentum: Weight of a batch in the running statistics; None takes the mean of all batches so far.
-        affine: Learn a weight and a bias a channel.
+        affine: Learn a weight and a bias for each channel.
         track_running_stats: Keep running statistics, for evaluation.
         group: The group; None is the default group when forward is called.
-        device, dtype: Of parameters and buffers.
+        device: Device of parameters and buffers.
+        dtype: Dtype of parameters and buffers.
 
     Raises:
-        ValueError: By forward, on every rank: in training all batches together have one value a channel or none. On
-            this rank: the input has another number of dims or channels.
-        RuntimeError: By a backward through its backward, which has none.
-        DistributedError: What failed between the ranks.
+        ValueError: By forward, on every rank: in training all batches together have at most one value for each channel.
+            On this rank: the input has another number of dims or channels.
+        RuntimeError: By a second backward, through the layer's backward.
+        DistributedError: Communication between the ranks failed.
     """
 
 
@@ -90,20 +91,20 @@ class _SyncBatchNorm(BatchNormBase):
         self._group = None if group is None else check_group(group)
 
     def __getstate__(self) -> dict[str, Any]:
-        """What pickles: all but the group, which belongs to this process."""
+        """The picklable state, without the group, which belongs to this process."""
         return {**self.__dict__, "_group": None}
 
     def __copy__(self) -> _SyncBatchNorm:
-        twin = type(self).__new__(type(self))
-        twin.__setstate__(self.__dict__)  # type: ignore[no-untyped-call]
-        return twin
+        copied = type(self).__new__(type(self))
+        copied.__setstate__(self.__dict__)  # type: ignore[no-untyped-call]
+        return copied
 
     def __deepcopy__(self, memo: dict[int, Any]) -> _SyncBatchNorm:
-        twin = type(self).__new__(type(self))
-        memo[id(self)] = twin
-        twin.__setstate__(copy.deepcopy(self.__getstate__(), memo))  # type: ignore[no-untyped-call]
-        twin._group = self._group  # noqa: SLF001
-        return twin
+        copied = type(self).__new__(type(self))
+        memo[id(self)] = copied
+        copied.__setstate__(copy.deepcopy(self.__getstate__(), memo))  # type: ignore[no-untyped-call]
+        copied._group = self._group  # noqa: SLF001
+        return copied
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:  # noqa: A002 - torch's name
         """Normalise; in training every rank of the group calls it."""
@@ -117,7 +118,7 @@ class _SyncBatchNorm(BatchNormBase):
         if group.world_size == 1:
             self._check_count(input.shape[0] * math.prod(input.shape[2:]))
             return super().forward(input)
-        mean, variance, count = self._share_statistics(input, group)
+        mean, variance, count = self._gather_statistics(input, group)
         self._check_count(count)
         if self.track_running_stats:
             self._update_running(mean, variance * (count / (count - 1)))
@@ -130,27 +131,27 @@ class _SyncBatchNorm(BatchNormBase):
                 f" together, not {count}"
             )
 
-    def _share_statistics(self, batch: torch.Tensor, group: Backend) -> tuple[torch.Tensor, torch.Tensor, int]:
-        """Mean and variance of each channel, in float64, and the number of values, over all ranks."""
-        own = torch.zeros(2 * self.num_features + 1, dtype=torch.float64, device=batch.device)
+    def _gather_statistics(self, batch: torch.Tensor, group: Backend) -> tuple[torch.Tensor, torch.Tensor, int]:
+        """Mean and variance of each channel over all ranks, in float64, and the number of values."""
+        statistics = torch.zeros(2 * self.num_features + 1, dtype=torch.float64, device=batch.device)
         num_values = batch.shape[0] * math.prod(batch.shape[2:])
         if batch.numel():
-            values = batch.detach().to(_accumulated(batch.dtype))
-            variance, mean = torch.var_mean(values, dim=_all_but_channels(batch), correction=0)
-            own[: self.num_features] = mean
-            own[self.num_features : -1] = variance
-        own[-1] = num_values
+            values = batch.detach().to(_accumulation_dtype(batch.dtype))
+            variance, mean = torch.var_mean(values, dim=_reduction_dims(batch), correction=0)
+            statistics[: self.num_features] = mean
+            statistics[self.num_features : -1] = variance
+        statistics[-1] = num_values
         with add_error_context(lambda: f"A {type(self).__name__} was sharing a batch's statistics.", _ADVICE):
-            parts = all_gather(own[None], group=group)
-        counts = parts[:, -1:]
+            gathered = all_gather(statistics[None], group=group)
+        counts = gathered[:, -1:]
         total = counts.sum()
-        means, variances = parts[:, : self.num_features], parts[:, self.num_features : -1]
+        means, variances = gathered[:, : self.num_features], gathered[:, self.num_features : -1]
         mean = (means * counts).sum(0) / total
         variance = ((variances + (means - mean) ** 2) * counts).sum(0) / total
         return mean, variance, int(total)
 
     def _update_running(self, mean: torch.Tensor, variance: torch.Tensor) -> None:
-        """Let the running statistics that there are follow, as torch does when a user has set some to None."""
+        """Update the running statistics; like torch, skip those that a user has set to None."""
         momentum = self.momentum or 0.0
         with torch.no_grad():
             if self.num_batches_tracked is not None:
@@ -181,7 +182,7 @@ class SyncBatchNorm3d(_SyncBatchNorm, torch.nn.BatchNorm3d):
 
 
 class SyncBatchNorm(_SyncBatchNorm):
-    """Batch norm of inputs of any number of dims: what takes the place of a `torch.nn.SyncBatchNorm`."""
+    """Batch norm of inputs of any number of dims; replaces `torch.nn.SyncBatchNorm`."""
 
     __doc__ = f"{__doc__}{_DETAILS}"
 
@@ -190,7 +191,7 @@ class SyncBatchNorm(_SyncBatchNorm):
             raise ValueError(f"expected at least 2D input (got {input.dim()}D input)")
 
 
-_SIBLINGS: dict[type[torch.nn.Module], type[_SyncBatchNorm]] = {
+_SYNC_CLASSES: dict[type[torch.nn.Module], type[_SyncBatchNorm]] = {
     torch.nn.BatchNorm1d: SyncBatchNorm1d,
     torch.nn.BatchNorm2d: SyncBatchNorm2d,
     torch.nn.BatchNorm3d: SyncBatchNorm3d,
@@ -204,10 +205,10 @@ def convert_sync_batchnorm(
     *,
     replace: Callable[[torch.nn.Module], torch.nn.Module] | None = None,
 ) -> _Module:
-    """Replace every batch norm layer inside of a module by its synchronised sibling, which takes its tensors over.
+    """Replace every batch norm layer inside a module by its synchronised counterpart, which takes over its tensors.
 
-    A layer of a class that is derived from torch's has code of its own, which a sibling would not have. ``replace``
-    says what takes its place, as for a norm with its activation::
+    A class derived from torch's batch norms has code of its own, which the counterpart would not have. ``replace``
+    returns its replacement, as for a norm with its activation::
 
         def replace(layer):
             plain = torch.nn.BatchNorm2d(layer.num_features, layer.eps, layer.momentum)
@@ -217,27 +218,27 @@ def convert_sync_batchnorm(
         fd.convert_sync_batchnorm(model, replace=replace)
 
     Args:
-        module: It is changed in place, unless it is itself such a layer. Parameters, buffers, training mode and hooks'
-            absence stay: make optimizers before or after.
+        module: The module, changed in place unless it is such a layer itself. Parameters, buffers and training mode
+            stay the same objects and values: make optimizers before or after.
         group: The group of the new layers; None is the default group when they are called.
-        replace: ``replace(layer)`` gives the module that takes the place of a batch norm of another class than torch's
-            own: one that is derived from `SyncBatchNorm2d` or its siblings, or any module, whose batch norms are
-            replaced in turn. The layer itself, where each rank is to normalise by its own batch.
+        replace: ``replace(layer)`` returns the replacement of a batch norm of another class than torch's own: a layer
+            derived from `SyncBatchNorm2d` or its siblings, or any module, whose batch norms are replaced in turn. It
+            returns the layer itself where each rank is to normalise by its own batch.
 
     Returns:
-        The module, or what replaces it. Layers that appear twice are replaced by one that does.
+        The module or its replacement. A layer that appears twice is replaced by one that appears twice.
 
     Raises:
-        ValueError: A layer is lazy and has no form yet, has no channels, has hooks, which would be lost, or is a
+        ValueError: A layer is lazy and has no shape yet, has no channels, has hooks, which would be lost, or is a
             `torch.nn.SyncBatchNorm` over a process group of torch's, where ``group`` is None. Nothing is changed.
-        TypeError: ``module`` is no module, or has a subclass of a batch norm, whose own code would be lost, and
-            ``replace`` is None or returned no module. Nothing is changed.
+        TypeError: ``module`` is not a module, or has a subclass of a batch norm, whose own code would be lost, and
+            ``replace`` is None or returned something else than a module. Nothing is changed.
     """
     if not isinstance(module, torch.nn.Module):
         raise TypeError(f"convert_sync_batchnorm takes a torch.nn.Module, not {type(module).__name__}")
     if replace is not None and not callable(replace):
         raise TypeError(f"replace must be a function of a layer or None, not {type(replace).__name__}")
-    layers = {each: _sibling(each, name, group, replace) for name, each in module.named_modules()}
+    layers = {each: _convert_layer(each, name, group, replace) for name, each in module.named_modules()}
     for parent in list(layers):
         for name, child in list(own_modules(parent).items()):
             if child is not None and layers.get(child) is not None:
@@ -245,29 +246,29 @@ def convert_sync_batchnorm(
     return layers[module] or module  # type: ignore[return-value]
 
 
-def _sibling(
+def _convert_layer(
     layer: torch.nn.Module,
     name: str,
     group: Backend | None,
     replace: Callable[[torch.nn.Module], torch.nn.Module] | None,
 ) -> torch.nn.Module | None:
-    """What replaces a layer, or None where it stays."""
+    """The replacement of a layer, or None where it stays."""
     if not isinstance(layer, BatchNormBase) or isinstance(layer, _SyncBatchNorm):
         return None
     title = repr(name) if name else "the module"
     if is_lazy_norm(layer):
-        raise ValueError(f"{title} is lazy: call the module once before you convert it")
+        raise ValueError(f"{title} is lazy: call the module once before converting it")
     if has_hooks(layer):
         raise ValueError(f"{title} has hooks, which would be lost: convert first, then register them")
-    kind = _SIBLINGS.get(type(layer))
-    if kind is None:
-        return _replace(layer, title, group, replace)
+    sync_class = _SYNC_CLASSES.get(type(layer))
+    if sync_class is None:
+        return _replace_custom(layer, title, group, replace)
     if getattr(layer, "process_group", None) is not None and group is None:
         raise ValueError(
             f"{title} is a torch.nn.SyncBatchNorm over a process group of torch's: pass group=, the ranks over which"
             " the new layers synchronise"
         )
-    new = kind(
+    new = sync_class(
         layer.num_features,
         layer.eps,
         layer.momentum,
@@ -283,23 +284,23 @@ def _sibling(
     return new
 
 
-def _replace(
+def _replace_custom(
     layer: torch.nn.Module,
     title: str,
     group: Backend | None,
     replace: Callable[[torch.nn.Module], torch.nn.Module] | None,
 ) -> torch.nn.Module | None:
-    """What a user's function gives for a layer with code of its own; None where it is to stay."""
+    """A user's replacement of a layer with code of its own, or None where the layer stays."""
     article = "an" if type(layer).__name__[0] in "AEIOUaeiou" else "a"
     if replace is None:
         raise TypeError(
             f"{title} is {article} {type(layer).__name__}, a subclass of a batch norm, whose own code would be lost:"
-            " pass replace=, a function that gives what takes its place"
+            " pass replace=, a function that returns the replacement of a layer"
         )
     new = replace(layer)
     if not isinstance(new, torch.nn.Module):
         raise TypeError(
-            f"replace must return the module that takes the place of a layer, or the layer itself, not"
+            f"replace must return the replacement of a layer, or the layer itself, not"
             f" {type(new).__name__} as for {title}"
         )
     if new is layer:
@@ -308,7 +309,7 @@ def _replace(
 
 
 class _Normalise(torch.autograd.Function):
-    """Normalise by given statistics of all ranks' batches, of which this rank's input is a part."""
+    """Normalise this rank's input by given statistics of all ranks' batches."""
 
     @staticmethod
     def forward(  # noqa: PLR0917 - what autograd passes
@@ -322,38 +323,38 @@ class _Normalise(torch.autograd.Function):
         eps: float,
         group: Backend,
     ) -> torch.Tensor:
-        accumulated = _accumulated(batch.dtype)
+        wide = _accumulation_dtype(batch.dtype)
         scale = (variance + eps).rsqrt()
         ctx.save_for_backward(batch, weight, mean, scale)  # type: ignore[arg-type]
         ctx.count, ctx.group = count, group  # type: ignore[attr-defined]
-        mean, variance = mean.to(accumulated), variance.to(accumulated)
+        mean, variance = mean.to(wide), variance.to(wide)
         if not batch.numel():
             return torch.empty_like(batch)
         if weight is not None and weight.dtype is batch.dtype:
-            weight = weight.to(accumulated)
+            weight = weight.to(wide)
         if bias is not None and bias.dtype is batch.dtype:
-            bias = bias.to(accumulated)
+            bias = bias.to(wide)
         return functional.batch_norm(batch, mean, variance, weight, bias, training=False, eps=eps)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         batch, weight, mean, scale = ctx.saved_tensors
-        accumulated = _accumulated(batch.dtype)
+        wide = _accumulation_dtype(batch.dtype)
         shape = [1, -1, *[1] * (batch.dim() - 2)]
-        dims = _all_but_channels(batch)
-        gradients = gradient.to(accumulated)
-        normalised = (batch.to(accumulated) - mean.to(accumulated).view(shape)) * scale.to(accumulated).view(shape)
+        dims = _reduction_dims(batch)
+        gradients = gradient.to(wide)
+        normalised = (batch.to(wide) - mean.to(wide).view(shape)) * scale.to(wide).view(shape)
         sums = torch.stack([gradients.sum(dims), (gradients * normalised).sum(dims)]).double()
-        for_bias, for_weight = sums.to(weight.dtype if weight is not None else accumulated).clone()
+        for_bias, for_weight = sums.to(weight.dtype if weight is not None else wide).clone()
         for_batch = None
         if ctx.needs_input_grad[0]:
             with add_error_context(lambda: "The backward of a synchronised batch norm was adding its sums.", _ADVICE):
                 sums = allreduce(sums, group=ctx.group)
-            means = (sums / ctx.count).to(accumulated)
+            means = (sums / ctx.count).to(wide)
             for_batch = gradients - means[0].view(shape) - normalised * means[1].view(shape)
             factor = scale if weight is None else scale * weight
-            for_batch = (for_batch * factor.to(accumulated).view(shape)).to(batch.dtype)
+            for_batch = (for_batch * factor.to(wide).view(shape)).to(batch.dtype)
         return (
             for_batch,
             for_weight if ctx.needs_input_grad[1] else None,
@@ -362,9 +363,9 @@ class _Normalise(torch.autograd.Function):
         )
 
 
-def _accumulated(dtype: torch.dtype) -> torch.dtype:
+def _accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
-def _all_but_channels(batch: torch.Tensor) -> list[int]:
+def _reduction_dims(batch: torch.Tensor) -> list[int]:
     return [0, *range(2, batch.dim())]

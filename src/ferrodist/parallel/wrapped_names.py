@@ -1,4 +1,4 @@
-"""Names of a module that is inside of another one, for which they are to be the same."""
+"""Wrappers that leave the names of a module's parameters, buffers and sub-modules unchanged."""
 
 from __future__ import annotations
 
@@ -13,28 +13,28 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
 
 WrappedModule = TypeVar("WrappedModule", bound=torch.nn.Module, default=torch.nn.Module)
-"""The type of the module that a wrapper is made for."""
+"""The type of a wrapper's module."""
 
-_WRAPPER = "module."
-"""What names begin with in files of modules that torch's DDP has wrapped."""
+_MODULE_PREFIX = "module."
+"""Prefix of names in state dicts that torch's DDP has saved."""
 
 
-class InnerNames(torch.nn.Module):
-    """A wrapper whose parameters, buffers and modules have the names that its ``checkpoint_module()`` gives them.
+class TransparentWrapper(torch.nn.Module):
+    """A wrapper whose parameters, buffers and modules have the names of its ``checkpoint_module()``, without a prefix.
 
-    So they are those of its state dict, in every module that has it inside, too.
+    Names are those of the wrapper's state dict, also in every module that contains the wrapper.
     """
 
     def checkpoint_module(self) -> torch.nn.Module:
-        """The module whose names count."""
+        """The module that defines the names."""
         raise NotImplementedError
 
     def inner_module(self) -> torch.nn.Module:
-        """The same, whatever is under way."""
+        """The same module, also in the middle of a step."""
         return self.checkpoint_module()
 
     def inner_modules(self) -> Iterator[tuple[str, torch.nn.Module]]:
-        """What is inside, by the names that its tensors' names begin with."""
+        """The wrapped modules with their name prefixes."""
         yield "", self.inner_module()
 
     def named_modules(
@@ -43,7 +43,7 @@ class InnerNames(torch.nn.Module):
         prefix: str = "",
         remove_duplicate: bool = True,  # noqa: FBT001, FBT002 - torch's signature
     ) -> Iterator[tuple[str, torch.nn.Module]]:
-        """This module, and those inside, by the names that they have there; see `torch.nn.Module.named_modules`."""
+        """This module and the wrapped ones under their own names; see `torch.nn.Module.named_modules`."""
         memo = set() if memo is None else memo
         if self not in memo:
             if remove_duplicate:
@@ -53,36 +53,37 @@ class InnerNames(torch.nn.Module):
                 yield from inner.named_modules(memo, ".".join(filter(None, (prefix, name))), remove_duplicate)
 
     def get_submodule(self, target: str) -> torch.nn.Module:
-        """The module of a name, as `named_modules` has it."""
+        """The module of a name from `named_modules`."""
         if target:
             with contextlib.suppress(AttributeError):
                 return self.inner_module().get_submodule(target)
         return super().get_submodule(target)
 
     def get_parameter(self, target: str) -> torch.nn.Parameter:
-        """The parameter of a name, as ``named_parameters`` has it."""
+        """The parameter of a name from ``named_parameters``."""
         with contextlib.suppress(AttributeError):
             return self.inner_module().get_parameter(target)
         return super().get_parameter(target)
 
     def get_buffer(self, target: str) -> torch.Tensor:
-        """The buffer of a name, as ``named_buffers`` has it."""
+        """The buffer of a name from ``named_buffers``."""
         with contextlib.suppress(AttributeError):
             return self.inner_module().get_buffer(target)
         return super().get_buffer(target)
 
 
-def without_wrapper(state: Mapping[str, Any], module: torch.nn.Module) -> Mapping[str, Any]:
-    """A state for a module, without the ``module.`` with which all names begin in what torch's DDP has saved."""
+def strip_module_prefix(state: Mapping[str, Any], module: torch.nn.Module) -> Mapping[str, Any]:
+    """Remove the ``module.`` of torch's DDP from a state dict for a module, where all names begin with it."""
     names = list(state)
-    if not names or not all(name.startswith(_WRAPPER) for name in names):
+    if not names or not all(name.startswith(_MODULE_PREFIX) for name in names):
         return state
     if not set(module.state_dict(keep_vars=True)).isdisjoint(names):  # it has a child of that name
         return state
-    stripped = OrderedDict((name.removeprefix(_WRAPPER), value) for name, value in state.items())
+    stripped = OrderedDict((name.removeprefix(_MODULE_PREFIX), value) for name, value in state.items())
     versions = getattr(state, "_metadata", None)
     if versions is not None:
         vars(stripped)["_metadata"] = {
-            name.removeprefix(_WRAPPER.rstrip(".")).removeprefix("."): version for name, version in versions.items()
+            name.removeprefix(_MODULE_PREFIX.rstrip(".")).removeprefix("."): version
+            for name, version in versions.items()
         }
     return stripped

@@ -7,13 +7,13 @@ it, a thread of the `Executor` calls the function, and the result goes back the 
 
 from __future__ import annotations
 
-import atexit
 import contextlib
 import functools
 from typing import TYPE_CHECKING, Any, TypeVar, overload
 
 from ferrodist.arguments import check_int
 from ferrodist.backends.base import Backend
+from ferrodist.backends.lifecycle import ExitStage, at_exit, cancel_at_exit
 from ferrodist.backends.non_member import NonMemberGroup, check_group
 from ferrodist.collectives.pytree import is_encodable
 from ferrodist.deadline import Deadline, check_timeout
@@ -227,7 +227,7 @@ class RpcAgent:
             to: The rank, or its name; it may be this one.
             name: The name under which the function, or the class, is registered there.
             arguments: The arguments; see `rpc_sync`.
-            timeout: Seconds until uses of the reference raise that there is no result; None takes the backend's timeout.
+            timeout: Seconds until uses of the reference raise a timeout; None takes the backend's timeout.
             keywords: More arguments, by name.
 
         Returns:

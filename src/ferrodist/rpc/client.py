@@ -401,7 +401,7 @@ class RpcClient:
     def _start_in_window(self, pending: PendingCall, call: Call) -> int:
         """Send a call once there is a slot for it; errors are raised, not given to the pending call."""
         peer = self._peers.get(pending.rank, pending.timeout)
-        content = pack_plain_call(call)
+        content: Content | None = pack_plain_call(call)
         if content is None:
             content, pending.transfer = self._codec.pack(pending.rank, pack_call, call)
         if not peer.window.acquire(0.0) and not self._await_slot(peer, pending.remaining):

@@ -137,9 +137,7 @@ class RefCountClient:
         """Give back references to an object, once its owner is sure to know of it."""
         creation = user_rref.creation
         if creation is not None and not creation.done():
-            creation.add_done_callback(
-                lambda _: self._tasks.submit(functools.partial(self.send_release, user_rref))
-            )
+            creation.add_done_callback(lambda _: self._tasks.submit(functools.partial(self.send_release, user_rref)))
             return
 
         def make_arguments() -> tuple[Any, ...] | None:

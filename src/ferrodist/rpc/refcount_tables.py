@@ -316,7 +316,7 @@ class RRefTable:
         self._tasks.submit(functools.partial(self._sender.send_confirmations, owner))
 
     def take_confirmations(self, owner: int, limit: int) -> tuple[list[tuple[ForkKey, ReferenceId]], list[ForkKey]]:
-        """Take up to `limit` confirmations for an owner: references that have arrived, and messages that are settled."""
+        """Take some confirmations for an owner: references that have arrived, and settled messages."""
         with self._lock:
             connection = self._peers[owner].connection
             arrived, settled = self._arrived[owner], self._settled[owner]

@@ -280,7 +280,7 @@ class RRefService:
     def _send_copy(self, incoming: IncomingCall, value: Any) -> None:
         peer = incoming.peer.rank
         try:
-            if peer == self._manager.rank and not isinstance(value, Failure):  # without a network it is to be a copy, too
+            if peer == self._manager.rank and not isinstance(value, Failure):  # a copy, without a network too
                 content, _ = self._manager.pack(peer, pack_result, value)
                 content = content.copy() if isinstance(content, PackedValue) else content
                 value = unpack_result(content, peer, self._manager.extensions[peer])

@@ -238,9 +238,10 @@ class RpcServer(MessageHandler):
             return
         name = call.name
         handler = self._internal.get(name) or self._internal.get(name[: name.find(".", len(OWN_NAMES)) + 1])
+        if handler is None:
+            self.respond(incoming, refusal("it is no call of these agents"))
+            return
         try:
-            if handler is None:
-                raise ValueError("it is no call of these agents")
             handler(incoming, call)
         except (RpcError, ValueError) as error:
             self.respond(incoming, refusal(str(error)))
@@ -374,8 +375,8 @@ class RpcServer(MessageHandler):
             try:
                 peer.send(MessageKind.FAILURE, number, pack_failure(failure))
             except Exception:  # noqa: BLE001 - a traceback may be too large, or text that can't be encoded
-                text = failure.text[:_MAX_FAILURE_CHARACTERS].encode("ascii", "backslashreplace")
-                text = text[:_MAX_FAILURE_CHARACTERS].decode("ascii")
+                escaped = failure.text[:_MAX_FAILURE_CHARACTERS].encode("ascii", "backslashreplace")
+                text = escaped[:_MAX_FAILURE_CHARACTERS].decode("ascii")
                 short = Failure(failure.kind, failure.type_name[:_MAX_TYPE_NAME_CHARACTERS], text, "")
                 peer.send(MessageKind.FAILURE, number, pack_failure(short))
 

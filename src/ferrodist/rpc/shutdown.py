@@ -110,9 +110,7 @@ class GracefulShutdown:
                 return
             self._check_open()
             if self._num_coordinators_lost != num_lost_before:
-                raise PeerLostError(
-                    f"rank {_COORDINATOR} is gone, which sees to the end of all", ranks=(_COORDINATOR,)
-                )
+                raise PeerLostError(f"rank {_COORDINATOR} is gone, which sees to the end of all", ranks=(_COORDINATOR,))
         raise DistributedTimeoutError(
             f"rank {_COORDINATOR} did not say within {deadline.timeout:g} s that nothing is under way: some rank has"
             " not come to its end, or has calls without a result; its own error says which",
@@ -217,9 +215,7 @@ class GracefulShutdown:
 
     def _ask(self, calls: Mapping[int, Call], deadline: Deadline) -> tuple[dict[int, Any], dict[int, DistributedError]]:
         """The answers of ranks that are there, and the errors of others."""
-        futures = {
-            rank: self._client.call_internal(rank, call, deadline.remaining()) for rank, call in calls.items()
-        }
+        futures = {rank: self._client.call_internal(rank, call, deadline.remaining()) for rank, call in calls.items()}
         answers: dict[int, Any] = {}
         silent: dict[int, DistributedError] = {}
         for rank, future in futures.items():

@@ -20,7 +20,7 @@ import torch
 from ferrodist.errors import UnsupportedOpError
 from ferrodist.torch_private.tensors import no_torch_dispatch, storage_identity
 
-COPIES: dict[int, list[weakref.ref[CopiedPart]]] = {}
+VIEW_COPIES: dict[int, list[weakref.ref[ViewCopy]]] = {}
 """The copies of what lies in a storage, by the storage's identity; ranks that are threads share it."""
 
 
@@ -30,17 +30,17 @@ class ViewKind(Enum):
     SHARED = "in the memory of the viewed tensor's part"
     COPIED = "in memory of its own, on this rank alone"
     MOVED = "in memory of its own, on every rank"
-    UNPROMISED = "as MOVED, where torch itself gives no promise that it shares memory"
+    UNSPECIFIED = "as MOVED, where torch itself gives no promise that it shares memory"
 
 
-def find_kind(kind: ViewKind, view: torch.Tensor, viewed: torch.Tensor) -> ViewKind:
+def actual_kind(kind: ViewKind, view: torch.Tensor, viewed: torch.Tensor) -> ViewKind:
     """The kind of a view, of which it is known what it is if it has memory of its own."""
     if kind is ViewKind.COPIED and storage_identity(view) == storage_identity(viewed):
         return ViewKind.SHARED
     return kind
 
 
-class CopiedPart:
+class ViewCopy:
     """The memory that a view's part has of its own. The view has it, and so have the views of that view.
 
     Args:
@@ -55,7 +55,7 @@ class CopiedPart:
     __slots__ = ("__weakref__", "_owner", "_source", "copy", "is_moved", "is_stale", "parent", "views")
 
     def __init__(
-        self, source: torch.Tensor, copy: torch.Tensor, *, is_moved: bool, parent: CopiedPart | None, owner: Any = None
+        self, source: torch.Tensor, copy: torch.Tensor, *, is_moved: bool, parent: ViewCopy | None, owner: Any = None
     ) -> None:
         self._source = source if owner is None else None
         self._owner = None if owner is None else weakref.ref(owner)
@@ -66,11 +66,11 @@ class CopiedPart:
         """All tensors whose parts lie in the copy."""
 
     @staticmethod
-    def of(viewed: Any, copy: torch.Tensor, kind: ViewKind) -> CopiedPart:
+    def of(viewed: Any, copy: torch.Tensor, kind: ViewKind) -> ViewCopy:
         """What a view of a tensor has."""
-        owner = viewed if kind is ViewKind.UNPROMISED else None
+        owner = viewed if kind is ViewKind.UNSPECIFIED else None
         is_moved = kind is not ViewKind.COPIED
-        return CopiedPart(viewed._local, copy, is_moved=is_moved, parent=viewed._copied, owner=owner)
+        return ViewCopy(viewed._local, copy, is_moved=is_moved, parent=viewed._view_copy, owner=owner)
 
     @property
     def source(self) -> torch.Tensor | None:
@@ -112,9 +112,9 @@ class CopiedPart:
         _refresh(storage_identity(self.copy))
 
 
-def watch(view: Any, part: CopiedPart) -> None:
+def track(view: Any, part: ViewCopy) -> None:
     """Keep a view's part and what it is a copy of in step, as long as the view lives."""
-    view._copied = part
+    view._view_copy = part
     is_new = not part.views
     part.views = [*[one for one in part.views if one() is not None], weakref.ref(view)]
     source = part.source
@@ -123,36 +123,36 @@ def watch(view: Any, part: CopiedPart) -> None:
     key = storage_identity(source)
 
     def forget(gone: Any) -> None:
-        left = [one for one in COPIES.get(key, ()) if one is not gone]
+        left = [one for one in VIEW_COPIES.get(key, ()) if one is not gone]
         if left:
-            COPIES[key] = left
+            VIEW_COPIES[key] = left
         else:
-            COPIES.pop(key, None)
+            VIEW_COPIES.pop(key, None)
 
-    COPIES[key] = [*COPIES.get(key, ()), weakref.ref(part, forget)]
+    VIEW_COPIES[key] = [*VIEW_COPIES.get(key, ()), weakref.ref(part, forget)]
 
 
-def become(tensor: Any, source: Any) -> Any:
+def rebind(tensor: Any, source: Any) -> Any:
     """Have a tensor share memory with another, whose shape and layout it takes too."""
     with no_torch_dispatch():
         torch.ops.aten.set_.source_Tensor(tensor, source)  # the wrapper's own shape and stride
-    tensor._local, tensor._layout, tensor._copied = source._local, source._layout, None
-    if source._copied is not None:
-        watch(tensor, source._copied)
+    tensor._local, tensor._spec, tensor._view_copy = source._local, source._spec, None
+    if source._view_copy is not None:
+        track(tensor, source._view_copy)
     return tensor
 
 
 def after_write(tensor: Any) -> None:
     """Bring what was written to a tensor to all others that share memory with the whole."""
-    if tensor._copied is not None:
-        tensor._copied.write_back()
-    if COPIES:
+    if tensor._view_copy is not None:
+        tensor._view_copy.write_back()
+    if VIEW_COPIES:
         _refresh(storage_identity(tensor._local))
 
 
-def _refresh(storage: int, but: CopiedPart | None = None) -> None:
+def _refresh(storage: int, but: ViewCopy | None = None) -> None:
     """Bring what was written to a storage to the copies of it."""
-    for one in COPIES.get(storage, ()):
+    for one in VIEW_COPIES.get(storage, ()):
         part = one()
         if part is not None and part is not but:
             part.refresh()
@@ -163,18 +163,18 @@ def check_writable(func: torch._ops.OpOverload, tensor: Any) -> None:
 
     torch refuses the latter by the part that each rank has, which may be of one element, or of none, on some.
     """
-    layout = getattr(tensor, "_layout", None)
-    if layout is not None and 0 in layout.stride and not _may_write_expanded(func):
-        repeated = any(size > 1 and not step for size, step in zip(layout.shape, layout.stride, strict=True))
-        if repeated and 0 not in layout.shape:
+    spec = getattr(tensor, "_spec", None)
+    if spec is not None and 0 in spec.stride and not _may_write_expanded(func):
+        repeated = any(size > 1 and not step for size, step in zip(spec.shape, spec.stride, strict=True))
+        if repeated and 0 not in spec.shape:
             raise RuntimeError(
-                f"{func}: unsupported operation: more than one element of the written-to tensor, {layout}, refers to a"
+                f"{func}: unsupported operation: more than one element of the written-to tensor, {spec}, refers to a"
                 " single memory location. Please clone() the tensor before performing the operation."
             )
-    copied = getattr(tensor, "_copied", None)
+    copied = getattr(tensor, "_view_copy", None)
     if copied is not None and not copied.takes_writes:
         raise UnsupportedOpError(
-            f"{func} would write to a view whose parts had to be moved, {tensor._layout}, so that the"
+            f"{func} would write to a view whose parts had to be moved, {tensor._spec}, so that the"
             " tensor that it is a view of would not change: redistribute() that tensor first, so that what"
             " the view cuts or joins is whole, or write to a clone() of the view"
         )
@@ -195,10 +195,10 @@ _WRITING_ONE_VALUE = (
 )
 
 
-def describe_stale(layout: object) -> str:
+def describe_stale(spec: object) -> str:
     """Say of a view that was given up why it can't be read."""
     return (
-        f"the tensor was written of which this is a view whose parts had to be moved, {layout}, so that the view is out"
+        f"the tensor was written of which this is a view whose parts had to be moved, {spec}, so that the view is out"
         " of date: take the view again after writing, or redistribute() the tensor first, so that what the view cuts"
         " or joins is whole"
     )

@@ -1,8 +1,8 @@
-"""From an operator's call to what this rank does: prepared once for each kind of call, then looked up.
+"""Dispatch of operators on distributed tensors: each kind of call is prepared once and cached.
 
-What is prepared is a `CachedDispatch`. Its key is the operator, the layouts of the distributed tensors, and the other
-arguments; of floating-point numbers only that they are there, unless the rule asks for their values. `DTensor` looks
-recipes up itself and runs the common ones, for that takes less time than a call would.
+What is cached is a `CachedDispatch`. Its key is the operator, the specs of the distributed tensors, and the other
+arguments; of floats only that they are there, unless the rule depends on their values. `DTensor` looks up the cache
+itself and runs the common kinds inline, which takes less time than a call would.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ferrodist.errors import UnsupportedOpError
-from ferrodist.tensor.copied_views import COPIES, ViewKind, after_write, check_writable, find_kind
-from ferrodist.tensor.fallback import compute_picks, copy_to_itself, find_substitute, is_copy_to_itself
+from ferrodist.tensor.copied_views import VIEW_COPIES, ViewKind, actual_kind, after_write, check_writable
+from ferrodist.tensor.fallback import compute_data_dependent, copy_to_itself, find_substitute, is_copy_to_itself
 from ferrodist.tensor.op_strategy import OpCall, bind_arguments, map_tensors, select_strategy, split_arguments
 from ferrodist.tensor.ops.table import RULES
-from ferrodist.tensor.plain_tensors import TAKE_NO_NUMBERS, adopt_plain, find_plain, note_numbers
+from ferrodist.tensor.plain_tensors import REFUSE_SCALARS, find_plain, plain_caller, record_scalars
 from ferrodist.tensor.redistribute import redistribute_local
 from ferrodist.tensor.spec import DTensorSpec
 from ferrodist.torch_private.autograd import current_graph_task
@@ -30,50 +30,50 @@ if TYPE_CHECKING:
     from ferrodist.mesh import DeviceMesh
     from ferrodist.tensor.op_strategy import OpRule
 
-_BY_VALUE: Any = object()
-"""In the place of a recipe: it is found under a key with the values of numbers, and torch's default dtype, too."""
+_KEYED_BY_VALUE: Any = object()
+"""A cache entry that refers to another one, whose key has the values of floats and torch's default dtype too."""
 
 _UNSAFE_VIEW = private_aten.unsafe_view.default
-"""A view that autograd takes for none: of results that nobody else has, and of what `torch.kron` writes to."""
+"""A view that autograd does not take for one: of results that nobody else has, and of what `torch.kron` writes to."""
 
-_MAX_RECIPES = 1 << 14
-"""How many a group keeps; programs with new shapes in each step would fill the memory."""
+_MAX_CACHED = 1 << 14
+"""The entries of a group's cache; programs with new shapes in each step would fill the memory."""
 
 
 class DispatchKind(Enum):
-    """What there is to do around the local computation."""
+    """What a cached call does with the local tensors and results."""
 
     RESULT = "one tensor comes out of the local tensors as they are"
     IN_PLACE = "the first argument is written, given the local tensors as they are"
     SEVERAL = "several tensors, or None for some, come out of the local tensors as they are"
     VIEW = "one tensor that shares memory with the first argument comes out of the local tensors as they are"
     LISTS = "lists of tensors are written, given the local tensors as they are, and nothing comes out"
-    ANY = "anything"
+    ANY = "anything, inputs redistributed first"
 
 
 class CachedDispatch:
     """How a kind of call is computed.
 
     Args:
-        local: What is called with the local tensors: the operator (what it calls itself, which is quicker), or what a
-            rule has in its place.
-        layouts: For each distributed tensor among the arguments, in order, the layout it is brought to.
-        outputs: The layouts of the tensors that ``local`` returns, in order.
-        replaced: Arguments that are others on this rank, by name.
-        written: The arguments that are written to, by name.
+        local: What is called with the local tensors: the operator (its C++ call, which is faster), or a function that
+            its rule has for it.
+        specs: For each distributed tensor among the arguments, in order, the spec to which it is redistributed.
+        outputs: The specs of the tensors that ``local`` returns, in order.
+        replaced: The arguments that differ on this rank, by name.
+        written: The names of the arguments that are written to.
     """
 
     __slots__ = (
-        "lane",
-        "layouts",
+        "kind",
         "local",
         "may_copy",
         "offset",
         "offsets",
         "output",
         "outputs",
-        "places",
+        "positions",
         "replaced",
+        "specs",
         "view_kind",
         "written",
     )
@@ -81,158 +81,154 @@ class CachedDispatch:
     def __init__(
         self,
         local: Callable[..., Any],
-        layouts: Sequence[DTensorSpec],
+        specs: Sequence[DTensorSpec],
         outputs: Sequence[DTensorSpec],
         replaced: Mapping[str, Any],
         written: Sequence[str],
     ) -> None:
         self.local = local
-        self.layouts = layouts
+        self.specs = specs
         self.outputs = outputs
         self.replaced = replaced
         self.written = written
-        self.lane = DispatchKind.ANY
+        self.kind = DispatchKind.ANY
         self.output: DTensorSpec | None = None
-        """The layout of the result, in `DispatchKind.RESULT`."""
-        self.places: Sequence[tuple[int, Any]] = ()
-        """``replaced`` by position, in the quick lanes; in `DispatchKind.LISTS` the positions of what is written."""
+        """The spec of the only result, for RESULT and VIEW."""
+        self.positions: Sequence[tuple[int, Any]] = ()
+        """``replaced`` by position, for all kinds but ANY; for LISTS the positions of what is written."""
         self.offsets: Sequence[int] | None = None
-        """Of views, where in the memory of the whole tensor they start; None where the results are no views."""
+        """The storage offsets of views in the full tensor; None if the results are no views."""
         self.offset = 0
-        """The only one of ``offsets``, in `DispatchKind.VIEW`."""
+        """The only one of ``offsets``, for VIEW."""
         self.view_kind = ViewKind.COPIED
-        """Of views whose parts have memory of their own."""
+        """The kind of views whose shards have memory of their own."""
         self.may_copy = True
-        """In `DispatchKind.VIEW`, whether parts may be copies: views by the operator itself never are."""
+        """Whether the shards of a VIEW may be copies: views by the operator itself never are."""
 
 
-def part_of_key(value: Any, cls: Any) -> Any:
-    """What an argument is in a recipe's key."""
+def cache_key(value: Any, cls: Any) -> Any:
+    """What an argument contributes to the key of a cached call."""
     kind = type(value)
     if kind is int or value is None:
         return value
     if kind is float or kind is bool:
         return kind if kind is float else (kind, value)  # True, 1 and 1.0 are equal
     if kind is cls:
-        return value._layout
+        return value._spec
     if kind is list or kind is tuple:
         return tuple(
-            [one._layout if type(one) is cls else one if type(one) is int else part_of_key(one, cls) for one in value]
+            [one._spec if type(one) is cls else one if type(one) is int else cache_key(one, cls) for one in value]
         )
     if isinstance(value, torch.Tensor):
-        return (kind, value.dim(), value.dtype)  # of a number too: it may decide the dtype of the result
+        return (kind, value.dim(), value.dtype)  # of a scalar too: it may decide the dtype of the result
     return (kind, None if kind is torch.Generator else value)
 
 
 def dispatch(
     func: torch._ops.OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any], cls: Any, key: list[Any]
 ) -> Any:
-    """Compute a call that no recipe of a quick lane was found for.
+    """Compute a call that `DTensor` does not run inline.
 
     Args:
         func: The operator.
         args: Its positional arguments.
-        kwargs: Its other arguments.
+        kwargs: Its keyword arguments.
         cls: The class of distributed tensors.
-        key: The operator's identity, and the parts of all arguments.
+        key: The call's key: the operator's identity, and the `cache_key` of each argument.
 
     Raises:
         UnsupportedOpError: The operator has no rule, or not for these arguments.
         ValueError: The tensors are not all on one mesh, or some are distributed and others are not.
     """
     _check_writable(func, args, kwargs)
-    note_numbers(func, args, kwargs, cls)
-    recipes = _recipes_of(args, kwargs, cls)
-    recipe = recipes.get(tuple(key))
-    if recipe is None:
-        if len(recipes) >= _MAX_RECIPES:
-            recipes.clear()
+    record_scalars(func, args, kwargs, cls)
+    cache = _find_cache(args, kwargs, cls)
+    cached = cache.get(tuple(key))
+    if cached is None:
+        if len(cache) >= _MAX_CACHED:
+            cache.clear()
         rule = RULES.get(func)
-        is_by_value = rule is not None and rule.by_value
-        recipe = _BY_VALUE if is_by_value else _prepare(func, args, kwargs, cls)
-        if isinstance(recipe, CachedDispatch) and _makes_floats(recipe, [*args, *kwargs.values()]):
-            recipe = _BY_VALUE
-        recipes[tuple(key)] = recipe
-    if recipe is _BY_VALUE:
-        exact = (*key, _BY_VALUE, torch.get_default_dtype(), *_values([*args, *kwargs.values()]))
-        recipe = recipes.get(exact)
-        if recipe is None:
-            recipe = recipes[exact] = _prepare(func, args, kwargs, cls)
-    if not isinstance(recipe, CachedDispatch):
-        return recipe(*args, **kwargs)
-    return _run(recipe, func, args, kwargs, cls)
+        is_by_value = rule is not None and rule.depends_on_values
+        cached = _KEYED_BY_VALUE if is_by_value else _prepare(func, args, kwargs, cls)
+        if isinstance(cached, CachedDispatch) and _depends_on_default_dtype(cached, [*args, *kwargs.values()]):
+            cached = _KEYED_BY_VALUE
+        cache[tuple(key)] = cached
+    if cached is _KEYED_BY_VALUE:
+        exact = (*key, _KEYED_BY_VALUE, torch.get_default_dtype(), *_float_values([*args, *kwargs.values()]))
+        cached = cache.get(exact)
+        if cached is None:
+            cached = cache[exact] = _prepare(func, args, kwargs, cls)
+    if not isinstance(cached, CachedDispatch):
+        return cached(*args, **kwargs)
+    return _run(cached, func, args, kwargs, cls)
 
 
-def dispatch_lists(
-    recipe: CachedDispatch, func: torch._ops.OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any], cls: Any
+def dispatch_foreach(
+    cached: CachedDispatch, func: torch._ops.OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any], cls: Any
 ) -> None:
     """Compute a call of `DispatchKind.LISTS`."""
-    for place, _ in recipe.places:
-        if True in [type(one) is cls and one._copied is not None for one in args[place]]:
+    for index, _ in cached.positions:
+        if True in [type(one) is cls and one._view_copy is not None for one in args[index]]:
             _check_writable(func, args, kwargs)
     local = [
         [one._local if type(one) is cls else one for one in value] if type(value) is list else value for value in args
     ]
-    recipe.local(*local, **kwargs)
-    if COPIES:
-        _after_writes([args[place] for place, _ in recipe.places], cls)
+    cached.local(*local, **kwargs)
+    if VIEW_COPIES:
+        map_tensors(after_write, [args[index] for index, _ in cached.positions], cls)
 
 
-def _after_writes(written: Sequence[Any], cls: Any) -> None:
-    map_tensors(after_write, written, cls)
-
-
-def _makes_floats(recipe: CachedDispatch, arguments: Sequence[Any]) -> bool:
-    """Whether floats come out of whole numbers, whose dtype is torch's default one unless an argument says it."""
+def _depends_on_default_dtype(cached: CachedDispatch, arguments: Sequence[Any]) -> bool:
+    """Whether integers become floats, of torch's default dtype unless an argument gives one."""
     if any(isinstance(value, torch.dtype) for value in arguments):
         return False
-    return any(_is_float(layout) for layout in recipe.outputs) and not any(map(_is_float, recipe.layouts))
+    return any(map(_is_float, cached.outputs)) and not any(map(_is_float, cached.specs))
 
 
-def _is_float(layout: DTensorSpec) -> bool:
-    return layout.dtype.is_floating_point or layout.dtype.is_complex
+def _is_float(spec: DTensorSpec) -> bool:
+    return spec.dtype.is_floating_point or spec.dtype.is_complex
 
 
-def _recipes_of(args: Sequence[Any], kwargs: Mapping[str, Any], cls: type) -> dict[Any, Any]:
-    """The recipes of the group whose tensors are among the arguments."""
+def _find_cache(args: Sequence[Any], kwargs: Mapping[str, Any], cls: type) -> dict[Any, Any]:
+    """The dispatch cache of the group whose tensors are among the arguments."""
     for value in args:
         first = value[0] if isinstance(value, list | tuple) and value else value
         if isinstance(first, cls):
-            return first._layout.recipes  # type: ignore[attr-defined, no-any-return]
+            return first._spec.dispatch_cache  # type: ignore[attr-defined, no-any-return]
     tensors: list[Any] = []
     map_tensors(tensors.append, [*args, *kwargs.values()], cls)
-    found: dict[Any, Any] = tensors[0]._layout.recipes
+    found: dict[Any, Any] = tensors[0]._spec.dispatch_cache
     return found
 
 
-def _values(arguments: Sequence[Any]) -> list[float]:
+def _float_values(arguments: Sequence[Any]) -> list[float]:
     found: list[float] = []
     map_tensors(found.append, arguments, float)
     return found
 
 
 def _run(
-    recipe: CachedDispatch, func: torch._ops.OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any], cls: Any
+    cached: CachedDispatch, func: torch._ops.OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any], cls: Any
 ) -> Any:
-    layouts = iter(recipe.layouts)
+    specs = iter(cached.specs)
 
     def localize(tensor: Any) -> torch.Tensor:
-        return redistribute_local(tensor._local, tensor._layout, next(layouts))
+        return redistribute_local(tensor._local, tensor._spec, next(specs))
 
-    whole = bind_arguments(func, args, kwargs)
-    arguments = {name: map_tensors(localize, value, cls) for name, value in whole.items()}
-    arguments.update(recipe.replaced)
+    given = bind_arguments(func, args, kwargs)
+    arguments = {name: map_tensors(localize, value, cls) for name, value in given.items()}
+    arguments.update(cached.replaced)
     positional, named = split_arguments(func, arguments)
-    results = recipe.local(*positional, **named)
-    if recipe.written:
-        _after_writes([whole[name] for name in recipe.written], cls)
-        return whole[recipe.written[0]] if schema_of(func).returns else None
-    outputs = iter(recipe.outputs)
-    if recipe.offsets is not None:
-        base, offsets = next(iter(whole.values())), iter(recipe.offsets)
+    results = cached.local(*positional, **named)
+    if cached.written:
+        map_tensors(after_write, [given[name] for name in cached.written], cls)
+        return given[cached.written[0]] if schema_of(func).returns else None
+    outputs = iter(cached.outputs)
+    if cached.offsets is not None:
+        base, offsets = next(iter(given.values())), iter(cached.offsets)
 
         def wrap(local: torch.Tensor) -> Any:
-            kind = find_kind(recipe.view_kind, local, base._local)
+            kind = actual_kind(cached.view_kind, local, base._local)
             return cls._wrap_view(local, next(outputs), base, next(offsets), kind)
 
         return map_tensors(wrap, results, torch.Tensor)
@@ -241,227 +237,210 @@ def _run(
 
 def _check_writable(func: torch._ops.OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
     """Raise if what is written to one of the arguments would be lost."""
-    for place, name in _written_arguments(func):
-        value = args[place] if place < len(args) else kwargs.get(name)
+    for index, name in _written_arguments(func):
+        value = args[index] if index < len(args) else kwargs.get(name)
         for tensor in value if isinstance(value, list | tuple) else (value,):
             check_writable(func, tensor)
 
 
 @functools.cache
 def _written_arguments(func: torch._ops.OpOverload) -> list[tuple[int, str]]:
-    """The places and names of the arguments that an operator writes to; schemas are slow to read."""
+    """The positions and names of the arguments that an operator writes to; schemas are slow to read."""
     arguments = enumerate(schema_of(func).arguments)
-    return [(place, argument.name) for place, argument in arguments if argument.is_write]
+    return [(index, argument.name) for index, argument in arguments if argument.is_write]
 
 
 def _prepare(
     func: torch._ops.OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any], cls: type
 ) -> CachedDispatch | Callable[..., Any]:
-    """Find out how a call is computed: as a recipe, or by another function of the same arguments."""
+    """Find how a call is computed: by a `CachedDispatch`, or by another function of the same arguments."""
     arguments = bind_arguments(func, args, kwargs)
     rule = RULES.get(func)
     if rule is None:
         return find_substitute(func, cls)
-    layouts = {name: map_tensors(lambda one: one._layout, value, cls) for name, value in arguments.items()}
-    mesh = _check(func, layouts)
-    if (other := _find_other(func, rule, layouts, mesh, cls)) is not None:
+    specs = {name: map_tensors(lambda one: one._spec, value, cls) for name, value in arguments.items()}
+    mesh = _common_mesh(func, specs)
+    if (other := _find_exception(func, rule, specs, mesh, cls)) is not None:
         return other
     if str(func).startswith(("aten._foreach_", "aten._fused_adam", "aten._fused_sgd", "aten._fused_adagrad")):
-        recipe = _prepare_each(func, layouts, rule, mesh)
-        _find_lists_lane(recipe, func, args, kwargs, cls)
-        return recipe
-    call = OpCall(func, layouts, mesh)
+        cached = _prepare_foreach(func, specs, rule, mesh)
+        _set_lists_kind(cached, func, args, kwargs, cls)
+        return cached
+    call = OpCall(func, specs, mesh)
     try:
-        recipe = _decide(call, rule)
+        cached = _select(call, rule)
     except _NoStrategyError as error:
-        return functools.partial(_fold_first, func, cls, str(error))
-    if (func.is_view or func is _UNSAFE_VIEW) and not recipe.written:
-        recipe.offsets = [int(meta.storage_offset()) for meta in call.results]
-        recipe.view_kind = _kind_of_view(func, rule, call.inputs[0], recipe.layouts[0])
-    if not _have_numbers(args, kwargs, cls):
-        _find_lane(recipe, func, args, cls)
-    return recipe
+        return functools.partial(_reduce_written_first, func, cls, str(error))
+    if (func.is_view or func is _UNSAFE_VIEW) and not cached.written:
+        cached.offsets = [int(meta.storage_offset()) for meta in call.results]
+        cached.view_kind = _own_memory_kind(func, rule, call.inputs[0], cached.specs[0])
+    if not _has_scalars(args, kwargs, cls):
+        _set_kind(cached, func, args, cls)
+    return cached
 
 
-def _find_other(
-    func: torch._ops.OpOverload, rule: OpRule, layouts: Mapping[str, Any], mesh: DeviceMesh, cls: type
+def _find_exception(
+    func: torch._ops.OpOverload, rule: OpRule, specs: Mapping[str, Any], mesh: DeviceMesh, cls: type
 ) -> Callable[..., Any] | None:
-    """What computes a call of an operator with a rule that is none for the rule."""
-    if find_plain(list(layouts.values()), takes_numbers=func not in TAKE_NO_NUMBERS):
-        return adopt_plain(func, cls, mesh)
-    if rule.picks is not None and rule.picks(layouts):
-        return functools.partial(compute_picks, func, cls)
-    return copy_to_itself if is_copy_to_itself(func, layouts) else None
+    """The function that computes a call to which the operator's rule does not apply, or None."""
+    if find_plain(list(specs.values()), takes_scalars=func not in REFUSE_SCALARS):
+        return plain_caller(func, cls, mesh)
+    if rule.is_data_dependent is not None and rule.is_data_dependent(specs):
+        return functools.partial(compute_data_dependent, func, cls)
+    return copy_to_itself if is_copy_to_itself(func, specs) else None
 
 
 class _NoStrategyError(UnsupportedOpError):
-    """An operator can't be computed in a way that leaves what it writes where it lies."""
+    """No strategy of an operator leaves the placements of what it writes to."""
 
 
-def _fold_first(func: torch._ops.OpOverload, cls: Any, refusal: str, /, *args: Any, **kwargs: Any) -> Any:
-    """Have the parts of a sum that a gradient's formula writes to folded: they are the formula's own."""
-    written = [one for name, one in bind_arguments(func, args, kwargs).items() if name in _written_names(func)]
-    partial = [one for one in written if isinstance(one, cls) and one._layout is not one._layout.folded]
+def _reduce_written_first(func: torch._ops.OpOverload, cls: Any, refusal: str, /, *args: Any, **kwargs: Any) -> Any:
+    """Reduce the partial tensors that a gradient's formula writes to, which are the formula's own."""
+    names = [name for _, name in _written_arguments(func)]
+    written = [one for name, one in bind_arguments(func, args, kwargs).items() if name in names]
+    partial = [one for one in written if isinstance(one, cls) and one._spec is not one._spec.without_partial]
     if current_graph_task() == -1 or not partial:
         raise UnsupportedOpError(refusal)
     for tensor in partial:
-        layout = tensor._layout
-        tensor._local, tensor._layout = redistribute_local(tensor._local, layout, layout.folded), layout.folded
+        target = tensor._spec.without_partial
+        tensor._local, tensor._spec = redistribute_local(tensor._local, tensor._spec, target), target
     return func(*args, **kwargs)
 
 
-def _written_names(func: torch._ops.OpOverload) -> list[str]:
-    return [name for _, name in _written_arguments(func)]
-
-
-def _kind_of_view(func: torch._ops.OpOverload, rule: OpRule, before: DTensorSpec, after: DTensorSpec) -> ViewKind:
-    """What a view of a tensor is if its part has memory of its own; the same on all ranks."""
+def _own_memory_kind(func: torch._ops.OpOverload, rule: OpRule, before: DTensorSpec, after: DTensorSpec) -> ViewKind:
+    """The kind of a view whose shard has memory of its own; the same on all ranks."""
     is_moved = any(
         size > 1 and one != other
         for size, one, other in zip(before.mesh.shape, before.placements, after.placements, strict=True)
     )
     if is_moved and func is _UNSAFE_VIEW:
-        return ViewKind.UNPROMISED
+        return ViewKind.UNSPECIFIED
     return ViewKind.MOVED if is_moved or rule.copies else ViewKind.COPIED
 
 
-def _check(func: torch._ops.OpOverload, arguments: Mapping[str, Any]) -> DeviceMesh:
+def _common_mesh(func: torch._ops.OpOverload, arguments: Mapping[str, Any]) -> DeviceMesh:
     """The mesh of all distributed tensors of a call."""
     found: list[DTensorSpec] = []
     map_tensors(found.append, list(arguments.values()), DTensorSpec)
     mesh = found[0].mesh
-    for layout in found:
-        if layout.mesh.identity != mesh.identity:
+    for spec in found:
+        if spec.mesh.identity != mesh.identity:
             advice = (
                 "Bring them to one mesh, as by to_local() and DTensor.from_local(), or make both from slices of one"
             )
-            if layout.mesh == mesh:
+            if spec.mesh == mesh:
                 advice = (
                     "They are of the same ranks but have groups of their own: make the mesh once, and use it for both"
                 )
-            raise ValueError(f"{func} got tensors of different meshes:\n{mesh}\nand\n{layout.mesh}\n{advice}")
+            raise ValueError(f"{func} got tensors of different meshes:\n{mesh}\nand\n{spec.mesh}\n{advice}")
     return mesh
 
 
-def _decide(call: OpCall, rule: OpRule) -> CachedDispatch:
-    """The recipe of a call, by the choices of its rule."""
+def _select(call: OpCall, rule: OpRule) -> CachedDispatch:
+    """Prepare a call by the strategies of its rule."""
     func = call.operator
     written = [
         argument.name
         for argument in schema_of(func).arguments
-        # Fused steps of optimizers write to gradients when they undo a scale only.
+        # Fused optimizer steps write to gradients only when they unscale them.
         if argument.is_write and (argument.name != "grads" or call.arguments.get("grad_scale") is not None)
     ]
-    fixed = _inputs_of(call, written)
+    fixed = _input_indices(call, written)
     if not select_strategy(call, rule, fixed):
         raise _NoStrategyError(
             f"{func} can't write to a tensor that lies as {call.inputs[fixed[0]] if fixed else call.inputs}:"
             " redistribute() it first, or use the form that makes a new tensor"
         )
-    layouts = [
-        layout.placed([choice.inputs[place] for choice in call.chosen]) for place, layout in enumerate(call.inputs)
-    ]
-    outputs = [call.inputs[place] for place in fixed]
-    if not written:
-        outputs = [
-            DTensorSpec.of(
-                call.mesh, [choice.outputs[place] for choice in call.chosen], meta.shape, meta.dtype, meta.stride()
-            )
-            for place, meta in enumerate(call.results)
-        ]
-    local = None if rule.local is None else rule.local(call, layouts, outputs)
-    replaced = {} if rule.arguments is None else rule.arguments(call, layouts, outputs)
-    return CachedDispatch(local or plain_call(func), layouts, outputs, replaced, written)
+    call.place(fixed if written else None)
+    local = None if rule.local is None else rule.local(call)
+    replaced = {} if rule.arguments is None else rule.arguments(call)
+    return CachedDispatch(local or plain_call(func), call.placed_inputs, call.outputs, replaced, written)
 
 
-def _inputs_of(call: OpCall, names: Sequence[str]) -> list[int]:
-    """The numbers of the inputs that some arguments have."""
+def _input_indices(call: OpCall, names: Sequence[str]) -> list[int]:
+    """The indices of the inputs in some arguments."""
     found: list[int] = []
-    place = 0
+    first = 0
     for name, value in call.arguments.items():
-        here: list[DTensorSpec] = []
-        map_tensors(here.append, value, DTensorSpec)
+        specs: list[DTensorSpec] = []
+        map_tensors(specs.append, value, DTensorSpec)
         if name in names:
-            found += range(place, place + len(here))
-        place += len(here)
+            found += range(first, first + len(specs))
+        first += len(specs)
     return found
 
 
-def _have_numbers(args: Sequence[Any], kwargs: Mapping[str, Any], cls: type) -> bool:
-    """Whether there are plain tensors, which are numbers then: `note_numbers` looks at these in each call."""
+def _has_scalars(args: Sequence[Any], kwargs: Mapping[str, Any], cls: type) -> bool:
+    """Whether there are plain tensors, which are scalars then: `record_scalars` looks at them in each call."""
     tensors: list[Any] = []
     map_tensors(tensors.append, [*args, *kwargs.values()], torch.Tensor)
     return not all(isinstance(one, cls) for one in tensors)
 
 
-def _find_lane(recipe: CachedDispatch, func: torch._ops.OpOverload, args: Sequence[Any], cls: type) -> None:
-    """Find whether calls of this kind can take a quick lane: their form is in the key."""
-    now: list[DTensorSpec] = []
-    map_tensors(lambda one: now.append(one._layout), list(args), cls)
+def _set_kind(cached: CachedDispatch, func: torch._ops.OpOverload, args: Sequence[Any], cls: type) -> None:
+    """Set the kind of a call whose inputs are not redistributed."""
+    current: list[DTensorSpec] = []
+    map_tensors(lambda one: current.append(one._spec), list(args), cls)
     names = [argument.name for argument in schema_of(func).arguments]
     direct = [value for value in args if isinstance(value, cls)]
-    if len(direct) < len(recipe.layouts) or any(
-        one is not other for one, other in zip(now, recipe.layouts, strict=True)
+    if len(direct) < len(cached.specs) or any(
+        one is not other for one, other in zip(current, cached.specs, strict=True)
     ):
         return
-    if any(names.index(name) >= len(args) for name in recipe.replaced):
+    if any(names.index(name) >= len(args) for name in cached.replaced):
         return
-    recipe.places = [(names.index(name), value) for name, value in recipe.replaced.items()]
+    cached.positions = [(names.index(name), value) for name, value in cached.replaced.items()]
     returns = schema_of(func).returns
-    if recipe.written:
-        if recipe.written == names[:1] and isinstance(args[0], cls):
-            recipe.lane = DispatchKind.IN_PLACE
+    if cached.written:
+        if cached.written == names[:1] and isinstance(args[0], cls):
+            cached.kind = DispatchKind.IN_PLACE
     elif len(returns) == 1 and isinstance(returns[0].type, torch.TensorType):
-        recipe.lane = DispatchKind.RESULT if recipe.offsets is None else DispatchKind.VIEW
-        recipe.may_copy = recipe.local is not plain_call(func)
-        (recipe.output,) = recipe.outputs
-        recipe.offset = recipe.offsets[0] if recipe.offsets else 0
-    elif recipe.offsets is None and all(isinstance(one.type, torch.TensorType) for one in returns):
-        recipe.lane = DispatchKind.SEVERAL
+        cached.kind = DispatchKind.RESULT if cached.offsets is None else DispatchKind.VIEW
+        cached.may_copy = cached.local is not plain_call(func)
+        (cached.output,) = cached.outputs
+        cached.offset = cached.offsets[0] if cached.offsets else 0
+    elif cached.offsets is None and all(isinstance(one.type, torch.TensorType) for one in returns):
+        cached.kind = DispatchKind.SEVERAL
 
 
-def _find_lists_lane(
-    recipe: CachedDispatch, func: torch._ops.OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any], cls: type
+def _set_lists_kind(
+    cached: CachedDispatch, func: torch._ops.OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any], cls: type
 ) -> None:
     if any(isinstance(value, torch.Tensor) for value in args):
-        return  # `DTensor` takes calls with distributed ones for those of the other lanes, and numbers are looked at
-    now: list[DTensorSpec] = []
-    map_tensors(lambda one: now.append(one._layout), [*args, *kwargs.values()], cls)
-    if not schema_of(func).returns and now == recipe.layouts and not any(map(_is_list, kwargs.values())):
-        recipe.lane = DispatchKind.LISTS
-        recipe.places = [(place, None) for place, _ in _written_arguments(func) if place < len(args)]
-        # torch's own function reads lists more quickly than the operator does.
-        recipe.local = getattr(torch, func.overloadpacket.__name__, recipe.local)
+        return  # `DTensor` takes calls with distributed ones for the other kinds, and scalars are looked at
+    current: list[DTensorSpec] = []
+    map_tensors(lambda one: current.append(one._spec), [*args, *kwargs.values()], cls)
+    has_named_lists = any(isinstance(value, list | tuple) for value in kwargs.values())
+    if not schema_of(func).returns and current == cached.specs and not has_named_lists:
+        cached.kind = DispatchKind.LISTS
+        cached.positions = [(index, None) for index, _ in _written_arguments(func) if index < len(args)]
+        # torch's function reads lists faster than the operator does.
+        cached.local = getattr(torch, func.overloadpacket.__name__, cached.local)
 
 
-def _is_list(value: Any) -> bool:
-    return isinstance(value, list | tuple)
-
-
-def _prepare_each(
+def _prepare_foreach(
     func: torch._ops.OpOverload, arguments: Mapping[str, Any], rule: OpRule, mesh: DeviceMesh
 ) -> CachedDispatch:
-    """The recipe of an operator on lists of tensors: for each place in the lists a call with lists of one."""
+    """Prepare an operator on lists of tensors: each element of the lists as a call with lists of one."""
     lists = {name: value for name, value in arguments.items() if isinstance(value, list | tuple)}
     count = max(map(len, lists.values()))
-    recipes = []
-    for place in range(count):
-        one = {name: [value[place]] if name in lists and value else value for name, value in arguments.items()}
-        recipes.append(_decide(OpCall(func, one, mesh), rule))
-    # The inputs of all, in the order in which they are found among the arguments.
-    numbers = iter(range(count * len(arguments)))
+    elements = []
+    for index in range(count):
+        one = {name: [value[index]] if name in lists and value else value for name, value in arguments.items()}
+        elements.append(_select(OpCall(func, one, mesh), rule))
+    # The specs of all elements' inputs, in the order in which they are found among the arguments.
+    spec_indices = iter(range(count * len(arguments)))
     order = {}
     for name, value in arguments.items():
-        for place in range(len(value) if name in lists else 1):
-            one = value[place] if name in lists else value
-            if isinstance(one, DTensorSpec):
-                order[name, place] = next(numbers)
-    layouts: list[DTensorSpec] = [None] * len(order)  # type: ignore[list-item] # filled below
-    for place, recipe in enumerate(recipes):
-        mine = iter(recipe.layouts)
+        for index in range(len(value) if name in lists else 1):
+            if isinstance(value[index] if name in lists else value, DTensorSpec):
+                order[name, index] = next(spec_indices)
+    specs: list[DTensorSpec] = [None] * len(order)  # type: ignore[list-item] # filled below
+    for index, element in enumerate(elements):
+        element_specs = iter(element.specs)
         for name in arguments:
-            at = (name, place if name in lists else 0)
-            if at in order:
-                layouts[order[at]] = next(mine)
-    outputs = [layout for recipe in recipes for layout in recipe.outputs]
-    return CachedDispatch(plain_call(func), layouts, outputs, {}, recipes[0].written)
+            key = (name, index if name in lists else 0)
+            if key in order:
+                specs[order[key]] = next(element_specs)
+    outputs = [spec for element in elements for spec in element.outputs]
+    return CachedDispatch(plain_call(func), specs, outputs, {}, elements[0].written)

@@ -23,8 +23,16 @@ from ferrodist.collectives.engines.host import host_engine_of
 from ferrodist.collectives.facts import dtype_text, read_facts
 from ferrodist.collectives.reduce_op import DTYPES, ReduceOp, check_dtype
 from ferrodist.errors import CollectiveMismatchError, UnsupportedOpError
-from ferrodist.tensor.copied_views import COPIES, CopiedPart, ViewKind, after_write, describe_stale, find_kind, watch
-from ferrodist.tensor.dispatch import CachedDispatch, DispatchKind, dispatch, dispatch_lists, part_of_key
+from ferrodist.tensor.copied_views import (
+    VIEW_COPIES,
+    ViewCopy,
+    ViewKind,
+    actual_kind,
+    after_write,
+    describe_stale,
+    track,
+)
+from ferrodist.tensor.dispatch import CachedDispatch, DispatchKind, cache_key, dispatch, dispatch_foreach
 from ferrodist.tensor.placement import Partial, Replicate, Shard
 from ferrodist.tensor.plain_tensors import check_plain
 from ferrodist.tensor.redistribute import redistribute_local
@@ -41,7 +49,7 @@ if TYPE_CHECKING:
     from ferrodist.tensor.placement import Placement
 
 
-def own(tensor: torch.Tensor) -> torch.Tensor:
+def owned_grad(tensor: torch.Tensor) -> torch.Tensor:
     """A gradient that a backward function was given, or a copy if others may have its memory. Contiguous."""
     is_alone = tensor.is_contiguous() and is_held_once(tensor)
     return tensor if is_alone else tensor.clone(memory_format=torch.contiguous_format)
@@ -68,52 +76,52 @@ class DTensor(torch.Tensor):
     Made by `distribute`, by `DTensor.from_local`, and by operators on others.
     """
 
-    __slots__ = ("_layout", "_local")
+    __slots__ = ("_local", "_spec")
 
-    _layout: DTensorSpec
+    _spec: DTensorSpec
     _local: torch.Tensor
-    _copied: CopiedPart | None = None
+    _view_copy: ViewCopy | None = None
     """Of a view whose part has memory of its own: see `copied_views`."""
 
     __torch_function__ = call_plain
 
     @staticmethod
-    def _wrap(local: torch.Tensor, layout: DTensorSpec) -> DTensor:
-        made: DTensor = make_wrapper(DTensor, *layout.wrapper_arguments)
-        made._local, made._layout = local, layout
+    def _wrap(local: torch.Tensor, spec: DTensorSpec) -> DTensor:
+        made: DTensor = make_wrapper(DTensor, *spec.wrapper_arguments)
+        made._local, made._spec = local, spec
         return made
 
     @staticmethod
     def _wrap_view(
-        local: torch.Tensor, layout: DTensorSpec, base: DTensor, offset: int, kind: ViewKind = ViewKind.SHARED
+        local: torch.Tensor, spec: DTensorSpec, base: DTensor, offset: int, kind: ViewKind = ViewKind.SHARED
     ) -> DTensor:
         """A view of another, that starts ``offset`` elements further in the memory of the whole tensor."""
         if torch.is_inference_mode_enabled() and not base.is_inference():
             # As a plain tensor's, it is one that autograd knows too.
             with torch.inference_mode(mode=False):
-                return DTensor._wrap_view(local, layout, base, offset, kind)
+                return DTensor._wrap_view(local, spec, base, offset, kind)
         offset += base.storage_offset()  # type: ignore[assignment] # torch has it symbolic too
         if offset:
-            shape, stride, _, *rest = layout.wrapper_arguments
+            shape, stride, _, *rest = spec.wrapper_arguments
             made: DTensor = make_wrapper(DTensor, shape, stride, offset, *rest)
         else:
-            made = make_wrapper(DTensor, *layout.wrapper_arguments)
-        made._local, made._layout = local, layout
-        if (kind is not _SHARED or base._copied is not None) and current_graph_task() == -1:
-            watch(made, base._copied if kind is _SHARED else CopiedPart.of(base, local, kind))  # type: ignore[arg-type]
+            made = make_wrapper(DTensor, *spec.wrapper_arguments)
+        made._local, made._spec = local, spec
+        if (kind is not _SHARED or base._view_copy is not None) and current_graph_task() == -1:
+            track(made, base._view_copy if kind is _SHARED else ViewCopy.of(base, local, kind))  # type: ignore[arg-type]
         return made
 
     @staticmethod
-    def _wrap_results(recipe: CachedDispatch, result: Any, base: DTensor) -> Any:
+    def _wrap_results(cached: CachedDispatch, result: Any, base: DTensor) -> Any:
         """What a recipe of `DispatchKind.VIEW` or `DispatchKind.SEVERAL` gives, from what its local computation
         does.
         """
-        if recipe.lane is _VIEW:
-            is_view = not recipe.may_copy or (recipe.local is torch.reshape and base._local.is_contiguous())
-            kind = _SHARED if is_view else find_kind(recipe.view_kind, result, base._local)
-            output: Any = recipe.output
-            return DTensor._wrap_view(result, output, base, recipe.offset, kind)
-        outputs = iter(recipe.outputs)
+        if cached.kind is _VIEW:
+            is_view = not cached.may_copy or (cached.local is torch.reshape and base._local.is_contiguous())
+            kind = _SHARED if is_view else actual_kind(cached.view_kind, result, base._local)
+            output: Any = cached.output
+            return DTensor._wrap_view(result, output, base, cached.offset, kind)
+        outputs = iter(cached.outputs)
         return tuple([None if one is None else DTensor._wrap(one, next(outputs)) for one in result])
 
     @classmethod
@@ -127,45 +135,45 @@ class DTensor(torch.Tensor):
         """Compute an operator on this rank's parts."""
         # As `part_of_key` has it, without the calls.
         key: list[Any] = [id(func)]
-        layout = None
+        spec = None
         for value in args:
             kind = type(value)
             if kind is DTensor:
-                layout = value._layout
-                key.append(layout)
+                spec = value._spec
+                key.append(spec)
             elif kind is int or value is None:
                 key.append(value)
             elif kind is list and value and type(value[0]) is DTensor:
-                layout = value[0]._layout
-                key.append(tuple([one._layout if type(one) is DTensor else part_of_key(one, DTensor) for one in value]))
+                spec = value[0]._spec
+                key.append(tuple([one._spec if type(one) is DTensor else cache_key(one, DTensor) for one in value]))
             else:
-                key.append(part_of_key(value, DTensor))
+                key.append(cache_key(value, DTensor))
         if kwargs:
             for name, value in kwargs.items():
-                key += (name, part_of_key(value, DTensor))
-        if layout is not None:
-            recipe = layout.recipes.get(tuple(key))
+                key += (name, cache_key(value, DTensor))
+        if spec is not None:
+            cached = spec.dispatch_cache.get(tuple(key))
             if (
-                type(recipe) is CachedDispatch
-                and (lane := recipe.lane) is not _ANY
-                and not (lane is _IN_PLACE and args[0]._copied is not None)
+                type(cached) is CachedDispatch
+                and (dispatch_kind := cached.kind) is not _ANY
+                and not (dispatch_kind is _IN_PLACE and args[0]._view_copy is not None)
             ):
-                if lane is _LISTS:
-                    return dispatch_lists(recipe, func, args, kwargs or {}, DTensor)
+                if dispatch_kind is _LISTS:
+                    return dispatch_foreach(cached, func, args, kwargs or {}, DTensor)
                 local = [value._local if type(value) is DTensor else value for value in args]
-                for place, value in recipe.places:
+                for place, value in cached.positions:
                     local[place] = value
-                result = recipe.local(*local, **kwargs) if kwargs else recipe.local(*local)
-                if lane is _RESULT:
-                    output: Any = recipe.output
+                result = cached.local(*local, **kwargs) if kwargs else cached.local(*local)
+                if dispatch_kind is _RESULT:
+                    output: Any = cached.output
                     made: DTensor = make_wrapper(DTensor, *output.wrapper_arguments)
-                    made._local, made._layout = result, output
+                    made._local, made._spec = result, output
                     return made
-                if lane is _IN_PLACE:
-                    if COPIES:
+                if dispatch_kind is _IN_PLACE:
+                    if VIEW_COPIES:
                         after_write(args[0])
                     return args[0]
-                return DTensor._wrap_results(recipe, result, args[0])
+                return DTensor._wrap_results(cached, result, args[0])
         value = None  # `plain` counts who has an argument
         return dispatch(func, args, kwargs or {}, DTensor, key)
 
@@ -210,25 +218,25 @@ class DTensor(torch.Tensor):
             whole = tuple(shape)
             checked = check_placements(mesh, placements, whole)
         checked = check_placements(mesh, checked, whole)
-        layout = DTensorSpec.of(mesh, checked, whole, local.dtype)
-        if tuple(local.shape) != layout.local_shape:
+        spec = DTensorSpec.make(mesh, checked, whole, local.dtype)
+        if tuple(local.shape) != spec.local_shape:
             raise ValueError(
                 f"this rank's part of a tensor of shape {whole}, placed as {list(checked)}, has shape"
-                f" {layout.local_shape}, not {tuple(local.shape)}"
+                f" {spec.local_shape}, not {tuple(local.shape)}"
             )
         # Operators on parts would not heed marks of what is still to be done with the elements.
-        made: DTensor = _FromLocal.apply(local.resolve_conj().resolve_neg(), layout)  # type: ignore[no-untyped-call]
+        made: DTensor = _FromLocal.apply(local.resolve_conj().resolve_neg(), spec)  # type: ignore[no-untyped-call]
         return made
 
     @property
     def mesh(self) -> DeviceMesh:
         """The mesh that it lies on."""
-        return self._layout.mesh
+        return self._spec.mesh
 
     @property
     def placements(self) -> tuple[Placement, ...]:
         """How it lies along each axis of the mesh."""
-        return self._layout.placements
+        return self._spec.placements
 
     def to_local(self, *, grad_placements: Placement | Sequence[Placement] | None = None) -> torch.Tensor:
         """This rank's part, with which it shares memory. Differentiable.
@@ -239,7 +247,7 @@ class DTensor(torch.Tensor):
             grad_placements: How the ranks' gradients of their parts make the gradient of the whole. None is as the
                 parts do; of a partial tensor, that every rank has the whole gradient.
         """
-        given = _gradient_placements(self._layout, grad_placements)
+        given = _gradient_placements(self._spec, grad_placements)
         if not (self.requires_grad and torch.is_grad_enabled()):
             return self._local
         local: torch.Tensor = _ToLocal.apply(self, given)  # type: ignore[no-untyped-call]
@@ -261,7 +269,7 @@ class DTensor(torch.Tensor):
         Returns:
             A tensor that shares memory with this one where nothing changes.
         """
-        target = self._layout.placed(check_placements(self.mesh, placements, self.shape))
+        target = self._spec.with_placements(check_placements(self.mesh, placements, self.shape))
         if not (self.requires_grad and torch.is_grad_enabled()):
             return _redistribute(self, target)
         made: DTensor = _Redistribute.apply(self, target)  # type: ignore[no-untyped-call]
@@ -269,14 +277,14 @@ class DTensor(torch.Tensor):
 
     def plan(self, placements: Placement | Sequence[Placement]) -> RedistributePlan:
         """What `redistribute` would do; print it to see the collectives and their bytes."""
-        return make_plan(self._layout, self._layout.placed(check_placements(self.mesh, placements, self.shape)))
+        return make_plan(self._spec, self._spec.with_placements(check_placements(self.mesh, placements, self.shape)))
 
     @property
     def data(self) -> DTensor:
         """The tensor without its history, which shares memory with it; it can be set to another DTensor."""
-        made = DTensor._wrap(self._local, self._layout)
-        if self._copied is not None:
-            watch(made, self._copied)
+        made = DTensor._wrap(self._local, self._spec)
+        if self._view_copy is not None:
+            track(made, self._view_copy)
         return made
 
     @data.setter
@@ -288,9 +296,9 @@ class DTensor(torch.Tensor):
                 " fd.distribute(tensor, mesh, placements)"
             )
         base_data.__set__(self, value)
-        self._local, self._layout, self._copied = value._local, value._layout, None
-        if value._copied is not None:
-            watch(self, value._copied)
+        self._local, self._spec, self._view_copy = value._local, value._spec, None
+        if value._view_copy is not None:
+            track(self, value._view_copy)
 
     def _give_up(self) -> None:
         """Have every later use raise: the tensor that this is a view of was written, and the view's part wasn't."""
@@ -299,7 +307,7 @@ class DTensor(torch.Tensor):
     def __getattr__(self, name: str) -> Any:
         # Only where there is none.
         if name == "_local":
-            raise RuntimeError(describe_stale(self._layout))  # no TypeError, of which operators as + make their own
+            raise RuntimeError(describe_stale(self._spec))  # no TypeError, of which operators as + make their own
         raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
 
     def tolist(self) -> Any:
@@ -341,12 +349,12 @@ class DTensor(torch.Tensor):
             return found
         if not self.is_leaf:
             raise RuntimeError("only leaves of the graph are copied deeply: use detach() or clone()")
-        made = DTensor._wrap(self._local.detach().clone(), self._layout)
+        made = DTensor._wrap(self._local.detach().clone(), self._spec)
         memo[id(self)] = made
         made.requires_grad_(self.requires_grad)
         if self.grad is not None:
             made.grad = copy.deepcopy(self.grad, memo)
-        made.__dict__.update(copy.deepcopy({k: v for k, v in self.__dict__.items() if k != "_copied"}, memo))
+        made.__dict__.update(copy.deepcopy({k: v for k, v in self.__dict__.items() if k != "_view_copy"}, memo))
         for hook in backward_hooks(self).values():
             if getattr(hook, "is_of_layout", False):
                 made.requires_grad_(True)
@@ -355,8 +363,8 @@ class DTensor(torch.Tensor):
         return made
 
     def __repr__(self) -> str:  # type: ignore[override]
-        is_stale = self._copied is not None and self._copied.is_stale
-        return f"DTensor({self._layout}, {'out of date' if is_stale else f'local={self._local}'})"
+        is_stale = self._view_copy is not None and self._view_copy.is_stale
+        return f"DTensor({self._spec}, {'out of date' if is_stale else f'local={self._local}'})"
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         """Refuse to be pickled: a part without its mesh is not the tensor."""
@@ -425,12 +433,12 @@ def _agree_on_shape(local: torch.Tensor, mesh: DeviceMesh, placements: Sequence[
             )
     whole = []
     for dim in range(local.dim()):
-        dividers = [isinstance(one, Shard) and one.dim == dim for one in placements]
+        sharding_axes = [isinstance(one, Shard) and one.dim == dim for one in placements]
         whole.append(
             sum(
                 shape[dim]
                 for rank, shape in zip(mesh.ranks, shapes, strict=True)
-                if all(divides or not at for divides, at in zip(dividers, mesh.coords(rank), strict=True))
+                if all(divides or not at for divides, at in zip(sharding_axes, mesh.coords(rank), strict=True))
             )
         )
     for rank, mine in zip(mesh.ranks, shapes, strict=True):
@@ -444,19 +452,19 @@ def _agree_on_shape(local: torch.Tensor, mesh: DeviceMesh, placements: Sequence[
     return tuple(whole)
 
 
-def _gradient_placements(layout: DTensorSpec, given: Placement | Sequence[Placement] | None) -> tuple[Placement, ...]:
+def _gradient_placements(spec: DTensorSpec, given: Placement | Sequence[Placement] | None) -> tuple[Placement, ...]:
     if given is None:
-        return _of_gradient(layout)
-    return check_placements(layout.mesh, given, layout.shape)
+        return _of_gradient(spec)
+    return check_placements(spec.mesh, given, spec.shape)
 
 
-def _of_gradient(layout: DTensorSpec) -> tuple[Placement, ...]:
+def _of_gradient(spec: DTensorSpec) -> tuple[Placement, ...]:
     """How the gradient of a tensor lies: as the tensor, but whole where that is partial."""
-    return tuple(Replicate() if isinstance(one, Partial) else one for one in layout.placements)
+    return tuple(Replicate() if isinstance(one, Partial) else one for one in spec.placements)
 
 
 def _redistribute(tensor: DTensor, target: DTensorSpec) -> DTensor:
-    local = redistribute_local(tensor._local, tensor._layout, target)
+    local = redistribute_local(tensor._local, tensor._spec, target)
     if local is tensor._local:
         # A view for autograd too, which then knows of what is written to either.
         made: DTensor = torch.ops.aten.alias.default(tensor)
@@ -471,7 +479,7 @@ def _placed(grad: torch.Tensor, placements: tuple[Placement, ...], mesh: DeviceM
     """
     if not isinstance(grad, DTensor):
         check_plain("the gradient", grad, mesh)
-        grad = DTensor.from_local(own(grad), mesh, [Replicate()] * mesh.ndim, shape=grad.shape)
+        grad = DTensor.from_local(owned_grad(grad), mesh, [Replicate()] * mesh.ndim, shape=grad.shape)
     return grad if grad.placements == placements else grad.redistribute(placements)
 
 
@@ -480,7 +488,7 @@ class _Redistribute(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, tensor: DTensor, target: DTensorSpec) -> DTensor:
-        ctx.placements, ctx.mesh = _of_gradient(tensor._layout), tensor._layout.mesh
+        ctx.placements, ctx.mesh = _of_gradient(tensor._spec), tensor._spec.mesh
         return _redistribute(tensor, target)
 
     @staticmethod
@@ -493,28 +501,28 @@ class _ToLocal(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, tensor: DTensor, grad_placements: tuple[Placement, ...]) -> torch.Tensor:
-        ctx.layout, ctx.grad_placements = tensor._layout, grad_placements
+        ctx.spec, ctx.grad_placements = tensor._spec, grad_placements
         return tensor._local.view_as(tensor._local)
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[DTensor, None]:
-        layout: DTensorSpec = ctx.layout
-        return DTensor.from_local(own(grads[0]), layout.mesh, ctx.grad_placements, shape=layout.shape), None
+        spec: DTensorSpec = ctx.spec
+        return DTensor.from_local(owned_grad(grads[0]), spec.mesh, ctx.grad_placements, shape=spec.shape), None
 
 
 class _FromLocal(torch.autograd.Function):
     """`DTensor.from_local`."""
 
     @staticmethod
-    def forward(ctx: Any, local: torch.Tensor, layout: DTensorSpec) -> DTensor:
-        ctx.layout = layout
-        return DTensor._wrap(local.view_as(local), layout)
+    def forward(ctx: Any, local: torch.Tensor, spec: DTensorSpec) -> DTensor:
+        ctx.spec = spec
+        return DTensor._wrap(local.view_as(local), spec)
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> tuple[torch.Tensor, None]:
-        layout: DTensorSpec = ctx.layout
-        local = _placed(grads[0], _of_gradient(layout), layout.mesh).to_local()
-        for placement, num_ranks in zip(layout.placements, layout.mesh.shape, strict=True):
+        spec: DTensorSpec = ctx.spec
+        local = _placed(grads[0], _of_gradient(spec), spec.mesh).to_local()
+        for placement, num_ranks in zip(spec.placements, spec.mesh.shape, strict=True):
             if isinstance(placement, Partial):
                 if placement.op not in (ReduceOp.SUM, ReduceOp.MEAN):
                     raise RuntimeError(
@@ -524,13 +532,13 @@ class _FromLocal(torch.autograd.Function):
         return local, None
 
 
-def keep_gradients_placed(parameter: torch.Tensor) -> None:
+def keep_grad_placements(parameter: torch.Tensor) -> None:
     """Have each backward's gradient of a parameter lie as the parameter does; once is enough.
 
     A gradient is right however it lies; but one that is partial would be folded anew by each operator that reads it.
     """
     assert isinstance(parameter, DTensor), "others have nothing to place"
-    has_it = any(map(places_gradients, backward_hooks(parameter).values()))
+    has_it = any(map(is_grad_placement_hook, backward_hooks(parameter).values()))
     if not has_it and (parameter.is_floating_point() or parameter.is_complex()):
         # Those that are frozen now may be trained later, and only such as are take a hook.
         wanted = parameter.requires_grad
@@ -539,13 +547,13 @@ def keep_gradients_placed(parameter: torch.Tensor) -> None:
         parameter.requires_grad_(wanted)
 
 
-def places_gradients(hook: object) -> bool:
-    """Whether a hook of a parameter is one that `keep_gradients_placed` made."""
+def is_grad_placement_hook(hook: object) -> bool:
+    """Whether a hook of a parameter is one that `keep_grad_placements` made."""
     return isinstance(hook, _Place)
 
 
 class _Place:
-    is_of_layout = True
+    is_copied_with_tensor = True
     """Copies of the parameter have it too, though torch copies no hooks: they lie as the parameter does."""
 
     def __init__(self, parameter: DTensor) -> None:

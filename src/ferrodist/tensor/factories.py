@@ -17,10 +17,10 @@ from ferrodist.collectives.reduce import broadcast
 from ferrodist.collectives.reduce_op import check_dtype
 from ferrodist.errors import CollectiveMismatchError, UnsupportedOpError
 from ferrodist.tensor.dtensor import DTensor
-from ferrodist.tensor.ops.random import check_generators, part_of_whole
+from ferrodist.tensor.ops.random import check_generators, local_of_full
 from ferrodist.tensor.placement import Shard
 from ferrodist.tensor.redistribute import redistribute_local
-from ferrodist.tensor.spec import DTensorSpec, check_placements, take_part
+from ferrodist.tensor.spec import DTensorSpec, check_placements, shard_of
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -75,16 +75,16 @@ def distribute(
     group = mesh.group
     whole = tensor.detach().resolve_conj().resolve_neg()
     # Parts of a sum are made of whole tensors, without anything sent.
-    target = DTensorSpec.of(mesh, checked, tensor.shape, tensor.dtype)
-    layout = target.folded
+    target = DTensorSpec.make(mesh, checked, tensor.shape, tensor.dtype)
+    spec = target.without_partial
     if src is None:
-        local = redistribute_local(whole, layout.whole, layout)
+        local = redistribute_local(whole, spec.replicated, spec)
         local = local.clone() if local is whole else local
     else:
         root = mesh.coords(mesh.ranks[check_rank(group, src, f"src={src!r}")])
         _agree(tensor, mesh)
-        local = _send(whole, layout, root)
-    made = DTensor._wrap(redistribute_local(local, layout, target), target)
+        local = _send(whole, spec, root)
+    made = DTensor._wrap(redistribute_local(local, spec, target), target)
     made.requires_grad_(tensor.requires_grad)
     return made
 
@@ -100,11 +100,11 @@ def _agree(tensor: torch.Tensor, mesh: DeviceMesh) -> None:
             )
 
 
-def _send(tensor: torch.Tensor, layout: DTensorSpec, root: Sequence[int]) -> torch.Tensor:
+def _send(tensor: torch.Tensor, spec: DTensorSpec, root: Sequence[int]) -> torch.Tensor:
     """This rank's part, from the rank at ``root``: along each axis in turn, from those that have theirs already."""
-    mesh = layout.mesh
-    here = layout.coordinate
-    for axis, (placement, num_ranks) in enumerate(zip(layout.placements, mesh.shape, strict=True)):
+    mesh = spec.mesh
+    here = spec.coordinate
+    for axis, (placement, num_ranks) in enumerate(zip(spec.placements, mesh.shape, strict=True)):
         if tuple(here[axis + 1 :]) != tuple(root[axis + 1 :]):
             part = _empty_part(tensor, placement, num_ranks, here[axis])
         elif isinstance(placement, Shard) and placement.blocks == 1:
@@ -113,7 +113,7 @@ def _send(tensor: torch.Tensor, layout: DTensorSpec, root: Sequence[int]) -> tor
         else:
             group = mesh[mesh.axis_names[axis]].group
             whole = broadcast(tensor, root[axis], group=group)
-            part = take_part(whole, placement, num_ranks, here[axis]) if isinstance(placement, Shard) else whole
+            part = shard_of(whole, placement, num_ranks, here[axis]) if isinstance(placement, Shard) else whole
         tensor = part.contiguous()
     return tensor
 
@@ -122,7 +122,7 @@ def _empty_part(tensor: torch.Tensor, placement: Placement, num_ranks: int, at: 
     """Something of the shape of a part, until it comes along another axis."""
     if not isinstance(placement, Shard):
         return tensor
-    return torch.empty_like(take_part(tensor, placement, num_ranks, at))
+    return torch.empty_like(shard_of(tensor, placement, num_ranks, at))
 
 
 def _scatter(tensor: torch.Tensor, dim: int, root: int, group: Backend) -> torch.Tensor:
@@ -154,7 +154,7 @@ def empty(
         dtype: None is torch's default.
         requires_grad: Whether it gets a gradient.
     """
-    target = _layout(shape, mesh, placements, dtype)
+    target = _spec(shape, mesh, placements, dtype)
     return _leaf(torch.empty(target.local_shape, dtype=target.dtype, device="cpu"), target, requires_grad=requires_grad)
 
 
@@ -168,9 +168,9 @@ def full(
     requires_grad: bool = False,
 ) -> DTensor:
     """A tensor of which every element is ``value``, whose type decides where ``dtype`` is None; else as `empty`."""
-    target = _layout(shape, mesh, placements, torch.full((), value, device="cpu").dtype if dtype is None else dtype)
+    target = _spec(shape, mesh, placements, torch.full((), value, device="cpu").dtype if dtype is None else dtype)
     # Parts of a sum are made of whole tensors.
-    first = target.folded
+    first = target.without_partial
     local = torch.full(first.local_shape, value, dtype=target.dtype, device="cpu")
     return _leaf(redistribute_local(local, first, target), target, requires_grad=requires_grad)
 
@@ -224,7 +224,7 @@ def rand(
     Raises:
         CollectiveMismatchError: On all ranks: their generators are in different states.
     """
-    target = _layout(shape, mesh, placements, dtype)
+    target = _spec(shape, mesh, placements, dtype)
     check_generators(mesh, generator, "rand")
     return _part(
         torch.rand(target.shape, dtype=target.dtype, generator=generator, device="cpu"),
@@ -243,7 +243,7 @@ def randn(
     generator: torch.Generator | None = None,
 ) -> DTensor:
     """A tensor of normally distributed numbers, those that ``torch.randn(shape)`` draws in one process; as `rand`."""
-    target = _layout(shape, mesh, placements, dtype)
+    target = _spec(shape, mesh, placements, dtype)
     check_generators(mesh, generator, "randn")
     return _part(
         torch.randn(target.shape, dtype=target.dtype, generator=generator, device="cpu"),
@@ -266,20 +266,20 @@ def arange(
     if end is None:
         start, end = 0, start
     whole = torch.arange(start, end, step, dtype=dtype, device="cpu")
-    target = _layout(whole.shape, mesh, placements, whole.dtype)
+    target = _spec(whole.shape, mesh, placements, whole.dtype)
     return _part(whole, target, requires_grad=requires_grad)
 
 
-def _layout(shape: Sequence[int], mesh: DeviceMesh, placements: Placements, dtype: torch.dtype | None) -> DTensorSpec:
+def _spec(shape: Sequence[int], mesh: DeviceMesh, placements: Placements, dtype: torch.dtype | None) -> DTensorSpec:
     kind = torch.get_default_dtype() if dtype is None else dtype
-    return DTensorSpec.of(mesh, check_placements(mesh, placements, shape), shape, kind)
+    return DTensorSpec.make(mesh, check_placements(mesh, placements, shape), shape, kind)
 
 
 def _part(whole: torch.Tensor, target: DTensorSpec, *, requires_grad: bool) -> DTensor:
-    return _leaf(part_of_whole(whole, target), target, requires_grad=requires_grad)
+    return _leaf(local_of_full(whole, target), target, requires_grad=requires_grad)
 
 
-def _leaf(local: torch.Tensor, layout: DTensorSpec, *, requires_grad: bool) -> DTensor:
-    made = DTensor._wrap(local, layout)
+def _leaf(local: torch.Tensor, spec: DTensorSpec, *, requires_grad: bool) -> DTensor:
+    made = DTensor._wrap(local, spec)
     made.requires_grad_(requires_grad)
     return made

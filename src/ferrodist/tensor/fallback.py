@@ -14,12 +14,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ferrodist.errors import UnsupportedOpError
-from ferrodist.tensor.copied_views import ViewKind, after_write, become, find_kind, watch
+from ferrodist.tensor.copied_views import ViewKind, actual_kind, after_write, rebind, track
 from ferrodist.tensor.op_strategy import bind_arguments, map_tensors, split_arguments
 from ferrodist.tensor.ops.random import check_generators
 from ferrodist.tensor.ops.table import DECOMPOSITIONS, RULES
 from ferrodist.tensor.placement import Replicate, Shard
-from ferrodist.tensor.plain_tensors import INSIDE, adopt, find_plain, returned_arguments
+from ferrodist.tensor.plain_tensors import ACTIVE_CHECK, find_plain, replicate_plain, returned_arguments
 from ferrodist.tensor.redistribute import redistribute_local
 from ferrodist.tensor.replica_check import describe_module
 from ferrodist.tensor.spec import DTensorSpec
@@ -63,7 +63,7 @@ def _call(func: torch._ops.OpOverload, cls: Any, /, *args: Any, **kwargs: Any) -
             " torch.func.vjp or jacrev, or differentiate a function of full_tensor()"
         )
     if _is_safe(cls, args, kwargs):
-        return compute_whole(func, cls, args, kwargs)
+        return compute_replicated(func, cls, args, kwargs)
     if not _allowed.get():
         raise UnsupportedOpError(
             f"DTensor has no rule for {func}{describe_module()}: write it with operators that docs/dtensor-operators.md"
@@ -71,7 +71,7 @@ def _call(func: torch._ops.OpOverload, cls: Any, /, *args: Any, **kwargs: Any) -
             " which gathers its inputs"
         )
     warnings.warn(f"{func} has no rule: its inputs are gathered, and every rank computes all of it", stacklevel=4)
-    return compute_whole(func, cls, args, kwargs)
+    return compute_replicated(func, cls, args, kwargs)
 
 
 def _is_safe(cls: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
@@ -79,18 +79,18 @@ def _is_safe(cls: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
 
     So recurrent layers of float32, and what else torch has kernels of its own for, need no consent.
     """
-    if INSIDE.get() is None and current_graph_task() == -1:
+    if ACTIVE_CHECK.get() is None and current_graph_task() == -1:
         return False
     tensors: list[Any] = []
     map_tensors(tensors.append, [*args, *kwargs.values()], cls)
     return all(
         size == 1 or isinstance(one, Replicate)
         for tensor in tensors
-        for one, size in zip(tensor._layout.placements, tensor._layout.mesh.shape, strict=True)
+        for one, size in zip(tensor._spec.placements, tensor._spec.mesh.shape, strict=True)
     )
 
 
-def compute_whole(func: torch._ops.OpOverload, cls: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+def compute_replicated(func: torch._ops.OpOverload, cls: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     """Compute an operator on whole tensors, on every rank.
 
     Raises:
@@ -99,17 +99,17 @@ def compute_whole(func: torch._ops.OpOverload, cls: Any, args: Sequence[Any], kw
     """
     tensors: list[Any] = []
     map_tensors(tensors.append, [*args, *kwargs.values()], cls)
-    mesh = tensors[0]._layout.mesh
+    mesh = tensors[0]._spec.mesh
     given = bind_arguments(func, args, kwargs)
     written = {argument.name for argument in schema_of(func).arguments if argument.is_write}
     # What is only written may be each rank's own.
     read = {name: value for name, value in given.items() if name not in written or find_plain([value]) == []}
-    adopted, _ = adopt(func, cls, mesh, list(read.values()), {})
+    adopted, _ = replicate_plain(func, cls, mesh, list(read.values()), {})
     arguments = given | dict(zip(read, adopted, strict=True))
 
     def gather(tensor: Any) -> torch.Tensor:
-        layout = tensor._layout
-        return redistribute_local(tensor._local, layout, layout.whole)
+        spec = tensor._spec
+        return redistribute_local(tensor._local, spec, spec.replicated)
 
     wholes = {name: map_tensors(gather, value, cls) for name, value in arguments.items()}
     for name in written:
@@ -137,7 +137,7 @@ def compute_whole(func: torch._ops.OpOverload, cls: Any, args: Sequence[Any], kw
     return tuple(made) if several else made[0]
 
 
-def compute_picks(func: torch._ops.OpOverload, cls: Any, /, *args: Any, **kwargs: Any) -> Any:
+def compute_data_dependent(func: torch._ops.OpOverload, cls: Any, /, *args: Any, **kwargs: Any) -> Any:
     """Compute an operator whose results have shapes that depend on the elements: those of whole tensors all ranks know.
 
     Raises:
@@ -145,20 +145,18 @@ def compute_picks(func: torch._ops.OpOverload, cls: Any, /, *args: Any, **kwargs
     """
     tensors: list[Any] = []
     map_tensors(tensors.append, [*args, *kwargs.values()], torch.Tensor)
-    divided = [one._layout for one in tensors if isinstance(one, cls) and _is_divided(one._layout)]
+    divided = [one._spec for one in tensors if isinstance(one, cls) and _is_divided(one._spec)]
     if divided and current_graph_task() == -1:
-        name, instead = PICKS.get(func, (str(func), _WITH_MASKS))
+        name, instead = DATA_DEPENDENT.get(func, (str(func), _WITH_MASKS))
         raise UnsupportedOpError(
             f"{name} gives a tensor whose shape depends on the elements, so the ranks' parts of {divided[0]} have no"
             f" layout: {instead}, or call it on redistribute(fd.Replicate()), which every rank has all of"
         )
-    return compute_whole(func, cls, args, kwargs)
+    return compute_replicated(func, cls, args, kwargs)
 
 
-def _is_divided(layout: DTensorSpec) -> bool:
-    return any(
-        size > 1 and isinstance(one, Shard) for one, size in zip(layout.placements, layout.mesh.shape, strict=True)
-    )
+def _is_divided(spec: DTensorSpec) -> bool:
+    return any(size > 1 and isinstance(one, Shard) for one, size in zip(spec.placements, spec.mesh.shape, strict=True))
 
 
 _WITH_MASKS = "use torch.where(mask, x, other), x.masked_fill(mask, value) or x * mask"
@@ -166,7 +164,7 @@ _COUNTED = "count with torch.bincount of a full_tensor()"
 
 _aten = torch.ops.aten
 
-PICKS: dict[torch._ops.OpOverload, tuple[str, str]] = {
+DATA_DEPENDENT: dict[torch._ops.OpOverload, tuple[str, str]] = {
     _aten.masked_select.default: ("torch.masked_select", _WITH_MASKS),
     _aten.masked_scatter.default: ("torch.masked_scatter", _WITH_MASKS),
     _aten.masked_scatter_.default: ("torch.masked_scatter", _WITH_MASKS),
@@ -186,17 +184,17 @@ def _has(value: Any, cls: Any) -> bool:
 
 def _write(func: torch._ops.OpOverload, tensor: Any, whole: torch.Tensor) -> None:
     """Have a distributed tensor what an operator wrote to the whole of it."""
-    layout = tensor._layout
-    if tuple(whole.shape) != layout.shape and not tensor.numel():
+    spec = tensor._spec
+    if tuple(whole.shape) != spec.shape and not tensor.numel():
         # As torch does with an empty tensor; it gives operators such itself.
-        become(tensor, _wrap(whole, type(tensor), layout.mesh, None))
+        rebind(tensor, _wrap(whole, type(tensor), spec.mesh, None))
         return
-    if tuple(whole.shape) != layout.shape:
+    if tuple(whole.shape) != spec.shape:
         raise UnsupportedOpError(
-            f"{func} gives a tensor of shape {tuple(whole.shape)}, and what it writes to has {tuple(layout.shape)}: a"
+            f"{func} gives a tensor of shape {tuple(whole.shape)}, and what it writes to has {tuple(spec.shape)}: a"
             " distributed tensor keeps its shape"
         )
-    tensor._local.copy_(redistribute_local(whole.contiguous(), layout.whole, layout))
+    tensor._local.copy_(redistribute_local(whole.contiguous(), spec.replicated, spec))
     after_write(tensor)
 
 
@@ -216,10 +214,10 @@ def _wrap(result: Any, cls: Any, mesh: DeviceMesh, viewed: Any) -> Any:
 
     def wrap(one: torch.Tensor) -> Any:
         plain = one.resolve_conj().resolve_neg()
-        layout = DTensorSpec.of(mesh, [Replicate()] * mesh.ndim, plain.shape, plain.dtype, plain.stride())
+        spec = DTensorSpec.make(mesh, [Replicate()] * mesh.ndim, plain.shape, plain.dtype, plain.stride())
         if not isinstance(viewed, cls):
-            return cls._wrap(plain, layout)
-        return cls._wrap_view(plain, layout, viewed, 0, ViewKind.MOVED)
+            return cls._wrap(plain, spec)
+        return cls._wrap_view(plain, spec, viewed, 0, ViewKind.MOVED)
 
     return map_tensors(wrap, result, torch.Tensor)
 
@@ -232,8 +230,8 @@ def find_substitute(func: torch._ops.OpOverload, cls: type) -> Callable[..., Any
     """A function of the operator's arguments that computes it by others, or raises that it has no rule."""
     if func in SUBSTITUTES:
         return SUBSTITUTES[func]
-    if func in PICKS:
-        return partial(compute_picks, func, cls)
+    if func in DATA_DEPENDENT:
+        return partial(compute_data_dependent, func, cls)
     if can_decompose(func):
         decomposed: Callable[..., Any] = func.decompose
         return decomposed
@@ -252,9 +250,9 @@ def _outs(func: torch._ops.OpOverload) -> list[Any]:
 
 def _set(tensor: Any, source: Any) -> Any:
     """Give a tensor the memory of another, and the way that one lies."""
-    if not (hasattr(tensor, "_layout") and hasattr(source, "_layout")):
+    if not (hasattr(tensor, "_spec") and hasattr(source, "_spec")):
         raise UnsupportedOpError("set_() takes distributed tensors: distribute both, or work on to_local()")
-    return become(tensor, source)
+    return rebind(tensor, source)
 
 
 SUBSTITUTES: dict[torch._ops.OpOverload, Callable[..., Any]] = {
@@ -278,8 +276,8 @@ def is_copy_to_itself(func: torch._ops.OpOverload, arguments: Mapping[str, Any])
 def copy_to_itself(tensor: Any, source: Any, non_blocking: bool = False) -> Any:  # noqa: FBT001, FBT002 - as torch has it
     """Return the tensor, of which the other is a view that has been written."""
     del non_blocking
-    parts = [tensor._local, source._local if source._copied is None else source._copied.source]
-    if source.numel() == tensor.numel() and find_kind(ViewKind.COPIED, *parts) is ViewKind.SHARED:
+    parts = [tensor._local, source._local if source._view_copy is None else source._view_copy.source]
+    if source.numel() == tensor.numel() and actual_kind(ViewKind.COPIED, *parts) is ViewKind.SHARED:
         return tensor
     raise RuntimeError(
         f"copy_() to a tensor of shape {tuple(tensor.shape)} of one of shape {tuple(source.shape)}, which can't be"
@@ -303,7 +301,7 @@ def _without_out(func: torch._ops.OpOverload) -> torch._ops.OpOverload | None:
     wanted = [(argument.name, str(argument.type)) for argument in arguments if not argument.is_out]
     for name in func.overloadpacket.overloads():
         found = getattr(func.overloadpacket, name)
-        if (found in RULES or found in DECOMPOSITIONS or found in PICKS) and wanted == [
+        if (found in RULES or found in DECOMPOSITIONS or found in DATA_DEPENDENT) and wanted == [
             (argument.name, str(argument.type)) for argument in schema_of(found).arguments
         ]:
             functional: torch._ops.OpOverload = found
@@ -318,9 +316,9 @@ def _view_in_place(func: torch._ops.OpOverload, /, tensor: Any, *args: Any) -> A
     view = functional(tensor, *args)
     with no_torch_dispatch():
         func(tensor, *args)  # the wrapper's own shape and stride
-    tensor._local, tensor._layout = view._local, view._layout
-    if view._copied is not None:
-        watch(tensor, view._copied)
+    tensor._local, tensor._spec = view._local, view._spec
+    if view._view_copy is not None:
+        track(tensor, view._view_copy)
     return tensor
 
 
@@ -337,6 +335,6 @@ def _compute_into(functional: torch._ops.OpOverload, names: Sequence[str], /, *a
         if not torch.can_cast(result.dtype, out.dtype):
             raise RuntimeError(f"result type {result.dtype} of {functional} can't be cast to that of out, {out.dtype}")
     for out, result in zip(outs, results, strict=True):
-        target = out if out.shape == result.shape else become(out, result.to(out.dtype, copy=True))
+        target = out if out.shape == result.shape else rebind(out, result.to(out.dtype, copy=True))
         target.copy_(result)
     return outs[0] if len(outs) == 1 else tuple(outs)

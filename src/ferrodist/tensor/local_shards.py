@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     """Where elements of a dim begin in the whole, and how many they are."""
 
 
-_pieces = WeakTensorKeyDictionary()
+_flat_shards = WeakTensorKeyDictionary()
 """What `annotate_flat_shard` was told."""
 
 
@@ -78,7 +78,7 @@ class FlatShard:
     Args:
         shape: Of that other one: a whole tensor, or this rank's part of a distributed one.
         start: The first element.
-        layout: How the distributed one lies.
+        spec: How the distributed one lies.
         num_shards: Over how many ranks the elements are divided.
         num_copies: How many ranks have the same piece.
         order: The dims in the order in which elements lie, the last one fastest; None for their own.
@@ -86,7 +86,7 @@ class FlatShard:
 
     shape: tuple[int, ...]
     start: int
-    layout: DTensorSpec | None
+    spec: DTensorSpec | None
     num_shards: int
     num_copies: int
     order: tuple[int, ...] | None = None
@@ -99,26 +99,26 @@ class LocalShard:
     Args:
         shape: Of the whole tensor.
         dtype: Of its elements.
-        pieces: Boxes of the whole tensor, each with the rank's memory of it; these are views, in the boxes' shapes.
+        boxes: Boxes of the whole tensor, each with the rank's memory of it; these are views, in the boxes' shapes.
         placement: In words, how the tensor lies.
-        is_copied: Whether other ranks may have the same elements.
+        is_replicated: Whether other ranks may have the same elements.
     """
 
     shape: tuple[int, ...]
     dtype: torch.dtype
-    pieces: list[tuple[Box, torch.Tensor]]
+    boxes: list[tuple[Box, torch.Tensor]]
     placement: str
-    is_copied: bool
+    is_replicated: bool
 
 
 def annotate_flat_shard(tensor: torch.Tensor, piece: FlatShard) -> None:
     """Have `local_shard` know that a plain tensor is a part of another one."""
-    _pieces[tensor] = piece
+    _flat_shards[tensor] = piece
 
 
 def flat_shard_of(tensor: torch.Tensor) -> FlatShard | None:
     """What `annotate_flat_shard` was told of a tensor."""
-    found: FlatShard | None = _pieces.get(tensor)  # type: ignore[no-untyped-call]
+    found: FlatShard | None = _flat_shards.get(tensor)  # type: ignore[no-untyped-call]
     return found
 
 
@@ -130,42 +130,42 @@ def local_shard(tensor: torch.Tensor) -> LocalShard:
         ValueError: It is partial: no rank has any of its elements.
     """
     if isinstance(tensor, DTensor):
-        layout, local = tensor._layout, tensor._local
-        if any(isinstance(placement, Partial) for placement in layout.placements):
-            raise ValueError(f"of {layout} no rank has the elements: redistribute it")
+        spec, local = tensor._spec, tensor._local
+        if any(isinstance(placement, Partial) for placement in spec.placements):
+            raise ValueError(f"of {spec} no rank has the elements: redistribute it")
         copies = any(
             isinstance(placement, Replicate) and size > 1
-            for placement, size in zip(layout.placements, layout.mesh.shape, strict=True)
+            for placement, size in zip(spec.placements, spec.mesh.shape, strict=True)
         )
         whole = Box((0,) * local.ndim, tuple(local.shape))
-        pieces = [(box, view) for box, view in _spread(whole, local.detach(), layout) if box.numel]
+        boxes = [(box, view) for box, view in _spread(whole, local.detach(), spec) if box.numel]
         return LocalShard(
-            shape=layout.shape, dtype=layout.dtype, pieces=pieces, placement=_describe(layout), is_copied=copies
+            shape=spec.shape, dtype=spec.dtype, boxes=boxes, placement=_describe(spec), is_replicated=copies
         )
     if (piece := flat_shard_of(tensor)) is not None:
         return _part_of_piece(tensor.detach(), piece)
     shape = tuple(tensor.shape)
-    pieces = [(Box((0,) * len(shape), shape), tensor.detach())]
-    return LocalShard(shape=shape, dtype=tensor.dtype, pieces=pieces, placement="whole", is_copied=True)
+    boxes = [(Box((0,) * len(shape), shape), tensor.detach())]
+    return LocalShard(shape=shape, dtype=tensor.dtype, boxes=boxes, placement="whole", is_replicated=True)
 
 
-def invert(order: Sequence[int]) -> list[int]:
+def invert_order(order: Sequence[int]) -> list[int]:
     """The order of dims that undoes another one."""
     return [order.index(dim) for dim in range(len(order))]
 
 
 def _part_of_piece(tensor: torch.Tensor, piece: FlatShard) -> LocalShard:
-    layout = piece.layout
-    pieces: list[tuple[Box, torch.Tensor]] = []
+    spec = piece.spec
+    boxes: list[tuple[Box, torch.Tensor]] = []
     for box, view in _boxes_of_piece(tensor, piece):
-        pieces.extend([(box, view)] if layout is None else _spread(box, view, layout))
+        boxes.extend([(box, view)] if spec is None else _spread(box, view, spec))
     placement = f"flat over {counted(piece.num_shards, 'rank')}"
     return LocalShard(
-        shape=piece.shape if layout is None else layout.shape,
+        shape=piece.shape if spec is None else spec.shape,
         dtype=tensor.dtype,
-        pieces=pieces,
-        placement=placement if layout is None else f"{placement}, of {_describe(layout)}",
-        is_copied=piece.num_copies > 1 or (layout is not None and Replicate() in layout.placements),
+        boxes=boxes,
+        placement=placement if spec is None else f"{placement}, of {_describe(spec)}",
+        is_replicated=piece.num_copies > 1 or (spec is not None and Replicate() in spec.placements),
     )
 
 
@@ -177,7 +177,7 @@ def _boxes_of_piece(tensor: torch.Tensor, piece: FlatShard) -> Iterator[tuple[Bo
         return
     flat = tensor.reshape(-1)
     order = piece.order if piece.order is not None else tuple(range(len(piece.shape)))
-    back = invert(order)
+    back = invert_order(order)
     at = 0
     for box in _boxes_of_range([piece.shape[dim] for dim in order], piece.start, piece.start + flat.numel()):
         view = flat[at : at + box.numel].view(box.shape).permute(back)
@@ -211,21 +211,21 @@ def _in_row(row: int, boxes: Iterator[Box]) -> Iterator[Box]:
         yield Box((row, *box.offsets), (1, *box.shape))
 
 
-def _spread(box: Box, view: torch.Tensor, layout: DTensorSpec) -> Iterator[tuple[Box, torch.Tensor]]:
+def _spread(box: Box, view: torch.Tensor, spec: DTensorSpec) -> Iterator[tuple[Box, torch.Tensor]]:
     """A box of this rank's part as boxes of the whole tensor, each with its view."""
     dims = [
-        list(_cut_runs(_runs(layout, dim), offset, offset + size))
+        list(_cut_runs(_runs(spec, dim), offset, offset + size))
         for dim, (offset, size) in enumerate(zip(box.offsets, box.shape, strict=True))
     ]
-    for choice in itertools.product(*dims):
-        inner = Box(tuple(at for at, _, _ in choice), tuple(size for _, _, size in choice))
-        yield Box(tuple(start for _, start, _ in choice), inner.shape), inner.take(view)
+    for strategy in itertools.product(*dims):
+        inner = Box(tuple(at for at, _, _ in strategy), tuple(size for _, _, size in strategy))
+        yield Box(tuple(start for _, start, _ in strategy), inner.shape), inner.take(view)
 
 
-def _runs(layout: DTensorSpec, dim: int) -> list[Run]:
+def _runs(spec: DTensorSpec, dim: int) -> list[Run]:
     """The elements of a dim that this rank has."""
-    runs = [(0, layout.shape[dim])]
-    for placement, num_ranks, at in zip(layout.placements, layout.mesh.shape, layout.coordinate, strict=True):
+    runs = [(0, spec.shape[dim])]
+    for placement, num_ranks, at in zip(spec.placements, spec.mesh.shape, spec.coordinate, strict=True):
         if not isinstance(placement, Shard) or placement.dim != dim:
             continue
         block = sum(size for _, size in runs) // placement.blocks
@@ -258,7 +258,7 @@ def _cut_runs(runs: Sequence[Run], start: int, stop: int) -> Iterator[tuple[int,
         at += size
 
 
-def _describe(layout: DTensorSpec) -> str:
-    mesh = layout.mesh
-    along = zip(mesh.axis_names, mesh.shape, layout.placements, strict=True)
+def _describe(spec: DTensorSpec) -> str:
+    mesh = spec.mesh
+    along = zip(mesh.axis_names, mesh.shape, spec.placements, strict=True)
     return ", ".join(f"{placement} along {name!r} of {size}" for name, size, placement in along)

@@ -1,20 +1,18 @@
-"""An operator's call as rules see it: layouts in the place of distributed tensors.
+"""How an operator on distributed tensors is computed: its rule, and the strategy that moves the fewest bytes.
 
-Of the ways in which an operator can be computed, the one that moves the fewest bytes.
-
-Ways of computing an operator, found from which dims of its inputs and outputs are the same.
-
-A pattern gives each dim of each input and output a letter, as einsum does; a dim with a letter of its own, or ``None``,
-is never divided. An operator that works on each index of a letter by itself may have it divided: then all that have the
-letter are divided along it, and the others are whole. Outputs without the letter are partial where the operator folds
-over it, as a sum does.
+A rule lists, for one mesh axis at a time, the strategies by which an operator can be computed: the placements that its
+inputs must have along that axis, and those that its outputs then have. Most rules derive their strategies from an
+`EinsumPattern`, which labels the dims of inputs and outputs as einsum does. A dim whose label is ``None`` is never
+sharded. An operator that treats each index of a label independently may have that label sharded: all dims with the
+label are then sharded along it, and tensors without it are replicated. Outputs without the label are partial if the
+operator reduces over it, as a sum does.
 """
 
 from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
@@ -23,19 +21,20 @@ import torch
 
 from ferrodist.collectives.reduce_op import ReduceOp
 from ferrodist.errors import UnsupportedOpError
-from ferrodist.tensor.placement import Partial, Placement, Replicate, Shard, fold_alike
-from ferrodist.tensor.spec import DTensorSpec, sizes_before
-from ferrodist.torch_private.operators import schema_of
+from ferrodist.tensor.placement import Partial, Placement, Replicate, Shard, reductions_commute
+from ferrodist.tensor.spec import DTensorSpec, sizes_before_axis
+from ferrodist.torch_private.operators import overloads, schema_of
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
     from ferrodist.mesh import DeviceMesh
+
+LocalFunction = Callable[..., Any]
+"""What computes this rank's outputs from local shards."""
 
 
 @dataclass(frozen=True, slots=True)
 class OpStrategy:
-    """One way of computing an operator along one axis: how the inputs must lie there, and how the outputs then do."""
+    """One way to compute an operator along one mesh axis: the placements of its inputs and of its outputs."""
 
     inputs: tuple[Placement, ...]
     outputs: tuple[Placement, ...]
@@ -43,37 +42,35 @@ class OpStrategy:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OpRule:
-    """What an operator does with tensors that are divided.
+    """How an operator is computed on sharded tensors.
 
     Args:
-        choices: The ways of computing it along an axis, given the call and the number of the axis. The axes before
-            have been decided: ``call.chosen``. Of the ways the one that moves the fewest bytes is taken, of several
-            such the first.
-        local: What computes the local outputs instead of the operator itself, given the call, the layouts of the inputs
-            as they will be, and those of the outputs; or None for the operator itself. It takes local tensors in the
-            place of distributed ones.
-        arguments: What other arguments the operator gets on this rank, by name, given the same.
-        by_value: Whether choices depend on the values of floating-point arguments, and not on their presence alone.
-        copies: Whether the local outputs are copies where the operator gives views.
-        picks: Whether the shapes of the outputs depend on the elements, given all arguments by name. Such a call is
-            computed on whole tensors, and only if all are, as `replication.compute_picks` does.
+        strategies: The strategies along an axis, given the call and the axis's index. ``call.selected`` has those of
+            the axes before. The strategy that moves the fewest bytes is selected; of equal ones, the first.
+        local: A function that makes what computes the local outputs in the operator's place, or None for the operator
+            itself. The call has its ``placed_inputs`` and ``outputs`` by then.
+        arguments: A function that makes the arguments, by name, that differ on this rank, such as local sizes.
+        depends_on_values: Whether strategies depend on the values of float arguments, not only on their presence.
+        copies: Whether local outputs are copies where the operator gives views.
+        is_data_dependent: Whether the shapes of the outputs depend on the elements, given all arguments by name. Such
+            a call needs replicated inputs; see `fallback.compute_data_dependent`.
     """
 
-    choices: Callable[[OpCall, int], Sequence[OpStrategy]]
-    local: Callable[[OpCall, Sequence[DTensorSpec], Sequence[DTensorSpec]], Callable[..., Any] | None] | None = None
-    arguments: Callable[[OpCall, Sequence[DTensorSpec], Sequence[DTensorSpec]], Mapping[str, Any]] | None = None
-    by_value: bool = False
+    strategies: Callable[[OpCall, int], Sequence[OpStrategy]]
+    local: Callable[[OpCall], LocalFunction | None] | None = None
+    arguments: Callable[[OpCall], Mapping[str, Any]] | None = None
+    depends_on_values: bool = False
     copies: bool = False
-    picks: Callable[[Mapping[str, Any]], bool] | None = None
+    is_data_dependent: Callable[[Mapping[str, Any]], bool] | None = None
 
 
 class OpCall:
-    """One call of an operator.
+    """One call of an operator, with specs in the place of distributed tensors.
 
     Args:
         operator: The operator.
-        arguments: All arguments by name, defaults included; a distributed tensor is its layout.
-        mesh: The mesh of all of them.
+        arguments: All arguments by name, defaults included.
+        mesh: The mesh of all distributed tensors.
     """
 
     def __init__(self, operator: torch._ops.OpOverload, arguments: Mapping[str, Any], mesh: DeviceMesh) -> None:
@@ -81,18 +78,21 @@ class OpCall:
         self.arguments = arguments
         self.mesh = mesh
         self.inputs: list[DTensorSpec] = []
-        """The layouts among the arguments, in order; those in lists too."""
+        """The specs among the arguments, in order, including those in lists."""
         map_tensors(self.inputs.append, list(arguments.values()), DTensorSpec)
-        self.chosen: list[OpStrategy] = []
-        """What has been decided for the first axes."""
+        self.selected: list[OpStrategy] = []
+        """The strategies of the first axes, as far as they are selected."""
+        self.placed_inputs: Sequence[DTensorSpec] = ()
+        """The specs to which the inputs are redistributed."""
+        self.outputs: Sequence[DTensorSpec] = ()
+        """The specs of the outputs; for an operator that writes, of what it writes to."""
 
     def __getitem__(self, name: str) -> Any:
-        """An argument."""
         return self.arguments[name]
 
     @cached_property
     def results(self) -> list[torch.Tensor]:
-        """What the operator returns for whole tensors, without their elements: of device meta."""
+        """What the operator returns for the full tensors, as tensors on the meta device."""
         arguments = {
             name: map_tensors(_as_meta, value, (DTensorSpec, torch.Tensor)) for name, value in self.arguments.items()
         }
@@ -107,15 +107,36 @@ class OpCall:
         map_tensors(found.append, self.operator(*positional, **named), torch.Tensor)
         return found
 
+    def place(self, written: Sequence[int] | None) -> None:
+        """Set `placed_inputs` and `outputs` from the selected strategies.
+
+        Args:
+            written: The indices of the inputs that the operator writes to, which are its outputs; None if it writes to
+                no argument.
+        """
+        self.placed_inputs = [
+            spec.with_placements([strategy.inputs[index] for strategy in self.selected])
+            for index, spec in enumerate(self.inputs)
+        ]
+        if written is not None:
+            self.outputs = [self.inputs[index] for index in written]
+            return
+        self.outputs = [
+            DTensorSpec.make(
+                self.mesh, [one.outputs[index] for one in self.selected], meta.shape, meta.dtype, meta.stride()
+            )
+            for index, meta in enumerate(self.results)
+        ]
+
 
 def _as_meta(value: DTensorSpec | torch.Tensor) -> torch.Tensor:
-    """Without elements; of plain numbers, too, which some operators take on the device of the others only."""
+    """The tensor on the meta device: plain scalars too, as some operators need all inputs on one device."""
     stride = value.stride if isinstance(value, DTensorSpec) else value.stride()
     return torch.empty_strided(value.shape, stride, dtype=value.dtype, device="meta")
 
 
 def map_tensors(function: Callable[[Any], Any], value: Any, kind: type | tuple[type, ...]) -> Any:
-    """``value`` with what is of a kind in it, or in lists in it, replaced by what ``function`` makes of it."""
+    """Apply ``function`` to ``value``, or to the elements of lists in it, where they are of a class."""
     if isinstance(value, kind):
         return function(value)
     if isinstance(value, list | tuple):
@@ -126,9 +147,9 @@ def map_tensors(function: Callable[[Any], Any], value: Any, kind: type | tuple[t
 def bind_arguments(operator: torch._ops.OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
     """All arguments of a call by name, defaults included."""
     bound = {}
-    for place, argument in enumerate(schema_of(operator).arguments):
-        if place < len(args):
-            bound[argument.name] = args[place]
+    for index, argument in enumerate(schema_of(operator).arguments):
+        if index < len(args):
+            bound[argument.name] = args[index]
         elif argument.name in kwargs:
             bound[argument.name] = kwargs[argument.name]
         else:
@@ -137,7 +158,7 @@ def bind_arguments(operator: torch._ops.OpOverload, args: Sequence[Any], kwargs:
 
 
 def split_arguments(operator: torch._ops.OpOverload, arguments: Mapping[str, Any]) -> tuple[list[Any], dict[str, Any]]:
-    """Arguments by name as a call takes them: positional ones and the others."""
+    """Split arguments by name into the positional and the keyword-only ones."""
     positional, named = [], {}
     for argument in schema_of(operator).arguments:
         if argument.kwarg_only:
@@ -147,182 +168,204 @@ def split_arguments(operator: torch._ops.OpOverload, arguments: Mapping[str, Any
     return positional, named
 
 
-_LITTLE = 1e-9
-"""What a byte that is only copied costs, beside one that travels: it decides between ways that send nothing."""
+_LOCAL_COPY_COST = 1e-9
+"""The cost of a byte that is copied locally, relative to one that is sent: it ranks strategies that send nothing."""
 
 
-def select_strategy(call: OpCall, rule: OpRule, fixed: Sequence[int]) -> bool:
-    """Decide every axis: ``call.chosen``.
-
-    The axes are decided one after the other, each for the fewest bytes given how the inputs lie now.
+def select_strategy(call: OpCall, rule: OpRule, written: Sequence[int]) -> bool:
+    """Select a strategy for each axis in turn, by the fewest bytes given the inputs' placements: ``call.selected``.
 
     Args:
         call: The call.
         rule: The operator's rule.
-        fixed: The inputs that are written, so must stay as they lie and be what the first output is.
+        written: The indices of the inputs that are written to: they keep their placements, which are the first
+            output's too.
 
     Returns:
-        Whether there was a way for each axis.
+        Whether each axis has a strategy.
     """
     for axis in range(call.mesh.ndim):
         best, least = None, math.inf
-        for choice in rule.choices(call, axis):
-            if any(
-                not call.inputs[place].placements[axis] == choice.inputs[place] == choice.outputs[0] for place in fixed
-            ):
+        for strategy in rule.strategies(call, axis):
+            first = strategy.outputs[0]
+            if any(not call.inputs[at].placements[axis] == strategy.inputs[at] == first for at in written):
                 continue
-            cost = _cost(call.inputs, choice.inputs, axis)
-            if cost < least and _is_layout(call, choice, axis, writes=bool(fixed)):
-                best, least = choice, cost
+            cost = _cost(call.inputs, strategy.inputs, axis)
+            if cost < least and _is_valid(call, strategy, axis, writes=bool(written)):
+                best, least = strategy, cost
         if best is None:
             return False
-        call.chosen.append(best)
+        call.selected.append(best)
     return True
 
 
-def _is_layout(call: OpCall, choice: OpStrategy, axis: int, *, writes: bool) -> bool:
-    """Whether a choice, with those of the axes before, is a way in which tensors can lie."""
-    has_blocks = any(isinstance(then, Shard) and then.blocks > 1 for then in choice.outputs)
-    shapes = [layout.shape for layout in call.inputs]
-    of_results = [tuple(result.shape) for result in call.results] if has_blocks and not writes else None
-    earlier = call.chosen
+def _is_valid(call: OpCall, strategy: OpStrategy, axis: int, *, writes: bool) -> bool:
+    """Whether tensors can have the placements of a strategy together with those of the axes before."""
+    has_blocks = any(isinstance(placement, Shard) and placement.blocks > 1 for placement in strategy.outputs)
+    shapes = [spec.shape for spec in call.inputs]
+    result_shapes = [tuple(result.shape) for result in call.results] if has_blocks and not writes else None
+    earlier = call.selected
     return all(
-        _fits([one.inputs[place] for one in earlier], then, shapes[place], call, axis)
-        for place, then in enumerate(choice.inputs)
+        _fits([one.inputs[index] for one in earlier], placement, shapes[index], call, axis)
+        for index, placement in enumerate(strategy.inputs)
     ) and all(
         _fits(
-            [one.outputs[place] for one in earlier], then, None if of_results is None else of_results[place], call, axis
+            [one.outputs[index] for one in earlier],
+            placement,
+            None if result_shapes is None else result_shapes[index],
+            call,
+            axis,
         )
-        for place, then in enumerate(choice.outputs)
+        for index, placement in enumerate(strategy.outputs)
     )
 
 
-def _fits(before: Sequence[Placement], then: Placement, shape: tuple[int, ...] | None, call: OpCall, axis: int) -> bool:
-    """Whether axes before leave as many equal blocks of a dim as there shall be, and are folded as this one."""
-    if isinstance(then, Partial):
-        return all(fold_alike(one, then) for one in before if isinstance(one, Partial))
-    if isinstance(then, Shard) and then.blocks > 1 and shape is not None:
-        return all(size % then.blocks == 0 for size in sizes_before(shape, before, call.mesh.shape, axis, then.dim))
+def _fits(
+    before: Sequence[Placement], placement: Placement, shape: tuple[int, ...] | None, call: OpCall, axis: int
+) -> bool:
+    """Whether the axes before leave equal blocks for a placement, and have reductions that commute with its own."""
+    if isinstance(placement, Partial):
+        return all(reductions_commute(one, placement) for one in before if isinstance(one, Partial))
+    if isinstance(placement, Shard) and placement.blocks > 1 and shape is not None:
+        sizes = sizes_before_axis(shape, before, call.mesh.shape, axis, placement.dim)
+        return all(size % placement.blocks == 0 for size in sizes)
     return True
 
 
-def _cost(inputs: Sequence[DTensorSpec], wanted: Sequence[Placement], axis: int) -> float:
-    pairs = list(zip(inputs, wanted, strict=True))
-    asked = {
-        (layout.shape[then.dim], then.blocks)
-        for layout, then in pairs
-        if isinstance(then, Shard) and layout.placements[axis] == then
+def _cost(inputs: Sequence[DTensorSpec], targets: Sequence[Placement], axis: int) -> float:
+    """The bytes that a rank sends to bring all inputs to their target placements along an axis."""
+    pairs = list(zip(inputs, targets, strict=True))
+    sharded = {
+        (spec.shape[target.dim], target.blocks)
+        for spec, target in pairs
+        if isinstance(target, Shard) and spec.placements[axis] == target
     }
-    return sum(_cost_of_one(layout, then, axis, asked) for layout, then in pairs)
+    return sum(_input_cost(spec, target, axis, sharded) for spec, target in pairs)
 
 
-def _cost_of_one(layout: DTensorSpec, then: Placement, axis: int, asked: set[tuple[int, int]]) -> float:
-    """Bytes that a rank sends to bring one input there, or infinity where it would be cut as nobody asked for.
+def _input_cost(spec: DTensorSpec, target: Placement, axis: int, sharded: set[tuple[int, int]]) -> float:
+    """The bytes that a rank sends to bring one input to its target; infinite for an uneven shard nobody asked for.
 
-    ``asked`` are the sizes, and the blocks, of what other inputs have divided already as they shall be.
+    Args:
+        spec: The input's spec.
+        target: Its target placement.
+        axis: The axis.
+        sharded: The sizes and blocks of the dims of other inputs that have their target sharding already.
     """
-    now = layout.placements[axis]
-    if now == then:
+    current = spec.placements[axis]
+    if current == target:
         return 0.0
-    mesh_shape = layout.mesh.shape
+    mesh_shape = spec.mesh.shape
     num_ranks = mesh_shape[axis]
-    others = [size for at, size in enumerate(mesh_shape) if at != axis and isinstance(layout.placements[at], Shard)]
-    whole = math.prod(layout.shape) * layout.dtype.itemsize / math.prod(others)
-    share = whole * (num_ranks - 1) / num_ranks + _LITTLE
-    if isinstance(then, Shard):
-        size = layout.shape[then.dim]
-        if (then.blocks > 1 or size % num_ranks) and (size, then.blocks) not in asked:
-            # Uneven parts come out, or it takes more than one step: only for the sake of an input that lies so already.
+    others = [size for at, size in enumerate(mesh_shape) if at != axis and isinstance(spec.placements[at], Shard)]
+    full = math.prod(spec.shape) * spec.dtype.itemsize / math.prod(others)
+    share = full * (num_ranks - 1) / num_ranks + _LOCAL_COPY_COST
+    if isinstance(target, Shard):
+        size = spec.shape[target.dim]
+        if (target.blocks > 1 or size % num_ranks) and (size, target.blocks) not in sharded:
+            # Shards would be uneven, or it takes several steps: only for an input that has this sharding already.
             return math.inf
-    if isinstance(now, Shard) and isinstance(then, Shard):
-        return share / num_ranks if now.dim != then.dim else share
-    if isinstance(now, Shard):
-        return whole * _LITTLE if isinstance(then, Partial) else share
-    if isinstance(now, Partial):
-        return share if isinstance(then, Shard) else 2 * share
-    assert isinstance(now, Replicate), "there are three kinds of placements"
-    return whole * _LITTLE
+    if isinstance(current, Shard) and isinstance(target, Shard):
+        return share / num_ranks if current.dim != target.dim else share
+    if isinstance(current, Shard):
+        return full * _LOCAL_COPY_COST if isinstance(target, Partial) else share
+    if isinstance(current, Partial):
+        return share if isinstance(target, Shard) else 2 * share
+    assert isinstance(current, Replicate), "there are three kinds of placements"
+    return full * _LOCAL_COPY_COST
 
 
-Letters = Sequence[Hashable]
+def rule_table(*rows: tuple[OpRule, str]) -> dict[torch._ops.OpOverload, OpRule]:
+    """Map operators to rules; each row has a rule and the names of its operators, as `overloads` takes them."""
+    return {overload: rule for rule, names in rows for overload in overloads(names)}
+
+
+def keep_sharding(call: OpCall, axis: int) -> list[OpStrategy]:
+    """The input's sharding, or replicated outputs of a partial input: for operators that read no element."""
+    current = call.inputs[0].placements[axis]
+    return [OpStrategy((current,), (current if isinstance(current, Shard) else Replicate(),))]
+
+
+def all_replicated(call: OpCall, axis: int) -> list[OpStrategy]:
+    """Replicated inputs and outputs: for operators that need the full tensors."""
+    del axis
+    return [OpStrategy((Replicate(),) * len(call.inputs), (Replicate(),) * len(call.results))]
+
+
+Labels = Sequence[Hashable]
+"""The label of each dim of a tensor."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EinsumPattern:
-    """Which dims are the same.
+    """The labels of an operator's dims, and its reductions.
 
     Args:
-        inputs: The letters of each input's dims.
-        outputs: The letters of each output's dims.
-        folds: Letters that may be divided though an output lacks them, and how this output's parts then become one.
-        settled: Other such letters: what computes the local outputs folds over the ranks, so they are whole.
-        linear: Groups of inputs in which the operator is linear: when all of a group are partial sums (or means) and
-            all others whole, so are the outputs.
-        added: Inputs that are added to the result, and so are partial sums where a letter is folded.
-        keeps: Other reductions that may be done after the operator as well as before it, of all its inputs.
+        inputs: The labels of each input's dims.
+        outputs: The labels of each output's dims.
+        reductions: The reduction of each label that outputs lack and that may be sharded: such outputs are partial.
+        cross_rank: Further such labels, which the local function reduces over the ranks itself: outputs are replicated.
+        linear: Groups of inputs in which the operator is linear: if all of a group are partial sums (or means) and all
+            others replicated, so are the outputs.
+        addends: Indices of inputs that are added to the result, and are partial sums where a label is reduced.
+        commuting: Other reductions that commute with the operator, over all of its inputs.
     """
 
-    inputs: Sequence[Letters]
-    outputs: Sequence[Letters]
-    folds: Mapping[Hashable, ReduceOp] = field(default_factory=dict)
-    settled: Sequence[Hashable] = ()
+    inputs: Sequence[Labels]
+    outputs: Sequence[Labels]
+    reductions: Mapping[Hashable, ReduceOp] = field(default_factory=dict)
+    cross_rank: Sequence[Hashable] = ()
     linear: Sequence[Sequence[int]] = ()
-    added: Sequence[int] = ()
-    keeps: Sequence[ReduceOp] = ()
+    addends: Sequence[int] = ()
+    commuting: Sequence[ReduceOp] = ()
 
 
-def strategies_of(pattern: EinsumPattern, call: OpCall, axis: int) -> list[OpStrategy]:
-    """The ways of computing an operator of this pattern along an axis."""
+def einsum_strategies(pattern: EinsumPattern, call: OpCall, axis: int) -> list[OpStrategy]:
+    """The strategies along an axis of an operator that has a pattern."""
     num_inputs, num_outputs = len(pattern.inputs), len(pattern.outputs)
-    choices = [OpStrategy((Replicate(),) * num_inputs, (Replicate(),) * num_outputs)]
-    letters = dict.fromkeys(letter for dims in pattern.inputs for letter in dims if letter is not None)
-    for letter in letters:
-        folded = letter in pattern.folds or letter in pattern.settled
-        if not folded and any(letter not in dims for dims in pattern.outputs):
+    strategies = [OpStrategy((Replicate(),) * num_inputs, (Replicate(),) * num_outputs)]
+    labels = dict.fromkeys(label for dims in pattern.inputs for label in dims if label is not None)
+    for label in labels:
+        is_reduced = label in pattern.reductions or label in pattern.cross_rank
+        if not is_reduced and any(label not in dims for dims in pattern.outputs):
             continue
-        lacking = Partial(pattern.folds[letter]) if letter in pattern.folds else Replicate()
-        for blocks in _blocks(pattern, call, axis, letter):
-            outputs = tuple(
-                Shard(dims.index(letter), blocks) if letter in dims else lacking for dims in pattern.outputs
-            )
-            choices.append(OpStrategy(_inputs(pattern, letter, blocks), outputs))
+        without = Partial(pattern.reductions[label]) if label in pattern.reductions else Replicate()
+        for blocks in _blocks(pattern, call, axis, label):
+            outputs = tuple(Shard(dims.index(label), blocks) if label in dims else without for dims in pattern.outputs)
+            strategies.append(OpStrategy(tuple(_sharded_inputs(pattern, label, blocks)), outputs))
     ops = [ReduceOp.SUM]
-    if any(layout.placements[axis] == Partial(ReduceOp.MEAN) for layout in call.inputs):
+    if any(spec.placements[axis] == Partial(ReduceOp.MEAN) for spec in call.inputs):
         ops.append(ReduceOp.MEAN)
     for group, op in itertools.product(pattern.linear, ops):
-        if _counts_bools(call, group):
-            continue
-        inputs = tuple(Partial(op) if place in group else Replicate() for place in range(num_inputs))
-        choices.append(OpStrategy(inputs, (Partial(op),) * num_outputs))
-    choices += [OpStrategy((Partial(op),) * num_inputs, (Partial(op),) * num_outputs) for op in pattern.keeps]
-    return choices
+        if not _counts_bools(call, group):
+            inputs = tuple(Partial(op) if index in group else Replicate() for index in range(num_inputs))
+            strategies.append(OpStrategy(inputs, (Partial(op),) * num_outputs))
+    strategies += [OpStrategy((Partial(op),) * num_inputs, (Partial(op),) * num_outputs) for op in pattern.commuting]
+    return strategies
 
 
 def _counts_bools(call: OpCall, group: Sequence[int]) -> bool:
-    """Whether numbers are made of bools: the sum of these is whether any is true, and that of the numbers how many."""
-    are_bool = {call.inputs[place].dtype is torch.bool for place in group}
+    """Whether bools become numbers: the sum of bools is whether any is true, and that of numbers is how many are."""
+    are_bool = {call.inputs[index].dtype is torch.bool for index in group}
     if are_bool == {True} and not schema_of(call.operator).is_mutable:
         are_bool |= {result.dtype is torch.bool for result in call.results}
     return len(are_bool) > 1
 
 
-def _inputs(pattern: EinsumPattern, letter: Hashable, blocks: int) -> tuple[Placement, ...]:
-    folded = letter in pattern.folds
-    return tuple(
-        Shard(dims.index(letter), blocks)
-        if letter in dims
-        else Partial()
-        if folded and place in pattern.added
-        else Replicate()
-        for place, dims in enumerate(pattern.inputs)
-    )
+def _sharded_inputs(pattern: EinsumPattern, label: Hashable, blocks: int) -> Iterator[Placement]:
+    """The placements of the inputs where a label is sharded."""
+    for index, dims in enumerate(pattern.inputs):
+        if label in dims:
+            yield Shard(dims.index(label), blocks)
+        else:
+            yield Partial() if label in pattern.reductions and index in pattern.addends else Replicate()
 
 
-def _blocks(pattern: EinsumPattern, call: OpCall, axis: int, letter: Hashable) -> list[int]:
-    """In how many blocks inputs are divided along the letter now; one is always among them."""
+def _blocks(pattern: EinsumPattern, call: OpCall, axis: int, label: Hashable) -> list[int]:
+    """The numbers of blocks in which inputs are sharded along a label now, and one."""
     found = {1}
-    for dims, layout in zip(pattern.inputs, call.inputs, strict=True):
-        placement = layout.placements[axis]
-        if letter in dims and isinstance(placement, Shard) and placement.dim == dims.index(letter):
+    for dims, spec in zip(pattern.inputs, call.inputs, strict=True):
+        placement = spec.placements[axis]
+        if label in dims and isinstance(placement, Shard) and placement.dim == dims.index(label):
             found.add(placement.blocks)
     return sorted(found)

@@ -68,6 +68,6 @@ class Partial:
 Placement = Shard | Replicate | Partial
 
 
-def fold_alike(one: Partial, other: Partial) -> bool:
+def reductions_commute(one: Partial, other: Partial) -> bool:
     """Whether two axes along which a tensor is partial may be folded in any order."""
     return one.op is other.op or {one.op, other.op} == {ReduceOp.SUM, ReduceOp.MEAN}

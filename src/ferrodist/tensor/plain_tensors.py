@@ -6,7 +6,7 @@ is not. So it is refused, but for these:
 
 - numbers, which a tensor without dims is, and tensors without elements;
 - inside of a module that is parallel as a whole, and in its gradients: what the module's code makes counts as whole,
-  and the ranks compare it (`WholeTensors`);
+  and the ranks compare it (`ReplicaCheck`);
 - what formulas of gradients make: zeros and ones, known by their elements;
 - what torch's own functions make, as the mask of causal attention or the index that a list is: nobody but torch has
   such a tensor, or torch's Python code is what computes with it. The ranks compare these at once.
@@ -26,7 +26,7 @@ from ferrodist.tensor.op_strategy import bind_arguments, map_tensors, split_argu
 from ferrodist.tensor.ops import indexing, matmul
 from ferrodist.tensor.placement import Replicate
 from ferrodist.tensor.redistribute import redistribute_local
-from ferrodist.tensor.replica_check import compare_tensors, describe_module
+from ferrodist.tensor.replica_check import check_replicated, describe_module
 from ferrodist.tensor.spec import DTensorSpec
 from ferrodist.torch_private.autograd import base_of, current_graph_task
 from ferrodist.torch_private.operators import schema_of
@@ -37,32 +37,32 @@ if TYPE_CHECKING:
     from types import FrameType
 
     from ferrodist.mesh import DeviceMesh
-    from ferrodist.tensor.replica_check import WholeTensors
+    from ferrodist.tensor.replica_check import ReplicaCheck
 
-INSIDE: ContextVar[WholeTensors | None] = ContextVar("inside", default=None)
+ACTIVE_CHECK: ContextVar[ReplicaCheck | None] = ContextVar("inside", default=None)
 """The plain tensors of the parallel module whose code runs."""
 
-TAKE_NO_NUMBERS = frozenset([*indexing.RULES, *matmul.RULES])
+REFUSE_SCALARS = frozenset([*indexing.RULES, *matmul.RULES])
 """Operators whose rules count their inputs, so that a plain number has to be distributed."""
 
-BACKWARD = "tensor.backward"
-"""What a group keeps under this name: by mesh the `WholeTensors` of parallel modules over it, for the gradients."""
+BACKWARD_CHECKS = "tensor.backward"
+"""What a group keeps under this name: by mesh the `ReplicaCheck` of parallel modules over it, for the gradients."""
 
 
-def find_plain(arguments: Sequence[Any], *, takes_numbers: bool = True) -> list[torch.Tensor]:
+def find_plain(arguments: Sequence[Any], *, takes_scalars: bool = True) -> list[torch.Tensor]:
     """The plain tensors among arguments that can't be taken as numbers, as none can in a list with distributed ones.
 
     Args:
         arguments: All of them.
-        takes_numbers: Whether the operator's rule takes tensors without dims as numbers.
+        takes_scalars: Whether the operator's rule takes tensors without dims as numbers.
     """
     found: list[torch.Tensor] = []
     for value in arguments:
         if isinstance(value, torch.Tensor):
-            if (value.dim() or not takes_numbers) and not _is_distributed(value):
+            if (value.dim() or not takes_scalars) and not _is_distributed(value):
                 found.append(value)
         elif isinstance(value, list | tuple):
-            has_distributed = any(map(_is_distributed, value)) or not takes_numbers
+            has_distributed = any(map(_is_distributed, value)) or not takes_scalars
             found += [
                 one
                 for one in value
@@ -72,21 +72,21 @@ def find_plain(arguments: Sequence[Any], *, takes_numbers: bool = True) -> list[
 
 
 def _is_distributed(value: Any) -> bool:
-    return hasattr(value, "_layout") or isinstance(value, DTensorSpec)
+    return hasattr(value, "_spec") or isinstance(value, DTensorSpec)
 
 
-def is_each(func: torch._ops.OpOverload) -> bool:
+def is_foreach(func: torch._ops.OpOverload) -> bool:
     """Whether an operator works on each place of lists of tensors by itself."""
     return str(func).startswith("aten._foreach_")
 
 
-def adopt_plain(func: torch._ops.OpOverload, cls: Any, mesh: DeviceMesh) -> Callable[..., Any]:
+def plain_caller(func: torch._ops.OpOverload, cls: Any, mesh: DeviceMesh) -> Callable[..., Any]:
     """What calls an operator that got plain tensors beside distributed ones, or raises."""
-    return functools.partial(_call_each if is_each(func) else _call, func, cls, mesh)
+    return functools.partial(_call_each if is_foreach(func) else _call, func, cls, mesh)
 
 
 def _call(func: torch._ops.OpOverload, cls: Any, mesh: DeviceMesh, /, *args: Any, **kwargs: Any) -> Any:
-    wrapped, named = adopt(func, cls, mesh, args, kwargs)
+    wrapped, named = replicate_plain(func, cls, mesh, args, kwargs)
     result = func(*wrapped, **named)
     arguments = bind_arguments(func, args, kwargs)
     returned = [arguments[name] for name in returned_arguments(func) if name is not None]
@@ -111,7 +111,7 @@ def returned_arguments(func: torch._ops.OpOverload) -> list[str | None]:
     return [name_of(result) for result in schema_of(func).returns]
 
 
-def adopt(
+def replicate_plain(
     func: torch._ops.OpOverload, cls: Any, mesh: DeviceMesh, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> tuple[list[Any], dict[str, Any]]:
     """Arguments with plain tensors replaced by distributed ones, which are whole and share memory with them.
@@ -139,12 +139,12 @@ def adopt(
             check_plain(func, tensor, mesh, is_torchs=id(tensor) in ours, is_overwritten=id(tensor) in overwritten)
         plain = tensor.resolve_conj().resolve_neg()
         whole = [Replicate()] * mesh.ndim
-        return cls._wrap(plain, DTensorSpec.of(mesh, whole, plain.shape, plain.dtype, plain.stride()))
+        return cls._wrap(plain, DTensorSpec.make(mesh, whole, plain.shape, plain.dtype, plain.stride()))
 
-    takes_numbers = func not in TAKE_NO_NUMBERS
+    takes_scalars = func not in REFUSE_SCALARS
 
     def replace(value: Any) -> Any:
-        return map_tensors(wrap, value, torch.Tensor) if find_plain([value], takes_numbers=takes_numbers) else value
+        return map_tensors(wrap, value, torch.Tensor) if find_plain([value], takes_scalars=takes_scalars) else value
 
     made = [replace(value) for value in arguments]
     return made[: len(args)], dict(zip(kwargs, made[len(args) :], strict=True))
@@ -224,12 +224,12 @@ def check_plain(
         reason = "it is a leaf that requires grad, and would get the gradient of a distributed tensor"
     elif inside is not None:
         if not is_overwritten:
-            inside.note(operator, tensor, mesh)
+            inside.record(operator, tensor, mesh)
         return
     elif _is_known(operator, tensor, is_backward=is_backward):
         return
     elif (is_torchs and not tensor.requires_grad and _is_of_torchs(tensor)) or _is_torchs_code():
-        compare_tensors(operator, tensor, mesh)
+        check_replicated(operator, tensor, mesh)
         return
     raise ValueError(  # no TypeError, of which operators as + make one of their own
         f"{operator}{describe_module()} got distributed tensors and {with_article(type(tensor).__name__)} of shape"
@@ -239,22 +239,22 @@ def check_plain(
     )
 
 
-def _find_inside(mesh: DeviceMesh, *, is_backward: bool) -> WholeTensors | None:
+def _find_inside(mesh: DeviceMesh, *, is_backward: bool) -> ReplicaCheck | None:
     """The plain tensors of the parallel module whose code runs, or whose gradients are computed; None elsewhere."""
-    inside = INSIDE.get()
+    inside = ACTIVE_CHECK.get()
     if inside is None and is_backward:
-        inside = mesh.parent.attachments.get(BACKWARD, {}).get(mesh.identity)
+        inside = mesh.parent.attachments.get(BACKWARD_CHECKS, {}).get(mesh.identity)
     return inside
 
 
-def note_numbers(func: torch._ops.OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any], cls: Any) -> None:
+def record_scalars(func: torch._ops.OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any], cls: Any) -> None:
     """Have the ranks compare the tensors without dims that a parallel module's code mixes with distributed ones.
 
     Raises:
         CollectiveMismatchError: On all ranks: a number is another one on some, and each is compared when it is used.
     """
     is_backward = current_graph_task() != -1
-    if INSIDE.get() is None and not is_backward:
+    if ACTIVE_CHECK.get() is None and not is_backward:
         return
     tensors: list[Any] = []
     map_tensors(tensors.append, [*args, *kwargs.values()], torch.Tensor)
@@ -262,14 +262,14 @@ def note_numbers(func: torch._ops.OpOverload, args: Sequence[Any], kwargs: Mappi
     distributed = next((one for one in tensors if isinstance(one, cls)), None)
     if not numbers or distributed is None:
         return
-    mesh = distributed._layout.mesh
+    mesh = distributed._spec.mesh
     inside = _find_inside(mesh, is_backward=is_backward)
     if inside is None:
         return
     overwritten = set(map(id, _find_overwritten(func, args, kwargs)))
     for number in numbers:
         if id(number) not in overwritten:
-            inside.note(func, number, mesh)
+            inside.record(func, number, mesh)
 
 
 def is_plain(tensor: torch.Tensor) -> bool:
@@ -321,11 +321,11 @@ def _call_each(func: torch._ops.OpOverload, cls: Any, mesh: DeviceMesh, /, *args
         places = [place for place in range(count) if is_plain[place] is wanted]
         if not places:
             continue
-        chosen = {
+        selected = {
             name: [value[place] for place in places] if name in lists else _as_plain(value, cls) if wanted else value
             for name, value in arguments.items()
         }
-        positional, named = split_arguments(func, chosen)
+        positional, named = split_arguments(func, selected)
         computed = func(*positional, **named)
         for place, one in zip(places, computed or [None] * len(places), strict=True):
             results[place] = one
@@ -336,5 +336,5 @@ def _as_plain(value: Any, cls: Any) -> Any:
     """A number that is distributed as a plain one."""
     if not isinstance(value, cls):
         return value
-    layout = value._layout
-    return redistribute_local(value._local, layout, layout.whole)
+    spec = value._spec
+    return redistribute_local(value._local, spec, spec.replicated)

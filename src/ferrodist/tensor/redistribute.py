@@ -18,8 +18,8 @@ from ferrodist.collectives.arguments import compute_shard_sizes
 from ferrodist.collectives.reduce import allreduce
 from ferrodist.collectives.reduce_op import ReduceOp
 from ferrodist.tensor.placement import Partial, Replicate, Shard
-from ferrodist.tensor.redistribute_plan import RedistributeKind, exchange, make_plan, placing_size
-from ferrodist.tensor.spec import DTensorSpec, in_blocks, take_part
+from ferrodist.tensor.redistribute_plan import RedistributeKind, exchange, innermost_blocks, make_plan
+from ferrodist.tensor.spec import DTensorSpec, shard_of, split_blocks
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -57,13 +57,13 @@ def record_redistributions() -> Iterator[list[RedistributeStep]]:
         _records.reset(token)
 
 
-def note_step(step: RedistributeStep) -> None:
+def record_step(step: RedistributeStep) -> None:
     """Tell those who record of a step that is being taken."""
     for record in _records.get():
         record += [step]
 
 
-def note_move(part: torch.Tensor, mesh: DeviceMesh, before: Placement, after: Placement) -> None:
+def record_move(part: torch.Tensor, mesh: DeviceMesh, before: Placement, after: Placement) -> None:
     """Tell those who record that a tensor, of which this rank has a part, is being moved by what computes an operator.
 
     Args:
@@ -77,9 +77,9 @@ def note_move(part: torch.Tensor, mesh: DeviceMesh, before: Placement, after: Pl
     shape = list(part.shape)
     if isinstance(before, Shard):
         shape[before.dim] *= mesh.size
-    source = DTensorSpec.of(mesh, [before] * mesh.ndim, shape, part.dtype)
-    for step in make_plan(source, source.placed([after] * mesh.ndim)).steps:
-        note_step(step)
+    source = DTensorSpec.make(mesh, [before] * mesh.ndim, shape, part.dtype)
+    for step in make_plan(source, source.with_placements([after] * mesh.ndim)).steps:
+        record_step(step)
 
 
 def redistribute_local(local: torch.Tensor, source: DTensorSpec, target: DTensorSpec) -> torch.Tensor:
@@ -93,28 +93,28 @@ def redistribute_local(local: torch.Tensor, source: DTensorSpec, target: DTensor
     if source is target:
         return local
     for step in make_plan(source, target).steps:
-        note_step(step)
-        local = _DO[step.move](local, step)
+        record_step(step)
+        local = _STEP_FUNCTIONS[step.move](local, step)
     return local
 
 
-def _innermost(layout: DTensorSpec, axis: int) -> Shard:
+def _innermost(spec: DTensorSpec, axis: int) -> Shard:
     """How an axis divides what a rank without it would have; see [Note: the innermost axis]."""
-    placement = layout.placements[axis]
+    placement = spec.placements[axis]
     assert isinstance(placement, Shard), "such a step is of a divided axis"
-    blocks = placing_size(layout.placements, axis, placement, layout.mesh.shape)
+    blocks = innermost_blocks(spec.placements, axis, placement, spec.mesh.shape)
     assert blocks is not None, "plans have no such step"
     return Shard(placement.dim, blocks)
 
 
-def _at(layout: DTensorSpec, axis: int) -> tuple[int, int]:
+def _at(spec: DTensorSpec, axis: int) -> tuple[int, int]:
     """The ranks of an axis, and this one's place among them."""
-    return layout.mesh.shape[axis], layout.coordinate[axis]
+    return spec.mesh.shape[axis], spec.coordinate[axis]
 
 
 def _slice(local: torch.Tensor, step: RedistributeStep) -> torch.Tensor:
     (axis,) = step.axes
-    part = take_part(local, _innermost(step.after, axis), *_at(step.after, axis))
+    part = shard_of(local, _innermost(step.after, axis), *_at(step.after, axis))
     return part.clone(memory_format=torch.contiguous_format)
 
 
@@ -129,19 +129,19 @@ def _make_partial(local: torch.Tensor, step: RedistributeStep) -> torch.Tensor:
             return local.clone()
         return torch.full_like(local, neutral)
     if neutral is None:
-        neutral = extreme(placement.op, local.dtype)
+        neutral = extremum_identity(placement.op, local.dtype)
     whole = local.new_full(step.after.local_shape, neutral)
-    take_into(whole, local, _innermost(step.before, axis), num_ranks, at)
+    write_shard(whole, local, _innermost(step.before, axis), num_ranks, at)
     return whole
 
 
-def take_into(whole: torch.Tensor, part: torch.Tensor, placement: Shard, num_ranks: int, at: int) -> None:
+def write_shard(whole: torch.Tensor, part: torch.Tensor, placement: Shard, num_ranks: int, at: int) -> None:
     """Write a rank's part to where it belongs in the whole."""
     dim, blocks = placement.dim, placement.blocks
     block = whole.shape[dim] // blocks
     sizes = compute_shard_sizes(block, num_ranks)
-    place = in_blocks(whole, dim, blocks).narrow(dim + 1, sum(sizes[:at]), sizes[at])
-    place.copy_(in_blocks(part, dim, blocks))
+    place = split_blocks(whole, dim, blocks).narrow(dim + 1, sum(sizes[:at]), sizes[at])
+    place.copy_(split_blocks(part, dim, blocks))
 
 
 def _neutral(op: ReduceOp) -> float | None:
@@ -149,7 +149,7 @@ def _neutral(op: ReduceOp) -> float | None:
     return {ReduceOp.SUM: 0, ReduceOp.PRODUCT: 1}.get(op)
 
 
-def extreme(op: ReduceOp, dtype: torch.dtype) -> float:
+def extremum_identity(op: ReduceOp, dtype: torch.dtype) -> float:
     """The value that every other one of the dtype wins against."""
     low, high = (False, True) if dtype is torch.bool else _range(dtype)
     return low if op is ReduceOp.MAX else high
@@ -174,7 +174,7 @@ def _all_gather(local: torch.Tensor, step: RedistributeStep) -> torch.Tensor:
     sizes = compute_shard_sizes(step.after.local_shape[dim] // blocks, group.world_size)
     if blocks == 1:
         return all_gather_with_sizes(local, sizes, dim=dim, group=group)
-    parted = in_blocks(local, dim, blocks)
+    parted = split_blocks(local, dim, blocks)
     return all_gather_with_sizes(parted, sizes, dim=dim + 1, group=group).flatten(dim, dim + 1)
 
 
@@ -201,7 +201,7 @@ def _reduce_scatter(local: torch.Tensor, step: RedistributeStep) -> torch.Tensor
     sizes = compute_shard_sizes(block, group.world_size)
     if blocks == 1:
         return reduce_scatter_with_sizes(local, sizes, op, dim=dim, group=group)
-    parted = in_blocks(local, dim, blocks)
+    parted = split_blocks(local, dim, blocks)
     return reduce_scatter_with_sizes(parted, sizes, op, dim=dim + 1, group=group).flatten(dim, dim + 1)
 
 
@@ -211,7 +211,7 @@ def _all_to_all(local: torch.Tensor, step: RedistributeStep) -> torch.Tensor:
     (axis,) = step.axes
     old, new = _innermost(step.before, axis), _innermost(step.after, axis)
     num_ranks = group.world_size
-    pieces = [take_part(local, new, num_ranks, at) for at in range(num_ranks)]
+    pieces = [shard_of(local, new, num_ranks, at) for at in range(num_ranks)]
     # This rank's part along the new dim, of what the others had along the old one.
     shape = list(step.after.local_shape)
     old_sizes = compute_shard_sizes(shape[old.dim] // old.blocks, num_ranks)
@@ -231,7 +231,7 @@ def _exchange(local: torch.Tensor, step: RedistributeStep) -> torch.Tensor:
     return exchange(local, step.before, step.after, step.group)
 
 
-_DO: dict[RedistributeKind, Callable[[torch.Tensor, RedistributeStep], torch.Tensor]] = {
+_STEP_FUNCTIONS: dict[RedistributeKind, Callable[[torch.Tensor, RedistributeStep], torch.Tensor]] = {
     RedistributeKind.SLICE: _slice,
     RedistributeKind.MAKE_PARTIAL: _make_partial,
     RedistributeKind.ALL_GATHER: _all_gather,

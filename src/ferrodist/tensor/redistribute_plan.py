@@ -29,8 +29,8 @@ import torch
 from ferrodist.collectives.all_to_all import all_to_all_single_uneven
 from ferrodist.collectives.arguments import compute_shard_sizes, offsets_of
 from ferrodist.collectives.reduce_op import ReduceOp
-from ferrodist.tensor.placement import Partial, Replicate, Shard, fold_alike
-from ferrodist.tensor.spec import sizes_before
+from ferrodist.tensor.placement import Partial, Replicate, Shard, reductions_commute
+from ferrodist.tensor.spec import sharding_axes, sizes_before_axis
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -85,8 +85,8 @@ class GeneralAllToAll:
     def box(self, coordinate: Sequence[int], placements: Sequence[Placement] | None = None) -> _Box:
         """What the rank at a coordinate has in the end, or under other placements."""
         box = [(0, size) for size in self._shape]
-        chosen = self._after if placements is None else placements
-        for placement, num_ranks, at in zip(chosen, self._mesh_shape, coordinate, strict=True):
+        selected = self._after if placements is None else placements
+        for placement, num_ranks, at in zip(selected, self._mesh_shape, coordinate, strict=True):
             if isinstance(placement, Shard):
                 start, stop = box[placement.dim]
                 offsets = offsets_of(compute_shard_sizes(stop - start, num_ranks))
@@ -242,8 +242,8 @@ def _as_step(source: DTensorSpec, edge: _Edge) -> RedistributeStep:
     return RedistributeStep(
         move=edge.move,
         axes=edge.axes,
-        before=source.placed(edge.before),
-        after=source.placed(edge.after),
+        before=source.with_placements(edge.before),
+        after=source.with_placements(edge.after),
         group=source.mesh_along(edge.axes).group,
         size_bytes=edge.size_bytes,
     )
@@ -258,14 +258,14 @@ class _Search:
         self._bytes = math.prod(source.shape) * source.dtype.itemsize
         self._shape = source.shape
         dims = {one.dim for one in (*self._start, *target) if isinstance(one, Shard)}
-        self._wanted = [self._choices(axis, dims) for axis in range(len(self._sizes))]
+        self._wanted = [self._strategies(axis, dims) for axis in range(len(self._sizes))]
 
-    def _choices(self, axis: int, dims: set[int]) -> list[Placement]:
+    def _strategies(self, axis: int, dims: set[int]) -> list[Placement]:
         """What an axis may become: what it ends as, whole, or divided along any dim that is divided in the end."""
-        choices: list[Placement] = [self._target[axis], Replicate()]
-        choices += [Shard(dim) for dim in sorted(dims)]
-        choices += [self._start[axis]] if isinstance(self._start[axis], Shard) else []
-        return list(dict.fromkeys(choices))
+        strategies: list[Placement] = [self._target[axis], Replicate()]
+        strategies += [Shard(dim) for dim in sorted(dims)]
+        strategies += [self._start[axis]] if isinstance(self._start[axis], Shard) else []
+        return list(dict.fromkeys(strategies))
 
     def run(self) -> list[_Edge]:
         """The steps."""
@@ -315,9 +315,9 @@ class _Search:
             if isinstance(first, Partial):
                 yield self._edge(RedistributeKind.ALLREDUCE, axes_, here, dict.fromkeys(axes_, Replicate()))
                 for then in self._wanted[axes_[0]]:
-                    if isinstance(then, Shard) and then.blocks == 1 and not _dividers(here, then.dim):
+                    if isinstance(then, Shard) and then.blocks == 1 and not sharding_axes(here, (then.dim,)):
                         yield self._edge(RedistributeKind.REDUCE_SCATTER, axes_, here, dict.fromkeys(axes_, then))
-            elif first.blocks == 1 and tuple(_dividers(here, first.dim)) == axes_:
+            elif first.blocks == 1 and sharding_axes(here, (first.dim,)) == axes_:
                 yield self._edge(RedistributeKind.ALL_GATHER, axes_, here, dict.fromkeys(axes_, Replicate()))
 
     def _exchange(self, here: Placements) -> Iterator[_Edge]:
@@ -358,9 +358,9 @@ class _Search:
     def _move(self, here: Placements, axis: int, then: Placement) -> RedistributeKind | None:
         """What brings one axis there, or None where that takes several steps or is never of use."""
         now = here[axis]
-        leaves = not isinstance(now, Shard) or placing_size(here, axis, now, self._sizes) is not None
+        leaves = not isinstance(now, Shard) or innermost_blocks(here, axis, now, self._sizes) is not None
         others = (*here[:axis], Replicate(), *here[axis + 1 :])
-        enters = not isinstance(then, Shard) or placing_size(others, axis, then, self._sizes) is not None
+        enters = not isinstance(then, Shard) or innermost_blocks(others, axis, then, self._sizes) is not None
         if not leaves or not enters or not self._divides(others, axis, then):
             return None
         if isinstance(then, Shard):
@@ -371,7 +371,7 @@ class _Search:
             # The parts of a mean, times the number of ranks, would not come back the same.
             in_parts = isinstance(now, Shard) and then.op is ReduceOp.MEAN
             # What loses against every other value does not when other axes add it up first.
-            mixed = any(isinstance(one, Partial) and not fold_alike(one, then) for one in others)
+            mixed = any(isinstance(one, Partial) and not reductions_commute(one, then) for one in others)
             return None if in_parts or mixed or isinstance(now, Partial) else RedistributeKind.MAKE_PARTIAL
         return RedistributeKind.ALLREDUCE if isinstance(now, Partial) else RedistributeKind.ALL_GATHER
 
@@ -379,16 +379,11 @@ class _Search:
         """Whether the blocks of a placement are equal, given what axes before divide."""
         if not isinstance(then, Shard) or then.blocks == 1:
             return True
-        sizes = sizes_before(self._shape, others, self._sizes, axis, then.dim)
+        sizes = sizes_before_axis(self._shape, others, self._sizes, axis, then.dim)
         return all(size % then.blocks == 0 for size in sizes)
 
 
-def _dividers(placements: Placements, dim: int) -> list[int]:
-    """The axes that divide a dim."""
-    return [axis for axis, one in enumerate(placements) if isinstance(one, Shard) and one.dim == dim]
-
-
-def placing_size(placements: Placements, axis: int, placement: Shard, mesh_shape: Sequence[int]) -> int | None:
+def innermost_blocks(placements: Placements, axis: int, placement: Shard, mesh_shape: Sequence[int]) -> int | None:
     """How many blocks of a rank's own part an axis divides last, so that its parts can be joined or cut; else None.
 
     [Note: the innermost axis]
@@ -396,7 +391,7 @@ def placing_size(placements: Placements, axis: int, placement: Shard, mesh_shape
     are what a rank without it has. That is so for the last of the axes that divide a dim, in blocks or not. And for one
     whose blocks are what the later axes divide: then each rank's part lies in one block, and is a plain part of it.
     """
-    later = [at for at in _dividers(placements, placement.dim) if at > axis]
+    later = [at for at in sharding_axes(placements, (placement.dim,)) if at > axis]
     if not later:
         return placement.blocks
     plain = all(placements[at] == Shard(placement.dim) for at in later)

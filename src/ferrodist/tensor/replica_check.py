@@ -26,7 +26,7 @@ _Entry = tuple[str, str, str, str]
 """The module's path, the operator, the tensor's form, and a digest of its elements."""
 
 
-class WholeTensors:
+class ReplicaCheck:
     """The plain tensors that a parallel module's code mixes with distributed ones: the ranks' must be the same.
 
     Each rank notes a digest of what it has, once for each tensor, and the ranks compare these when the module's
@@ -35,11 +35,11 @@ class WholeTensors:
 
     Args:
         mesh: The ranks.
-        at_once: Compare each tensor when it is used, by an exchange for each.
+        immediate: Compare each tensor when it is used, by an exchange for each.
     """
 
-    def __init__(self, mesh: DeviceMesh, *, at_once: bool) -> None:
-        self._mesh, self._at_once = mesh, at_once
+    def __init__(self, mesh: DeviceMesh, *, immediate: bool) -> None:
+        self._mesh, self._at_once = mesh, immediate
         self.path = ""
         """The path of the module whose forward runs."""
         self._entries: list[_Entry | Callable[[], _Entry]] = []
@@ -47,7 +47,7 @@ class WholeTensors:
         """The first that is reason enough for an exchange."""
         self._seen: dict[int, tuple[weakref.ref[torch.Tensor], int, bool]] = {}
 
-    def note(self, operator: object, tensor: torch.Tensor, mesh: DeviceMesh, *, is_due: bool = True) -> None:
+    def record(self, operator: object, tensor: torch.Tensor, mesh: DeviceMesh, *, is_due: bool = True) -> None:
         """Note a tensor that an operator takes beside distributed ones over a mesh.
 
         Args:
@@ -97,7 +97,7 @@ class WholeTensors:
         self._seen.clear()
 
 
-def compare_tensors(operator: object, tensor: torch.Tensor, mesh: DeviceMesh) -> None:
+def check_replicated(operator: object, tensor: torch.Tensor, mesh: DeviceMesh) -> None:
     """Return if all ranks of a mesh have the same tensor; all of them call this.
 
     Args:

@@ -15,32 +15,32 @@ from ferrodist.tensor.placement import Partial, Replicate, Shard
 from ferrodist.wording import counted
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Collection, Sequence
 
     from ferrodist.mesh import DeviceMesh
     from ferrodist.tensor.placement import Placement
 
-_RECIPES = "tensor.recipes"
-"""What a group keeps under this name: `DTensorSpec.recipes` of the layouts on its meshes."""
+_DISPATCH_CACHE = "tensor.recipes"
+"""What a group keeps under this name: `DTensorSpec.dispatch_cache` of the layouts on its meshes."""
 
-_layouts: WeakValueDictionary[tuple[object, ...], DTensorSpec] = WeakValueDictionary()
+_specs: WeakValueDictionary[tuple[object, ...], DTensorSpec] = WeakValueDictionary()
 _lock = threading.Lock()
 
 
 class DTensorSpec:
     """A mesh, a placement for each of its axes, and what a tensor is beside its elements: shape, stride and dtype.
 
-    There is one object for each layout, so that layouts are compared and hashed by identity; `DTensorSpec.of` finds it.
+    `DTensorSpec.make` interns specs: equal ones are one object, compared and hashed by identity.
     """
 
     __slots__ = (
         "__weakref__",
+        "dispatch_cache",
         "dtype",
         "local_shape",
         "mesh",
         "placements",
         "plans",
-        "recipes",
         "shape",
         "stride",
         "wrapper_arguments",
@@ -57,11 +57,11 @@ class DTensorSpec:
     """What makes a tensor of this shape, stride and dtype without memory."""
     plans: dict[DTensorSpec, Any]
     """The plans from here to other layouts, as `plan.make_plan` has found them."""
-    recipes: dict[Any, Any]
+    dispatch_cache: dict[Any, Any]
     """What operators do with tensors of the group that the mesh is from, as `dispatch` has prepared it."""
 
     @staticmethod
-    def of(
+    def make(
         mesh: DeviceMesh,
         placements: Sequence[Placement],
         shape: Sequence[int],
@@ -73,24 +73,24 @@ class DTensorSpec:
         steps = contiguous_stride(sizes) if stride is None else tuple(stride)
         key = (mesh.identity, tuple(placements), sizes, steps, dtype)
         with _lock:
-            found = _layouts.get(key)
+            found = _specs.get(key)
             if found is None:
-                found = _layouts[key] = _make(mesh, tuple(placements), sizes, steps, dtype)
+                found = _specs[key] = _build(mesh, tuple(placements), sizes, steps, dtype)
         return found
 
-    def placed(self, placements: Sequence[Placement]) -> DTensorSpec:
+    def with_placements(self, placements: Sequence[Placement]) -> DTensorSpec:
         """The same tensor placed otherwise."""
-        return DTensorSpec.of(self.mesh, placements, self.shape, self.dtype, self.stride)
+        return DTensorSpec.make(self.mesh, placements, self.shape, self.dtype, self.stride)
 
     @property
-    def whole(self) -> DTensorSpec:
+    def replicated(self) -> DTensorSpec:
         """The same tensor, all of it on every rank."""
-        return self.placed([Replicate()] * self.mesh.ndim)
+        return self.with_placements([Replicate()] * self.mesh.ndim)
 
     @property
-    def folded(self) -> DTensorSpec:
+    def without_partial(self) -> DTensorSpec:
         """The same tensor, whole along the axes along which it is partial."""
-        return self.placed([Replicate() if isinstance(one, Partial) else one for one in self.placements])
+        return self.with_placements([Replicate() if isinstance(one, Partial) else one for one in self.placements])
 
     @property
     def coordinate(self) -> tuple[int, ...]:
@@ -127,7 +127,7 @@ class DTensorSpec:
         return f"{str(self.dtype).removeprefix('torch.')}{list(self.shape)} over {{{axes}}}"
 
 
-def _make(
+def _build(
     mesh: DeviceMesh,
     placements: tuple[Placement, ...],
     shape: tuple[int, ...],
@@ -138,7 +138,7 @@ def _make(
     made.mesh, made.placements, made.shape, made.stride, made.dtype = mesh, placements, shape, stride, dtype
     made.local_shape = tuple(local_sizes(shape, placements, mesh.shape, made.coordinate))
     made.plans = {}
-    made.recipes = mesh.parent.attachments.setdefault(_RECIPES, {})
+    made.dispatch_cache = mesh.parent.attachments.setdefault(_DISPATCH_CACHE, {})
     made.wrapper_arguments = (shape, stride, None, None, dtype, torch.strided, torch.device("cpu"))
     return made
 
@@ -164,10 +164,10 @@ def local_sizes(
     return sizes
 
 
-def compute_range(layout: DTensorSpec, dim: int) -> tuple[int, int]:
+def local_range(spec: DTensorSpec, dim: int) -> tuple[int, int]:
     """Where this rank's part of a dim starts and ends; the dim is divided in no blocks."""
-    start, size = 0, layout.shape[dim]
-    for placement, num_ranks, at in zip(layout.placements, layout.mesh.shape, layout.coordinate, strict=True):
+    start, size = 0, spec.shape[dim]
+    for placement, num_ranks, at in zip(spec.placements, spec.mesh.shape, spec.coordinate, strict=True):
         if isinstance(placement, Shard) and placement.dim == dim:
             assert placement.blocks == 1, "parts of blocks don't lie together"
             sizes = compute_shard_sizes(size, num_ranks)
@@ -175,7 +175,7 @@ def compute_range(layout: DTensorSpec, dim: int) -> tuple[int, int]:
     return start, start + size
 
 
-def take_part(tensor: torch.Tensor, placement: Shard, num_ranks: int, at: int) -> torch.Tensor:
+def shard_of(tensor: torch.Tensor, placement: Shard, num_ranks: int, at: int) -> torch.Tensor:
     """The part of a tensor that the rank ``at`` of ``num_ranks`` has, as a view where it is one."""
     dim, blocks = placement.dim, placement.blocks
     block = tensor.shape[dim] // blocks
@@ -183,13 +183,18 @@ def take_part(tensor: torch.Tensor, placement: Shard, num_ranks: int, at: int) -
     start, length = sum(sizes[:at]), sizes[at]
     if blocks == 1:
         return tensor.narrow(dim, start, length)
-    return in_blocks(tensor, dim, blocks).narrow(dim + 1, start, length).flatten(dim, dim + 1)
+    return split_blocks(tensor, dim, blocks).narrow(dim + 1, start, length).flatten(dim, dim + 1)
 
 
-def in_blocks(tensor: torch.Tensor, dim: int, blocks: int) -> torch.Tensor:
+def split_blocks(tensor: torch.Tensor, dim: int, blocks: int) -> torch.Tensor:
     """The tensor with a dim cut into two: the blocks, and the places in each."""
     shape = tensor.shape
     return tensor.view(*shape[:dim], blocks, shape[dim] // blocks, *shape[dim + 1 :])
+
+
+def sharding_axes(placements: Sequence[Placement], dims: Collection[int]) -> tuple[int, ...]:
+    """The axes that shard any of some dims."""
+    return tuple(axis for axis, one in enumerate(placements) if isinstance(one, Shard) and one.dim in dims)
 
 
 def check_placements(
@@ -230,13 +235,13 @@ def _check_dim(
     if not -len(shape) <= placement.dim < len(shape):
         raise IndexError(f"{along}: a tensor of shape {tuple(shape)} has no such dim")
     dim = placement.dim % len(shape)
-    sizes = sizes_before(shape, before, mesh.shape, axis, dim)
+    sizes = sizes_before_axis(shape, before, mesh.shape, axis, dim)
     if any(size % placement.blocks for size in sizes):
         raise ValueError(f"{along}: dim {dim} of {max(sizes)} is not {placement.blocks} equal blocks")
     return Shard(dim, placement.blocks)
 
 
-def sizes_before(
+def sizes_before_axis(
     shape: Sequence[int], placements: Sequence[Placement], mesh_shape: Sequence[int], axis: int, dim: int
 ) -> set[int]:
     """The sizes that a dim has on any rank when the axes before ``axis`` have divided it."""

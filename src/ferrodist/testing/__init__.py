@@ -9,7 +9,6 @@
     leaks.py               check_leaks          pytest_plugin.py   the marker ranks
     backend_conformance.py check_backend        backend_checks/    its checks
     store_conformance.py   check_store          conformance.py     running checks
-    support_table.py, operator_table.py, operator_samples.py, pages.py   pages made from the code
 
 Names load when they are first used: pytest imports the plugin, and with it this package, at every start.
 """

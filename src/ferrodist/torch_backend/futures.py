@@ -12,7 +12,6 @@ So a `RaisingResult` is its result, which raises whenever somebody looks into it
 
 from __future__ import annotations
 
-import atexit
 import contextlib
 import logging
 import queue
@@ -23,7 +22,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 
-from ferrodist.backends.lifecycle import snapshot_weak
+from ferrodist.backends.lifecycle import ExitStage, at_exit, snapshot_weak
 from ferrodist.deadline import Deadline
 
 if TYPE_CHECKING:
@@ -110,13 +109,15 @@ class ThreadPool:
 _all_threads: weakref.WeakSet[ThreadPool] = weakref.WeakSet()
 
 
-@atexit.register
 def _end_threads() -> None:
     """Groups are closed by now, so what waits in them has ended."""
     deadline = Deadline(_EXIT_SECONDS)
     for threads in snapshot_weak(lambda: _all_threads):
         threads.close()
         threads.join(deadline)
+
+
+at_exit(ExitStage.CALLBACK_THREADS, _end_threads)
 
 
 class SerialQueue:

@@ -6,8 +6,8 @@ import math
 
 import torch
 
+from ferrodist.backends.cuda import record_use_on_streams
 from ferrodist.collectives.arguments import elements_overlap, shares_memory
-from ferrodist.collectives.cuda import record_use_on_streams
 from ferrodist.collectives.reduce_op import DTYPES
 
 

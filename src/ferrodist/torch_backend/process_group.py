@@ -7,7 +7,6 @@ A system gives new memory page by page when it is first written to, which takes 
 
 from __future__ import annotations
 
-import atexit
 import mmap
 import threading
 import weakref
@@ -20,6 +19,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import AllgatherOptions, PrefixStore  # type: ignore[attr-defined] # its stub leaves it out
 
+from ferrodist.backends.lifecycle import ExitStage, at_exit, cancel_at_exit
 from ferrodist.backends.process_group import abort_on_unhandled_exception
 from ferrodist.backends.subgroup import SubBackend
 from ferrodist.collectives.arguments import check_root
@@ -138,7 +138,7 @@ class FerrodistProcessGroup(dist.ProcessGroup):
         self._memory = BufferPool()
         self._local = threading.local()
         self.num_calls = 0
-        atexit.register(self._leave_at_exit)
+        at_exit(ExitStage.TORCH_GROUPS, self._leave_at_exit)
 
     # What it is.
 
@@ -223,7 +223,7 @@ class FerrodistProcessGroup(dist.ProcessGroup):
 
     def shutdown(self) -> None:
         """Leave the group: when what was started has ended, but for receives, if `can_drain` says so."""
-        atexit.unregister(self._leave_at_exit)
+        cancel_at_exit(ExitStage.TORCH_GROUPS, self._leave_at_exit)
         try:
             if can_drain():
                 drain_pending(self._lanes.groups, self._sends)

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from ferrodist.collectives.cuda import record_use_on_streams
+from ferrodist.backends.cuda import record_use_on_streams
 from ferrodist.collectives.reduce_op import ReduceOp
 from ferrodist.errors import UnsupportedOpError
 from ferrodist.torch_backend.collectives import CheckedCall, SplitSizeCheck

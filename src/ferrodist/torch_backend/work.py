@@ -21,10 +21,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
+from ferrodist.backends.cuda import record_use_on_streams, streams_of
 from ferrodist.backends.subgroup import SubBackend
 from ferrodist.backends.tags import ANY_SOURCE
 from ferrodist.collectives.arguments import bytes_of
-from ferrodist.collectives.cuda import StreamHandoff, record_use_on_streams, streams_of
+from ferrodist.collectives.cuda import StreamHandoff
 from ferrodist.collectives.engines.gpu_staged import HostStagedP2P
 from ferrodist.collectives.engines.host import host_engine_of
 from ferrodist.collectives.engines.select import engine_of
@@ -343,7 +344,7 @@ class CallbackStreams:
 _SEND_SECONDS = 10.0
 """How long messages may take to be received."""
 
-_ENDS = {"shutdown", "_leave_at_exit"}
+_ENDS = {"shutdown", "_leave_at_exit", "_run_exit_stage", "_run_first_stages"}
 
 _CALLING = ("ferrodist.backends.", "ferrodist.collectives.", "ferrodist.torch_backend.")
 _CALLED_BACK = "ferrodist.torch_backend.futures"

@@ -16,30 +16,20 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator
 
-__all__ = ["can_decompose", "overload_name", "plain_call", "private_aten", "schema_of"]
+__all__ = ["can_decompose", "overloads", "plain_call", "private_aten", "schema_of"]
 
 _NAMES = frozenset(
     {
-        "conj",
-        "foreach_norm",
         "has_same_storage_numel",
-        "is_all_true",
-        "is_any_true",
         "local_scalar_dense",
         "log_softmax",
         "log_softmax_backward_data",
         "native_batch_norm_legit",
         "native_batch_norm_legit_functional",
-        "native_batch_norm_legit_no_training",
         "safe_softmax",
-        "scaled_dot_product_flash_attention_for_cpu",
-        "scaled_dot_product_flash_attention_for_cpu_backward",
-        "softmax",
-        "softmax_backward_data",
         "unique2",
-        "unsafe_index",
         "unsafe_view",
     }
 )
@@ -80,9 +70,25 @@ def schema_of(operator: Any) -> Any:
     return operator._schema
 
 
-def overload_name(operator: Any) -> str:
-    """Return the name of an overload, "" for the default one."""
-    return str(operator._overloadname)
+def overloads(names: str) -> Iterator[torch._ops.OpOverload]:
+    """The overloads of operators that return tensors, or write them to their first argument.
+
+    Args:
+        names: Names of operators, for all of their overloads, or of single overloads as ``where.self``. Those that
+            this torch lacks are left out.
+    """
+    for name, _, only in (name.partition(".") for name in names.split()):
+        packet = getattr(torch.ops.aten, name, None)
+        for overload in [only] if only else packet.overloads() if packet is not None else ():
+            found = getattr(packet, overload, None)
+            if found is None:
+                continue
+            arguments = schema_of(found).arguments
+            written = [argument.name for argument in arguments if argument.is_write]
+            takes_tensors = any("Tensor" in str(argument.type) for argument in arguments)
+            gives_tensors = all(str(one.type) in ("Tensor", "List[Tensor]") for one in schema_of(found).returns)
+            if takes_tensors and gives_tensors and (not written or written[0] == arguments[0].name):
+                yield found
 
 
 def plain_call(operator: Any) -> Callable[..., Any]:

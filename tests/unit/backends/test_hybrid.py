@@ -242,7 +242,7 @@ class _Reasons:
 )
 def test_the_reason_for_no_nccl_is_said(opener, said: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
     """What is missing is named, with what to do."""
-    monkeypatch.setattr(communicator, "_found", communicator._Found())
+    monkeypatch.setattr(communicator, "_loaded", None)
     monkeypatch.setattr(communicator, "why_no_gpu", lambda: None)
     reason = communicator.why_no_nccl(opener)
     assert fd.is_nccl_available() is (said is None)

@@ -5,36 +5,37 @@ from __future__ import annotations
 import threading
 
 from ferrodist.backends.polling import wait_until
-from ferrodist.backends.sequencer import TicketQueue
+from ferrodist.backends.sequencer import Sequencer
 from ferrodist.deadline import Deadline
 
 
 def test_turns_are_taken_in_order():
     """Whoever comes first waits for those whose position is before, and one is at it at a time."""
-    turns = TicketQueue(lambda: False)
+    sequencer = Sequencer(lambda: False)
+    tickets = [sequencer.reserve() for _ in range(4)]
     order = []
 
     def take(position):
-        with turns.hold(position, 30) as has_turn:
+        with sequencer.hold(position, 30) as has_turn:
             assert has_turn
             order.append(position)
-            with turns.hold(position, 30) as again:
+            with sequencer.hold(position, 30) as again:
                 assert again, "a turn that a thread has is its own"
 
-    threads = [threading.Thread(target=take, args=(position,)) for position in (2, 1, 3)]
+    threads = [threading.Thread(target=take, args=(position,)) for position in (tickets[2], tickets[1], tickets[3])]
     for thread in threads:
         thread.start()
-    take(0)
+    take(tickets[0])
     for thread in threads:
         thread.join()
-    assert order == [0, 1, 2, 3]
+    assert order == tickets
 
 
 def test_a_turn_that_does_not_come():
     """Waiting for a turn ends with the deadline, and with the group."""
-    with TicketQueue(lambda: False).hold(1, 0.01) as has_turn:
+    with Sequencer(lambda: False).hold(1, 0.01) as has_turn:
         assert not has_turn
-    with TicketQueue(lambda: True).hold(1, 1e9) as has_turn:
+    with Sequencer(lambda: True).hold(1, 1e9) as has_turn:
         assert not has_turn
 
 

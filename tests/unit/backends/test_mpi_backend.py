@@ -25,7 +25,7 @@ from ferrodist.backends.mpi.transport import (
     IncomingMessages,
     QueuedFrame,
 )
-from ferrodist.backends.sequencer import TicketQueue
+from ferrodist.backends.sequencer import Sequencer
 from ferrodist.backends.signature import CollectiveSignature
 from ferrodist.collectives.engines import data_plane
 from ferrodist.collectives.engines.data_plane import DataPlaneEngine
@@ -270,7 +270,7 @@ class _Mover:
     """MPI's collectives end at once."""
 
     def __init__(self):
-        self.turns = TicketQueue(lambda: False)
+        self.sequencer = Sequencer(lambda: False)
 
     def agree(self, own, table):
         table.reshape(2, -1)[:] = own
@@ -331,10 +331,10 @@ def test_an_interrupted_collective_ends_the_group():
     """So does one that leaves in the middle of the data."""
     aborts, mover = [], _Mover()
     group = _group_of_two(aborts)
-    group.mover, group.agreement = mover, MpiVerifier(group, mover, lambda _sequence: (), lambda: None)
+    group.data_plane, group.agreement = mover, MpiVerifier(group, mover, lambda _sequence: (), lambda: None)
     mover.broadcast = _interrupt
     with pytest.raises(KeyboardInterrupt):
-        DataPlaneEngine(group).broadcast(torch.ones(100), 0, timeout=30, sequence=0)
+        DataPlaneEngine(group).broadcast(torch.ones(100), 0, timeout=30, sequence=group.agreement.reserve())
     assert len(aborts) == 1
     assert "rank 0 left broadcast(float32[100], root=0), operation 0, by KeyboardInterrupt" in aborts[0]
 
@@ -394,7 +394,7 @@ def test_a_collective_that_is_left_keeps_what_is_under_way(monkeypatch):
     """When a reduction ends in the middle, MPI keeps the buffers of the segment that was on its way ahead of it."""
     aborts, mover, abandoned, started = [], _Mover(), [], []
     group = _group_of_two(aborts)
-    group.mover, group.agreement = mover, MpiVerifier(group, mover, lambda _sequence: (), lambda: None)
+    group.data_plane, group.agreement = mover, MpiVerifier(group, mover, lambda _sequence: (), lambda: None)
 
     def start(*_arguments):
         started.append(len(started))
@@ -407,7 +407,13 @@ def test_a_collective_that_is_left_keeps_what_is_under_way(monkeypatch):
     monkeypatch.setattr(data_plane, "fold", run_out_of_memory)
     with pytest.raises(MemoryError):
         DataPlaneEngine(group).reduce_scatter(
-            torch.empty(1 << 20), torch.ones(1 << 21), [1 << 20] * 2, fd.ReduceOp.SUM, dim=0, timeout=30, sequence=0
+            torch.empty(1 << 20),
+            torch.ones(1 << 21),
+            [1 << 20] * 2,
+            fd.ReduceOp.SUM,
+            dim=0,
+            timeout=30,
+            sequence=group.agreement.reserve(),
         )
     assert started == [0, 1]
     assert abandoned == [1]

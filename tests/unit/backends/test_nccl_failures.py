@@ -112,7 +112,7 @@ def test_a_difference_is_raised_before_the_watch_has_seen_it() -> None:
 
     def program(group: fd.Backend) -> None:
         begin(group)
-        group._watch.report = lambda *_: None
+        group._watchdog.report = lambda *_: None
         fd.allreduce(torch.ones(4), fd.ReduceOp.SUM if group.rank else fd.ReduceOp.MAX)
         with pytest.raises(fd.CollectiveMismatchError, match=r"max.*sum|sum.*max"):
             group.synchronize()
@@ -127,7 +127,7 @@ def test_a_call_that_others_have_not_made_is_not_done() -> None:
         begin(group)
         if group.rank == 0:
             pending = fd.async_broadcast(torch.ones(4), 0)
-            pending._work._launched[0].end._works.clear()  # the GPU has come past it
+            pending._work._launched[0].end.works.clear()  # the GPU has come past it
             assert not pending.done()
             with pytest.raises(fd.DistributedTimeoutError, match="still under way"):
                 group.synchronize(0.05)
@@ -267,7 +267,7 @@ def test_a_rank_without_nccl_is_named_on_all() -> None:
         def missing() -> FakeNccl:
             raise fd.BackendUnavailable("NCCL can't be used here: nobody installed it")
 
-        made[1]._launcher._connection._library = missing
+        made[1]._executor._handle._library = missing
         assert usual is not None
         return made
 

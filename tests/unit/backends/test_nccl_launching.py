@@ -14,9 +14,9 @@ import torch
 from nccl_fakes import FakeEvent, FakeNccl, FakeStream, FakeStreams, FakeWork, fake_groups, send_cpu_tensors_to_nccl
 
 import ferrodist as fd
-from ferrodist.backends.nccl import communicator as connection
-from ferrodist.backends.nccl.streams import InFlightOp, OpInfo
-from ferrodist.backends.nccl.watchdog import Watchdog, _open_watches
+from ferrodist.backends.nccl import communicator as communicator_module
+from ferrodist.backends.nccl.in_flight import InFlightOp, OpInfo
+from ferrodist.backends.nccl.watchdog import Watchdog
 from ferrodist.backends.signature import CollectiveSignature
 from ferrodist.collectives.engines import select
 from ferrodist.deadline import Deadline
@@ -49,7 +49,7 @@ def alone(**named: object) -> fd.HybridBackend:
 
 def streams_of(group: fd.HybridBackend) -> FakeStreams:
     """The fake that a group was made with."""
-    return group._streams
+    return group.fake_streams
 
 
 def test_a_call_is_ordered_between_what_comes_before_and_after_it() -> None:
@@ -58,14 +58,13 @@ def test_a_call_is_ordered_between_what_comes_before_and_after_it() -> None:
     fd.allreduce(torch.ones(3), group=group)
     streams = streams_of(group)
     (own,) = streams.made
-    caller = streams.current(torch.device("cpu"))
-    log = [entry for entry in streams.log if not entry.startswith("watch")]
-    assert log == ["record the caller's", "own 0 waits", "record own 0", "record own 0", "the caller's waits"]
+    caller = streams.current()
+    assert streams.log == ["record the caller's", "own 0 waits", "record own 0", "record own 0", "the caller's waits"]
     assert len(own.waited_for) == 1
     assert len(caller.waited_for) == 1
     assert [work.kind for work in own.works] == ["all_reduce"]
-    assert caller.waited_for[0]._works == own.works, "the caller does not wait for the work"
-    assert own.waited_for[0]._works == []
+    assert caller.waited_for[0].works == own.works, "the caller does not wait for the work"
+    assert own.waited_for[0].works == []
     group.close()
 
 
@@ -74,7 +73,7 @@ def test_an_asynchronous_call_is_waited_for_by_wait() -> None:
     group = alone(nccl=FakeNccl(is_lazy=True))
     pending = fd.async_allreduce(torch.ones(3), group=group)
     streams = streams_of(group)
-    caller = streams.current(torch.device("cpu"))
+    caller = streams.current()
     assert caller.waited_for == []
     assert pending.wait().tolist() == [1, 1, 1]
     assert len(caller.waited_for) == 1
@@ -96,14 +95,14 @@ def test_asynchronous_calls_keep_their_tensors_until_they_are_done() -> None:
             fd.async_allreduce(tensor)
             del tensor
             gc.collect()
-            (launched,) = group._launcher._outstanding
+            (launched,) = group._executor._outstanding
             assert [kept.data_ptr() for kept in launched.kept].count(address) == 1
             group.barrier()
         else:
             group.barrier()  # only now does it launch
             fd.async_allreduce(torch.ones(3))
         group.synchronize()
-        assert not group._launcher.has_outstanding
+        assert not group._executor.has_outstanding
 
     run_ranks(program, 2, backend=partial(fake_groups, nccl=FakeNccl(is_lazy=True)))
 
@@ -116,7 +115,7 @@ def test_synchronous_calls_keep_nothing() -> None:
         group.synchronize()
         if group.rank == 0:
             fd.broadcast(torch.ones(3), 0)
-            (launched,) = group._launcher._outstanding
+            (launched,) = group._executor._outstanding
             assert launched.kept == ()
             group.barrier()
         else:
@@ -135,7 +134,7 @@ def test_a_result_that_is_taken_over_on_another_stream_is_kept_for_that() -> Non
     pending.wait()
     assert streams.kept == []
     other = FakeStream("other")
-    with streams.on(other):
+    with streams.using(other):
         result = pending.wait()
     assert streams.kept == [(tensor.data_ptr(), other), (result.data_ptr(), other)]
     group.close()
@@ -175,7 +174,7 @@ def test_exchanges_of_one_rank_leave_nothing_behind() -> None:
     group = alone()
     assert fd.all_to_all_single_uneven(torch.ones(2), [2], [2], group=group).tolist() == [1, 1]
     group.synchronize()
-    assert group.device_collectives._counts._own == {}
+    assert group.device_collectives._split_sizes._own == {}
     group.close()
 
 
@@ -184,10 +183,10 @@ def test_a_given_stream_is_used_and_not_waited_for_by_itself() -> None:
     mine = FakeStream("mine")
     (control,) = fd.SimulatedBackend.create_group(1)
     streams = FakeStreams()
-    group = fd.HybridBackend(control, stream=mine, library=FakeNccl, streams=streams)
+    group = fd.HybridBackend(control, stream=mine, library=FakeNccl, streams=lambda _: streams)
     fd.allreduce(torch.ones(3), group=group)
     assert len(mine.works) == 1
-    with streams.on(mine):
+    with streams.using(mine):
         before = len(mine.waited_for)
         fd.allreduce(torch.ones(3), group=group)
         assert len(mine.waited_for) == before
@@ -214,9 +213,9 @@ def test_a_rank_has_one_gpu_in_a_group() -> None:
     group = alone()
     fd.allreduce(torch.ones(1), group=group)
     other = SimpleNamespace(device=torch.device("cuda", 1))
-    call = CollectiveSignature(operation="allreduce", sequence=1)
+    call = CollectiveSignature(operation="allreduce", sequence=group._executor.sequencer.reserve())
     with pytest.raises(fd.UnsupportedOpError, match=r"uses cpu .* a tensor on cuda:1.*set_device"):
-        group._launcher.launch(call, [other], lambda lane: None, timeout=1.0)
+        group._executor.launch(call, [other], lambda context: None, timeout=1.0)
     group.close()
 
 
@@ -226,7 +225,7 @@ def test_a_given_stream_is_on_the_tensors_gpu() -> None:
     mine.device = torch.device("cuda", 1)
     (control,) = fd.SimulatedBackend.create_group(1)
     nccl = FakeNccl()
-    group = fd.HybridBackend(control, stream=mine, library=lambda: nccl, streams=FakeStreams())
+    group = fd.HybridBackend(control, stream=mine, library=lambda: nccl, streams=lambda _: FakeStreams())
     with pytest.raises(fd.UnsupportedOpError, match=r"stream= on cuda:1 .* a tensor on cpu"):
         fd.allreduce(torch.ones(1), group=group)
     assert nccl.opened == []
@@ -245,7 +244,7 @@ def test_closing_completes_what_was_sent() -> None:
 
 def test_closing_gives_up_on_what_is_never_taken(monkeypatch: pytest.MonkeyPatch) -> None:
     """A communicator that can't be completed in time is aborted."""
-    monkeypatch.setattr(connection, "_FINALIZE_SECONDS", 0.05)
+    monkeypatch.setattr(communicator_module, "_FINALIZE_SECONDS", 0.05)
     group = alone()
     fd.allreduce(torch.ones(1), group=group)
     (communicator,) = group.shared.opened
@@ -284,28 +283,27 @@ def test_a_forked_child_leaves_nccl_alone() -> None:
     group = alone()
     fd.allreduce(torch.ones(1), group=group)
     (communicator,) = group.shared.opened
-    group._launcher._connection._process = os.getpid() + 1  # as a child sees it
+    group._executor._handle._process = os.getpid() + 1  # as a child sees it
     with pytest.raises(fd.GroupClosedError, match="forked"):
         fd.allreduce(torch.ones(1), group=group)
     assert group.failure is None, "the parent's group has ended"
     group.close()
     assert communicator.log == ["all_reduce"]
-    for watch in list(_open_watches):  # the parent's
-        watch.close()
+    group._watchdog.close()  # the parent's
 
 
 def test_a_child_that_closes_a_failed_group_asks_nothing_of_cuda() -> None:
     """What the parent had under way is not kept for its stream in a child process, where CUDA does not work."""
     group = alone(nccl=FakeNccl(is_lazy=True))
-    group._watch.look_after = lambda launcher: None  # it is the parent's
+    group._watchdog.watch = lambda executor: None  # it is the parent's
     fd.async_allreduce(torch.ones(1), group=group)
-    group._launcher._connection._process = os.getpid() + 1  # as a child sees it
+    group._executor._handle._process = os.getpid() + 1  # as a child sees it
     group.abort("the parent's group has failed")
     group.close()
     (communicator,) = group.shared.opened
     assert communicator.log == ["all_reduce"]
     assert streams_of(group).kept == []
-    assert not group._launcher.has_outstanding
+    assert not group._executor.has_outstanding
 
 
 def test_a_group_that_a_child_drops_is_left_alone() -> None:
@@ -313,7 +311,7 @@ def test_a_group_that_a_child_drops_is_left_alone() -> None:
     for process, is_aborted in ((os.getpid() + 1, False), (os.getpid(), True)):
         (control,) = fd.SimulatedBackend.create_group(1)
         nccl = FakeNccl()
-        made = connection.CommunicatorHandle(control, lambda nccl=nccl: nccl)
+        made = communicator_module.CommunicatorHandle(control, lambda nccl=nccl: nccl)
         made._process = process
         made.begin(torch.device("cpu"), CollectiveSignature(operation="x"), Deadline(5.0))
         del made
@@ -325,7 +323,7 @@ def test_a_group_that_a_child_drops_is_left_alone() -> None:
 def test_a_communicator_that_was_aborted_is_never_ready() -> None:
     """A thread that still waits for one finds that it is not there, and does not ask it."""
     (control,) = fd.SimulatedBackend.create_group(1)
-    made = connection.CommunicatorHandle(control, FakeNccl)
+    made = communicator_module.CommunicatorHandle(control, FakeNccl)
     made.begin(torch.device("cpu"), CollectiveSignature(operation="x"), Deadline(5.0))
     assert made.is_ready()
     made.abort()
@@ -337,23 +335,19 @@ def test_a_communicator_that_was_aborted_is_never_ready() -> None:
 def test_time_counts_from_when_the_gpu_has_come_to_it() -> None:
     """A deadline begins when the stream has come to the operation, however long it was queued."""
     before, work = FakeWork("x", (), (), 1.0), FakeWork("x", (), (), 1.0)
-    operation = OpInfo(what="x", timeout=2.0)
-    launched = InFlightOp(operation, start=FakeEvent([before]), end=FakeEvent([work]), kept=(), caller=0)
-    assert not launched.is_late(0.0)
-    assert not launched.is_late(100.0)
+    info = OpInfo(what="x", timeout=2.0)
+    launched = InFlightOp(info, FakeStreams(), start=FakeEvent([before]), end=FakeEvent([work]), kept=(), caller=0)
+    assert not launched.is_overdue(0.0)
+    assert not launched.is_overdue(100.0)
     before.is_done = True
-    assert not launched.is_late(200.0)
-    assert not launched.is_late(201.9)
-    assert launched.is_late(202.1)
+    assert not launched.is_overdue(200.0)
+    assert not launched.is_overdue(201.9)
+    assert launched.is_overdue(202.1)
 
 
 def test_a_gpu_that_is_lost_ends_the_group() -> None:
     """When CUDA can't be asked any more the watch does not die of it: the group fails, with the reason."""
     group = alone(nccl=FakeNccl(is_lazy=True))
-
-    class Lost(FakeEvent):
-        def query(self) -> bool:
-            raise RuntimeError("CUDA error: device-side assert triggered")
 
     def refuse(*_: object) -> None:
         raise RuntimeError("CUDA error: device-side assert triggered")
@@ -361,8 +355,7 @@ def test_a_gpu_that_is_lost_ends_the_group() -> None:
     tensor = torch.ones(1)
     fd.allreduce(tensor, group=group)
     (communicator,) = group.shared.opened
-    streams_of(group).record = lambda stream: Lost([])
-    streams_of(group).keep = communicator.abort = refuse
+    streams_of(group).has_passed = streams_of(group).keep = communicator.abort = refuse
     fd.async_allreduce(tensor, group=group)
 
     def go_on() -> None:
@@ -372,21 +365,25 @@ def test_a_gpu_that_is_lost_ends_the_group() -> None:
     with pytest.raises((fd.DistributedError, RuntimeError), match="device-side assert"):
         go_on()
     group.close()
-    assert not group._launcher.has_outstanding
+    assert not group._executor.has_outstanding
 
 
 def test_the_watch_sleeps_without_work_and_ends() -> None:
-    """A watch starts no thread before there is work, and its thread ends when it is closed."""
-    watch = Watchdog("watch of a test")
-    assert watch._thread is None
-    watch.close()
+    """A watchdog starts its thread with the first operation, calls ``prepare`` in it, and ends it when closed."""
+    watchdog = Watchdog("watchdog of a test", lambda: prepared.append(threading.current_thread()))
+    prepared: list[threading.Thread] = []
+    assert watchdog._thread is None
+    watchdog.report(SimpleNamespace(fail=lambda _: None), fd.DistributedError("reported"))
+    thread = watchdog._thread
+    watchdog.close()
+    assert prepared == [thread]
+    assert not thread.is_alive()
     group = alone()
-    assert group._watch._thread is None
+    assert group._watchdog._thread is None
     fd.allreduce(torch.ones(1), group=group)
-    thread = group._watch._thread
+    thread = group._watchdog._thread
     assert thread.is_alive()
     group.close()
-    assert f"watch in {thread.name}" in streams_of(group).log
     assert not thread.is_alive()
 
 
@@ -396,17 +393,17 @@ def test_the_watch_sees_what_comes_while_it_looks() -> None:
 
     class Busy:
         has_outstanding = True
-        num_looks = 0
+        num_polls = 0
 
-        def look(self, now: float) -> bool:
-            self.num_looks += 1
-            if self.num_looks > 1:
+        def poll(self, now: float) -> bool:
+            self.num_polls += 1
+            if self.num_polls > 1:
                 self.has_outstanding = False
                 seen.set()
             return False
 
     watch = Watchdog("watch of a test")
-    watch.look_after(Busy())
+    watch.watch(Busy())
     assert seen.wait(20)
     watch.close()
 

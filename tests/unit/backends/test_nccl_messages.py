@@ -11,7 +11,7 @@ import torch
 from nccl_fakes import FakeNccl, FakeStream, fake_groups, send_cpu_tensors_to_nccl
 
 import ferrodist as fd
-from ferrodist.backends.nccl.p2p import _HEAD, _TAG
+from ferrodist.backends.nccl.p2p import _HEADER, _TAG
 from ferrodist.collectives.reduce_op import DTYPES
 from ferrodist.testing import run_ranks
 
@@ -229,7 +229,7 @@ def test_messages_and_collectives_of_two_ranks_dont_wait_for_each_other() -> Non
         assert pending.wait(timeout=30).item() == 2
         group.synchronize()
         assert group.rank == 0 or received.tolist() == [1, 1]
-        works = [[work.kind for work in stream.works] for stream in group._streams.made]
+        works = [[work.kind for work in stream.works] for stream in group.fake_streams.made]
         assert works == [["all_reduce"], ["send" if group.rank == 0 else "recv"]]
 
     run_ranks(program, 2, backend=partial(fake_groups, nccl=FakeNccl(is_lazy=True)))
@@ -244,9 +244,9 @@ def test_messages_with_several_ranks_are_under_way_at_once() -> None:
         operations = [fd.Send(torch.ones(2), rank) for rank in others]
         operations += [fd.Recv(room, rank) for room, rank in zip(rooms, others, strict=True)]
         fd.batch(operations)
-        log = [entry for entry in group._streams.log if "caller" in entry]
+        log = [entry for entry in group.fake_streams.log if "caller" in entry]
         assert log == ["record the caller's"] * 2 + ["the caller's waits"] * 2
-        assert not any(launched.kept for one in group._launchers.values() for launched in one._outstanding)
+        assert not any(launched.kept for one in group._executors.values() for launched in one._outstanding)
 
     run_ranks(program, 3, backend=partial(fake_groups, nccl=FakeNccl(is_lazy=True)))
 
@@ -260,11 +260,11 @@ def test_what_was_kept_is_taken_over_on_the_receivers_stream() -> None:
             fd.send(torch.ones(3), 1, tag=2)
             return
         receive((3,), 0, tag=2)
-        streams = group._streams
+        streams = group.fake_streams
         other = FakeStream("other")
-        with streams.on(other):
+        with streams.using(other):
             assert receive((2,), 0, tag=1).tolist() == [1, 1]
-        assert [work.kind for work in other.waited_for[-1]._works] == ["recv", "recv"]
+        assert [work.kind for work in other.waited_for[-1].works] == ["recv", "recv"]
         assert [stream for _, stream in streams.kept] == [other]
 
     run_ranks(program, 2, backend=fake_groups)
@@ -340,14 +340,14 @@ def test_threads_take_their_own() -> None:
     run_ranks(program, 2, backend=fake_groups)
 
 
-def test_a_head_that_can_not_be_is_refused() -> None:
-    """What is no head of a tensor raises ProtocolError and makes nothing."""
+def test_the_header_of_an_impossible_tensor_is_refused() -> None:
+    """A malformed header raises ProtocolError and allocates nothing."""
 
     def program(group: fd.Backend) -> None:
         if group.rank == 0:
-            group.isend(_HEAD.pack(0, b"load", 1, *[1] * 12), 1, tag=_TAG)
+            group.isend(_HEADER.pack(0, b"load", 1, *[1] * 12), 1, tag=_TAG)
             return
-        with pytest.raises(fd.ProtocolError, match="can't be"):
+        with pytest.raises(fd.ProtocolError, match="impossible tensor"):
             receive((1,), 0)
 
     run_ranks(program, 2, backend=fake_groups)

@@ -69,7 +69,7 @@ def test_every_recipe_is_something_nccl_can_do(dtype: torch.dtype, op: object) -
     """What goes to NCCL has one of its dtypes and operations."""
     for world_size in (1, 2, 3):
         recipe = recipe_of(dtype, op, world_size)
-        if recipe.form is Encoding.GATHERED:
+        if recipe.encoding is Encoding.GATHERED:
             assert recipe.fold is not None
         else:
             assert recipe.carrier in NCCL_DTYPES

@@ -13,16 +13,12 @@ pytest.importorskip("rich", reason="the extra 'bench' is not installed")
 
 from rich.console import Console
 
-from ferrodist.bench import comparison
-from ferrodist.bench.cases import DataType, Operation
-from ferrodist.bench.display import BarDisplay, LineDisplay
-from ferrodist.bench.document import METHOD
-from ferrodist.bench.options import bench_options
-from ferrodist.bench.peers import BACKENDS, OURS, Peer
-from ferrodist.bench.plan import Plan, stages_of
+from ferrodist.bench import driver
+from ferrodist.bench.cases import BACKENDS, OURS, DataType, Operation, Peer
+from ferrodist.bench.cli import bench_options
+from ferrodist.bench.display import RunDisplay
 from ferrodist.bench.report import CaseReport, Measurement
-from ferrodist.bench.rounds import RoundSettings
-from ferrodist.bench.suites import Suite
+from ferrodist.bench.suites import Suite, format_ranks, plan_stages
 from ferrodist.cli.main import build_parser, main
 from ferrodist.installation import how_to_install
 
@@ -31,7 +27,7 @@ _ASKED_FOR = {Peer.NATIVE_TCP, Peer.TCP, Peer.OVER_MPI, Peer.OVER_UCC, Peer.OVER
 
 
 def parse(*arguments):
-    return bench_options(build_parser().parse_args(["bench", *arguments]))
+    return bench_options(build_parser().parse_args(["bench", *arguments])).plan
 
 
 def filled(report, *, failures=None, peer=Peer.NATIVE):
@@ -44,7 +40,7 @@ def filled(report, *, failures=None, peer=Peer.NATIVE):
             num_hosts=1,
             size_bytes=8,
             num_elements=2,
-            measurements=[Measurement.of(peer.value, values=[1e-6], calls_per_batch=1)],
+            measurements=[Measurement.from_batches(peer.value, values=[1e-6], calls_per_batch=1)],
             failures=failures or {},
         )
     )
@@ -52,7 +48,7 @@ def filled(report, *, failures=None, peer=Peer.NATIVE):
 
 def run(monkeypatch, tmp_path, behave):
     """Run the command with ``behave(report)`` in place of the measurements; returns exit code and report."""
-    monkeypatch.setattr(comparison, "run_comparison", lambda plan, report, display: behave(report))
+    monkeypatch.setattr(driver, "run_plan", lambda plan, report, display: behave(report))
     code = main(["bench", "--output", str(tmp_path / "new" / "folder")])
     (path,) = (tmp_path / "new" / "folder").glob("bench-*.json")
     return code, json.loads(path.read_text())
@@ -80,7 +76,6 @@ def run(monkeypatch, tmp_path, behave):
         (["--seconds", "0"], "--seconds must be more than 0"),
         (["--seconds", "nan"], "--seconds must be more than 0"),
         (["--output", __file__], "is a file; name a folder"),
-        (["--write-docs", "no/such.json"], "--write-docs: there is no file"),
         (["--rank", "2"], "unrecognized arguments"),
     ],
 )
@@ -97,26 +92,26 @@ def test_wrong_options_are_refused(arguments, text, capsys):
 def test_options():
     """The default is the collectives, with everybody but ferrodist's slower backends; each option changes its part."""
     options = parse()
-    (chapter,) = options.chapters
-    assert chapter.suite is Suite.COLLECTIVES
-    assert Operation.SEND_RECV not in chapter.operations
-    assert set(Peer) - set(chapter.peers) == {*_ASKED_FOR, Peer.IPERF3}
-    assert (chapter.ranks, chapter.dtypes) == ((2,), (DataType.FLOAT32,))
-    assert (chapter.sizes[0], chapter.sizes[-1], options.num_rounds, options.reports) == (8, 1 << 28, 40, None)
+    (suite_plan,) = options.suites
+    assert suite_plan.suite is Suite.COLLECTIVES
+    assert Operation.SEND_RECV not in suite_plan.operations
+    assert set(Peer) - set(suite_plan.peers) == {*_ASKED_FOR, Peer.IPERF3}
+    assert (suite_plan.ranks, suite_plan.dtypes) == ((2,), (DataType.FLOAT32,))
+    assert (suite_plan.sizes[0], suite_plan.sizes[-1], options.num_rounds) == (8, 1 << 28, 40)
     quick = parse("--quick", "--rounds", "3", "--ranks", "4,2,4", "--peers", "limit,native")
-    (chapter,) = quick.chapters
-    assert (chapter.sizes, quick.num_rounds, quick.seconds) == ((8, 1 << 14, 1 << 20), 3, 2)
-    assert (chapter.ranks, chapter.peers) == ((4, 2), [Peer.LIMIT, Peer.NATIVE])
+    (suite_plan,) = quick.suites
+    assert (suite_plan.sizes, quick.num_rounds, quick.seconds) == ((8, 1 << 14, 1 << 20), 3, 2)
+    assert (suite_plan.ranks, suite_plan.peers) == ((4, 2), [Peer.LIMIT, Peer.NATIVE])
 
 
 def test_suites():
     """Each has its own ranks, sizes and peers; options hold for all, and a suite that they leave empty is not run."""
-    full = {chapter.suite: chapter for chapter in parse("--full").chapters}
+    full = {suite_plan.suite: suite_plan for suite_plan in parse("--full").suites}
     assert list(full) == list(Suite)
     assert (full[Suite.COLLECTIVES].ranks, full[Suite.GROUPS].ranks, full[Suite.HOSTS].ranks) == ((2, 4), (2, 8), (2,))
     assert (full[Suite.SUBMIT].sizes, full[Suite.OVERLAP].sizes) == ((8, 1 << 16), (1 << 26,))
     some = parse("--suites", "submit,hosts,groups", "--peers", "iperf3,gloo", "--operations", "submit,allreduce")
-    submit, hosts = some.chapters
+    submit, hosts = some.suites
     assert (submit.operations, submit.peers) == ([Operation.SUBMIT], [Peer.GLOO])
     assert (hosts.operations, hosts.peers) == ([Operation.ALLREDUCE], [Peer.IPERF3, Peer.GLOO])
 
@@ -126,9 +121,9 @@ def test_a_backend(backend):
     """It is measured beside the native engine, in all suites that have it, and must be."""
     options = parse("--backend", backend, "--full")
     assert OURS[options.required] == backend
-    assert {suite for suite in Suite if suite is not Suite.HOSTS} == {chapter.suite for chapter in options.chapters}
+    assert {suite for suite in Suite if suite is not Suite.HOSTS} == {suite_plan.suite for suite_plan in options.suites}
     wanted = {options.required, Peer.NATIVE, *((Peer.MPI4PY,) if backend == "mpi" else ())}
-    assert all(set(chapter.peers) == wanted for chapter in options.chapters)
+    assert all(set(suite_plan.peers) == wanted for suite_plan in options.suites)
     assert parse().required is None
 
 
@@ -149,7 +144,7 @@ def test_a_backend_that_is_lost_on_the_way(monkeypatch, tmp_path, capsys):
 
     def behave(report):
         filled(report)
-        raise comparison.RequiredPeerError("nccl can't be measured on 4 ranks: too few GPUs")
+        raise driver.RequiredPeerError("nccl can't be measured on 4 ranks: too few GPUs")
 
     code, report = run(monkeypatch, tmp_path, behave)
     assert (code, report["is_complete"], len(report["cases"])) == (1, False, 1)
@@ -158,13 +153,14 @@ def test_a_backend_that_is_lost_on_the_way(monkeypatch, tmp_path, capsys):
 
 def test_peers_are_started_once_for_all_suites():
     """A stage is a number of ranks on a number of hosts, with the cases of every suite that has some there."""
-    plan = Plan(
-        chapters=parse("--full", "--sizes", "8").chapters,
-        rounds=RoundSettings(num_rounds=1, min_rounds=1, seconds=1),
-    )
-    stages = stages_of(plan)
-    assert [stage.title for stage in stages] == ["2 ranks", "4 ranks", "8 ranks", "2 ranks on 2 hosts"]
-    assert [[chapter.suite.value for chapter in stage.chapters] for stage in stages] == [
+    stages = plan_stages(parse("--full", "--sizes", "8").suites)
+    assert [format_ranks(stage.num_ranks, stage.num_hosts) for stage in stages] == [
+        "2 ranks",
+        "4 ranks",
+        "8 ranks",
+        "2 ranks on 2 hosts",
+    ]
+    assert [[suite.suite.value for suite in stage.suites] for stage in stages] == [
         ["collectives", "messages", "submit", "overlap", "groups"],
         ["collectives"],
         ["groups"],
@@ -218,32 +214,14 @@ def test_an_interrupted_run_keeps_what_it_has(monkeypatch, tmp_path):
     assert (code, report["is_complete"], len(report["cases"])) == (130, False, 1)
 
 
-def test_docs_are_written_from_reports(monkeypatch, tmp_path, capsys):
-    """From several, from none, and not from something else."""
-    run(monkeypatch, tmp_path, filled)
-    (path,) = (tmp_path / "new" / "folder").glob("*.json")
-    page = tmp_path / "page.md"
-    assert main(["bench", "--docs", str(page), "--write-docs", str(path), str(path)]) == 0
-    assert page.read_text().count("## Measured on 2") == 2
-    assert main(["bench", "--docs", str(page), "--write-docs"]) == 0
-    assert page.read_text() == METHOD
-    path.write_text("{}")
-    assert main(["bench", "--docs", str(page), "--write-docs", str(path)]) == 1
-    assert "is no report" in capsys.readouterr().err
-
-
-def test_displays():
-    """Both keep what is said; only a terminal gets a bar."""
+def test_lines_stay_and_only_a_terminal_gets_a_bar():
     files = [io.StringIO(), io.StringIO()]
-    displays = [
-        LineDisplay(Console(file=files[0])),
-        BarDisplay(Console(file=files[1], force_terminal=True, width=90), 2),
-    ]
-    for display in displays:
-        with display:
-            display.begin("allreduce of 8 B", 4)
+    consoles = [Console(file=files[0]), Console(file=files[1], force_terminal=True, width=90)]
+    for console in consoles:
+        with RunDisplay(2, console) as display:
+            display.begin_case("allreduce of 8 B", 4)
             display.show_round(2)
-            display.say(["a table [not markup]", "  of two lines"])
+            display.print(["a table [not markup]", "  of two lines"])
     assert files[0].getvalue() == "a table [not markup]\n  of two lines\n"
     text = files[1].getvalue()
     assert all(part in text for part in ("allreduce of 8 B", "case 1 of 2", "a table [not markup]"))

@@ -1,81 +1,27 @@
-"""What ferrodist bench makes of its measurements: statistics, ratios, table, plot, page."""
-
-from pathlib import Path
+"""Statistics, ratios, tables and plots of ferrodist bench."""
 
 import pytest
 
 pytest.importorskip("matplotlib", reason="the extra 'bench' is not installed")
 
-import ferrodist
-from ferrodist.bench.document import METHOD, render_document, write_document
-from ferrodist.bench.machine import Machine, available_bytes, describe_machine
-from ferrodist.bench.peers import Peer
+from report_samples import BARRIER, LOST, OVERLAP, WON, case, machine, measured, report
+
+from ferrodist.bench.cases import Peer
+from ferrodist.bench.cli import parse_sizes
 from ferrodist.bench.plot import save_plot
-from ferrodist.bench.quantities import format_bytes, format_ratio, format_seconds, parse_sizes
 from ferrodist.bench.report import (
-    CaseReport,
-    Measurement,
-    PeerReport,
-    Report,
+    LOSS_MARK,
+    available_bytes,
+    case_lines,
+    describe_machine,
+    format_bytes,
+    format_ratio,
+    format_seconds,
     percentile,
     read_report,
+    summary_lines,
     write_report,
 )
-from ferrodist.bench.table import LOSS_MARK, case_lines, summary_lines
-
-PAGE = Path(ferrodist.__file__).parents[2] / "docs" / "performance.md"
-
-
-def measured(peer, *microseconds):
-    return Measurement.of(peer.value, values=[value * 1e-6 for value in microseconds], calls_per_batch=10)
-
-
-def case(*measurements, operation="allreduce", size_bytes=16384, suite="collectives", num_hosts=1, **more):
-    return CaseReport(
-        suite=suite,
-        operation=operation,
-        dtype="float32",
-        num_ranks=2,
-        num_hosts=num_hosts,
-        size_bytes=size_bytes,
-        num_elements=size_bytes // 4,
-        measurements=list(measurements),
-        **more,
-    )
-
-
-def machine(load=0.0):
-    return Machine(
-        processor="Processor X",
-        num_processors=2,
-        caches={"L3": "32768K"},
-        memory_bytes=8 << 30,
-        huge_pages="madvise",
-        system="Linux",
-        python="3.11",
-        load=load,
-    )
-
-
-def report(*cases, load=0.0):
-    peers = [
-        PeerReport(peer="native", num_ranks=2, versions={"torch": "2.13"}, command="python -m ferrodist.bench.worker"),
-        PeerReport(peer="mpich", num_ranks=2, reason="no wheel | none"),
-    ]
-    return Report(
-        started="2026-01-02T03:04:05+00:00",
-        machine=machine(load),
-        settings={"rounds": "3"},
-        ferrodist="0.1.0",
-        peers=peers,
-        cases=list(cases),
-        is_complete=True,
-    )
-
-
-LOST = case(measured(Peer.NATIVE, 4, 5, 6), measured(Peer.GLOO, 50), measured(Peer.OPENMPI, 4), measured(Peer.LIMIT, 2))
-WON = case(measured(Peer.NATIVE, 4), measured(Peer.GLOO, 8), size_bytes=8)
-BARRIER = case(measured(Peer.NATIVE, 1), operation="barrier", size_bytes=0, not_offered={"limit": "no bytes"})
 
 
 @pytest.mark.parametrize(
@@ -155,29 +101,6 @@ def test_a_report_is_read_back(tmp_path):
         read_report(path)
 
 
-def test_the_page(tmp_path):
-    """It has the method, the machine, a table for each collective, losses in bold, and a plot beside it."""
-    write_document(tmp_path / "performance.md", [report(LOST, WON, BARRIER)])
-    text = (tmp_path / "performance.md").read_text(encoding="utf-8")
-    assert text.startswith(METHOD)
-    assert "## Measured on 2026-01-02\n\nProcessor X, 2 processors (L3 32768K), 8 GiB of\n" in text
-    assert "| 16 KiB | 5 us [4.20 us, 5.98 us] (2.50) | 50 us (10.0) | **4 us (0.80)** | 2 us |" in text
-    assert "| 8 B | 4 us [4 us, 4 us] | 8 us (2.00) | - | - |" in text
-    assert "#### barrier, 2 ranks\n\n| size | ferrodist [p10, p99] |\n|---|---|\n| - | 1 us [1 us, 1 us] |" in text
-    assert "| MPICH | 2 ranks | no wheel / none | not measured |" in text
-    assert "- ferrodist was slower than a peer in 1 of 2 cases:\n  - allreduce" in text
-    assert "](performance-1.png)" in text
-    assert (tmp_path / "performance-1.png").read_bytes().startswith(b"\x89PNG")
-
-
-def overlap(peer, value):
-    parts = {"alone": [0.005], "computing": [0.004], "together": [0.005 * value]}
-    return Measurement.of(peer.value, values=[value], calls_per_batch=9, parts=parts)
-
-
-OVERLAP = case(overlap(Peer.NATIVE, 1.5), overlap(Peer.GLOO, 1.2), operation="overlap", suite="overlap")
-
-
 def test_an_overlap_is_a_ratio():
     """Its parts stand beside it, as times."""
     lines = case_lines(OVERLAP)
@@ -194,36 +117,6 @@ def test_two_hosts(tmp_path):
     assert hosts.ratio_to_limit(hosts.measurements[0]) == pytest.approx(2)
     assert case(measured(Peer.NATIVE, 4), measured(Peer.IPERF3, 2)).faster_peers == []
     assert save_plot(tmp_path / "plot.png", report(hosts, WON))
-
-
-def test_the_page_has_a_section_for_each_suite():
-    """In the suites' order, with why a peer has no figure."""
-    made = case(
-        measured(Peer.NATIVE, 9),
-        operation="new_group",
-        suite="groups",
-        size_bytes=0,
-        not_offered={"mpich": "no groups"},
-    )
-    text = render_document([report(made, OVERLAP, WON)], [None])
-    headings = [line for line in text.splitlines() if line.startswith(("### ", "#### "))]
-    assert headings == [
-        *("### Collectives", "#### allreduce, 2 ranks, float32"),
-        *("### An asynchronous allreduce beside a computation", "#### overlap, 2 ranks, float32"),
-        *("### Making groups", "#### new_group, 2 ranks"),
-        "### Where ferrodist is slower, and what is missing",
-    ]
-    assert "\n- MPICH: no groups.\n" in text
-    assert "| 1.50 [1.50, 1.50]; alone 5 ms, computing 4 ms, together 7.50 ms | **1.20 (0.80); alone 5 ms" in text
-
-
-def test_the_page_in_docs_is_as_it_would_be_written():
-    """docs/performance.md begins with the method; what follows was measured."""
-    if not PAGE.exists():
-        pytest.skip("the documents are not here: this is an installed ferrodist")
-    text = PAGE.read_text(encoding="utf-8")
-    assert text.startswith(METHOD)
-    assert text == render_document([], []) or "## Measured on 2" in text
 
 
 def test_nothing_to_plot(tmp_path):

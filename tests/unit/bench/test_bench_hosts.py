@@ -6,12 +6,12 @@ import subprocess
 
 import pytest
 
-from ferrodist.bench import hosts as hosts_module
-from ferrodist.bench.adapters import NotOfferedError
+from ferrodist.bench import netns
+from ferrodist.bench.adapters import UnsupportedError
 from ferrodist.bench.cases import Case, Operation
-from ferrodist.bench.hosts import EmulatedHosts, HostsUnavailableError, host_of
-from ferrodist.bench.link import LinkContestant, LinkRunner, read_rate
-from ferrodist.bench.rank_group import PeerFailedError
+from ferrodist.bench.netns import EmulatedHosts, HostsUnavailableError, host_index
+from ferrodist.bench.processes import PeerFailedError
+from ferrodist.bench.targets import Iperf3Runner, Iperf3Target, parse_iperf3_rate
 
 
 @pytest.fixture
@@ -24,15 +24,15 @@ def named():
 
 def test_the_first_ranks_are_on_the_first_host():
     """Also where their number is odd."""
-    assert [host_of(rank, 4) for rank in range(4)] == [0, 0, 1, 1]
-    assert [host_of(rank, 3) for rank in range(3)] == [0, 0, 1]
+    assert [host_index(rank, 4) for rank in range(4)] == [0, 0, 1, 1]
+    assert [host_index(rank, 3) for rank in range(3)] == [0, 0, 1]
 
 
 @pytest.mark.parametrize(("user", "program", "reason"), [(1, "/sbin/ip", "need root"), (0, None, "the program ip")])
 def test_hosts_that_can_not_be_had(monkeypatch, user, program, reason):
     """The reason says what is missing."""
     monkeypatch.setattr(os, "geteuid", lambda: user)
-    monkeypatch.setattr(hosts_module.shutil, "which", lambda name: program)
+    monkeypatch.setattr(netns.shutil, "which", lambda name: program)
     with pytest.raises(HostsUnavailableError, match=reason):
         EmulatedHosts()
 
@@ -46,8 +46,8 @@ def test_hosts_are_removed_when_they_can_not_be_made(monkeypatch):
         return subprocess.CompletedProcess(command, int("link" in command), "", "no such device type")
 
     monkeypatch.setattr(os, "geteuid", lambda: 0)
-    monkeypatch.setattr(hosts_module.shutil, "which", lambda name: "/sbin/ip")
-    monkeypatch.setattr(hosts_module.subprocess, "run", run)
+    monkeypatch.setattr(netns.shutil, "which", lambda name: "/sbin/ip")
+    monkeypatch.setattr(netns.subprocess, "run", run)
     with pytest.raises(HostsUnavailableError, match="ip link add: no such device type"), EmulatedHosts():
         pass
     assert [command[1:3] for command in commands[-2:]] == [["netns", "delete"]] * 2
@@ -55,9 +55,9 @@ def test_hosts_are_removed_when_they_can_not_be_made(monkeypatch):
 
 def test_the_agent_starts_a_command_on_the_host_of_an_address(monkeypatch, tmp_path, named):
     """As ssh would: options are skipped, and the words of the command are joined for a shell."""
-    monkeypatch.setattr(EmulatedHosts, "prefix", lambda self, host: ["env", f"HOST={host}"])
+    monkeypatch.setattr(EmulatedHosts, "command_prefix", lambda self, host: ["env", f"HOST={host}"])
     agent = tmp_path / "agent"
-    named.write_agent(agent)
+    named.write_remote_shell(agent)
     agent.write_text(agent.read_text().replace('unshare --uts sh -c "hostname', 'sh -c ": hostname'))
 
     def run(*arguments):
@@ -73,9 +73,9 @@ def received(seconds, size=10**9):
 
 def test_rates():
     """What arrived counts; of two directions the slower one."""
-    assert read_rate(json.dumps({"end": {"sum_received": received(2)}})) == 5e8
+    assert parse_iperf3_rate(json.dumps({"end": {"sum_received": received(2)}})) == 5e8
     both = {"sum_received": received(2), "sum_received_bidir_reverse": received(4)}
-    assert read_rate(json.dumps({"end": both})) == 2.5e8
+    assert parse_iperf3_rate(json.dumps({"end": both})) == 2.5e8
 
 
 @pytest.mark.parametrize(
@@ -90,24 +90,24 @@ def test_rates():
 def test_reports_without_a_rate(text, reason):
     """They fail the peer, with the reason."""
     with pytest.raises(PeerFailedError, match=reason):
-        read_rate(text)
+        parse_iperf3_rate(text)
 
 
 def test_the_link_is_asked_as_the_operation_uses_it(monkeypatch, named):
     """An allreduce sends and receives at once, a message goes one way; a rate is not asked for a few bytes."""
-    monkeypatch.setattr("ferrodist.bench.link.shutil.which", lambda name: None)
+    monkeypatch.setattr("ferrodist.bench.targets.shutil.which", lambda name: None)
     with pytest.raises(PeerFailedError, match="apt-get install iperf3"):
-        LinkContestant(named)
+        Iperf3Target(named)
     size = 1 << 20
     both, one = (
-        LinkRunner(named, Case(operation=operation, num_ranks=2, num_hosts=2, size_bytes=size))
+        Iperf3Runner(named, Case(operation=operation, num_ranks=2, num_hosts=2, size_bytes=size))
         for operation in (Operation.ALLREDUCE, Operation.SEND_RECV)
     )
     assert ("--bidir" in both._command, "--bidir" in one._command) == (True, False)
     assert one._command[one._command.index("--bytes") + 1] == str(64 << 20)
-    contestant = LinkContestant.__new__(LinkContestant)
+    target = Iperf3Target.__new__(Iperf3Target)
     for case in (
         Case(operation=Operation.ALLREDUCE, num_ranks=ranks, size_bytes=n) for ranks, n in [(2, 8), (4, size)]
     ):
-        with pytest.raises(NotOfferedError):
-            contestant.open_runner(case)
+        with pytest.raises(UnsupportedError):
+            target.open_runner(case)

@@ -9,18 +9,16 @@ from pathlib import Path
 
 import pytest
 
-from ferrodist.bench import environments, foreign, rank_group
-from ferrodist.bench.adapters import NotOfferedError
-from ferrodist.bench.cases import Case, Operation
+from ferrodist.bench import environments, foreign, processes
+from ferrodist.bench.adapters import UnsupportedError
+from ferrodist.bench.cases import Case, MpiLibrary, Operation, Peer
 from ferrodist.bench.channel import MAX_LINE_BYTES, Channel, ChannelClosedError
+from ferrodist.bench.driver import measure_case
 from ferrodist.bench.environments import EnvironmentUnavailableError, MpiEnvironment, obtain_environment
-from ferrodist.bench.hosts import EmulatedHosts
-from ferrodist.bench.peers import MpiLibrary, Peer
-from ferrodist.bench.rank_group import PeerFailedError, RankGroup
-from ferrodist.bench.rounds import RoundSettings, measure_case
-from ferrodist.bench.runners import PeerContestant
-from ferrodist.bench.starting import rank_environment, start_commands
-from ferrodist.bench.suites import Suite
+from ferrodist.bench.netns import EmulatedHosts
+from ferrodist.bench.processes import PeerFailedError, RankGroup, rank_environment, start_commands
+from ferrodist.bench.suites import BenchPlan, Suite
+from ferrodist.bench.targets import RankTarget
 
 HELLO = """
 import json, os, socket, sys
@@ -59,11 +57,11 @@ def channels():
 
 
 def start(monkeypatch, tmp_path, program, *, num_ranks=2, timeout=20.0, peer=Peer.GLOO):
-    def commands(peer, num_ranks, *, socket_path, folder, tell, hosts):
+    def commands(peer, num_ranks, *, socket_path, folder, log, hosts):
         return [[sys.executable, "-c", program, str(socket_path), str(rank)] for rank in range(num_ranks)]
 
-    monkeypatch.setattr(rank_group, "start_commands", commands)
-    return RankGroup(peer, num_ranks, folder=tmp_path, timeout=timeout, tell=print)
+    monkeypatch.setattr(processes, "start_commands", commands)
+    return RankGroup(peer, num_ranks, folder=tmp_path, timeout=timeout, log=print)
 
 
 def test_messages_cross_the_channel(channels):
@@ -115,12 +113,12 @@ def test_ranks_are_asked_and_end(monkeypatch, tmp_path):
     """Answers come in the order of ranks; the processes are gone when the group is closed."""
     with start(monkeypatch, tmp_path, SERVE.replace("WRONG", "None")) as group:
         assert group.versions == {"x": "1"}
-        answers = group.ask({"do": "batch", "num_calls": 3}, 10)
+        answers = group.request({"do": "batch", "num_calls": 3}, 10)
         assert [answer["begin"] for answer in answers] == [0, 1000]
         processes = list(group._processes)
     assert [process.returncode for process in processes] == [0, 0]
     with pytest.raises(PeerFailedError, match="failed before"):
-        group.ask({"do": "release"}, 10)
+        group.request({"do": "release"}, 10)
 
 
 @pytest.mark.parametrize(
@@ -157,17 +155,17 @@ def test_a_peer_that_fails_in_a_command(monkeypatch, tmp_path, program, reason):
     with start(monkeypatch, tmp_path, program) as group:
         processes = list(group._processes)
         with pytest.raises(PeerFailedError, match=reason):
-            group.ask({"do": "batch"}, 1.0)
+            group.request({"do": "batch"}, 1.0)
         assert not group.is_alive
         assert all(process.returncode is not None for process in processes)
 
 
 def measure(groups, case=None, max_seconds=10):
-    settings = RoundSettings(num_rounds=4, min_rounds=2, seconds=10)
+    plan = BenchPlan(suites=[], num_rounds=4, seconds=10)
     rounds = []
     case = case or Case(operation=Operation.ALLREDUCE, num_ranks=2, size_bytes=8)
-    contestants = [PeerContestant(group, max_seconds) for group in groups]
-    report = measure_case(Suite.COLLECTIVES, case, contestants, settings, rounds.append)
+    targets = [RankTarget(group, max_seconds) for group in groups]
+    report = measure_case(Suite.COLLECTIVES, case, targets, plan, rounds.append)
     return report, rounds
 
 
@@ -223,11 +221,11 @@ def test_an_overlap_has_as_much_computation_as_communication(monkeypatch, tmp_pa
 def test_a_peer_that_takes_too_long_is_left_out(monkeypatch, tmp_path):
     """The reason says what a call took; larger ones are not tried, smaller ones and other operations are."""
     with start(monkeypatch, tmp_path, SERVE.replace("WRONG", "None")) as group:
-        contestant = PeerContestant(group, 1e-4)
+        target = RankTarget(group, 1e-4)
 
         def attempt(operation, size_bytes):
-            with pytest.raises(NotOfferedError) as refused:
-                contestant.open_runner(Case(operation=operation, num_ranks=2, size_bytes=size_bytes))
+            with pytest.raises(UnsupportedError) as refused:
+                target.open_runner(Case(operation=operation, num_ranks=2, size_bytes=size_bytes))
             return str(refused.value)
 
         assert attempt(Operation.ALLREDUCE, 2048) == "a call took 200 us"
@@ -265,11 +263,11 @@ def test_a_foreign_interpreter_needs_the_standard_library_only():
 
 def test_the_commands_of_a_peer(monkeypatch, tmp_path):
     """Ours: a process a rank. An MPI: its launcher, its interpreter, and nothing of this one's search path."""
-    options = {"socket_path": tmp_path / "socket", "folder": tmp_path, "tell": print}
+    options = {"socket_path": tmp_path / "socket", "folder": tmp_path, "log": print}
     ours = start_commands(Peer.NATIVE, 2, **options)
     assert [command[-2:] for command in ours] == [["--rank", "0"], ["--rank", "1"]]
     monkeypatch.setattr(
-        "ferrodist.bench.starting.obtain_environment", lambda library, tell: MpiEnvironment(folder=Path("/x"))
+        "ferrodist.bench.processes.obtain_environment", lambda library, log: MpiEnvironment(folder=Path("/x"))
     )
     (mpi,) = start_commands(Peer.OPENMPI_SINGLE, 4, **options)
     assert mpi[0] == "/x/bin/mpiexec"
@@ -278,9 +276,9 @@ def test_the_commands_of_a_peer(monkeypatch, tmp_path):
     hosts._names, hosts.addresses, hosts.secret = ["a", "b"], ["10.0.0.1", "10.0.0.2"], "s"
     spread = start_commands(Peer.GLOO, 4, **options, hosts=hosts)
     assert [command[:4] for command in spread] == [["ip", "netns", "exec", name] for name in "aabb"]
-    places = [command[command.index("--address") + 1] for command in (spread[0], spread[3])]
-    assert places == [hosts.meeting_of(Peer.GLOO)] * 2
-    assert hosts.meeting_of(Peer.GLOO) != hosts.meeting_of(Peer.NATIVE)
+    addresses = [command[command.index("--address") + 1] for command in (spread[0], spread[3])]
+    assert addresses == [hosts.rendezvous_address(Peer.GLOO)] * 2
+    assert hosts.rendezvous_address(Peer.GLOO) != hosts.rendezvous_address(Peer.NATIVE)
     (mpi,) = start_commands(Peer.OPENMPI, 3, **options, hosts=hosts)
     assert mpi[mpi.index("--host") + 1] == "10.0.0.1:2,10.0.0.2:1"
     assert mpi[mpi.index("plm_ssh_agent") + 1] == str(tmp_path / "agent")

@@ -10,16 +10,15 @@ import torch
 from nccl_fakes import FakeNccl, fake_groups, send_cpu_tensors_to_nccl
 
 import ferrodist
-from ferrodist.bench.adapters import ferrodist_nccl
-from ferrodist.bench.adapters.base import NotOfferedError, Place
-from ferrodist.bench.adapters.ferrodist_group import SymmetricArrays
-from ferrodist.bench.adapters.memory_copy import MemoryCopyAdapter
-from ferrodist.bench.arrays import NumpyArrays, TorchArrays
-from ferrodist.bench.batches import open_batches
+from ferrodist.bench.adapters import ferrodist as ferrodist_adapter
+from ferrodist.bench.adapters.arrays import NumpyArrays, TorchArrays
+from ferrodist.bench.adapters.base import RankInfo, UnsupportedError
+from ferrodist.bench.adapters.ferrodist import SymmetricArrays
+from ferrodist.bench.adapters.registry import MemoryCopyAdapter
 from ferrodist.bench.cases import Case, DataType, Operation
-from ferrodist.bench.meeting import Meeting
-from ferrodist.bench.product import Product
-from ferrodist.bench.workload import Workload, max_calls_in_place, num_buffers
+from ferrodist.bench.channel import FileBarrier
+from ferrodist.bench.worker import open_timer
+from ferrodist.bench.workload import MatmulLoad, Workload, max_calls_in_place, num_buffers
 from ferrodist.testing import run_ranks
 
 MOVING = [
@@ -58,8 +57,8 @@ def perform(case, pairs):
         if case.operation is Operation.BROADCAST:
             target[:] = sources[0]
         elif case.operation is Operation.SEND_RECV:
-            if case.partner_of(rank) is not None:
-                target[:] = sources[case.partner_of(rank)]
+            if case.partner(rank) is not None:
+                target[:] = sources[case.partner(rank)]
         elif case.operation is Operation.REDUCE_SCATTER:
             target[:] = sum(one[own] for one in sources[1:]) + sources[0][own]
         else:
@@ -146,8 +145,8 @@ def test_sizes_are_of_the_larger_tensor():
 def test_numpy_has_no_bfloat16_but_its_bits():
     """They are torch's."""
     values = [1.0, 2.5, -3.0, 2.0**-60]
-    bits = TorchArrays().of(values, DataType.BFLOAT16).view(dtype=torch.uint16).numpy()
-    assert np.array_equal(NumpyArrays().of(values, DataType.BFLOAT16), bits)
+    bits = TorchArrays().from_values(values, DataType.BFLOAT16).view(dtype=torch.uint16).numpy()
+    assert np.array_equal(NumpyArrays().from_values(values, DataType.BFLOAT16), bits)
 
 
 def test_symmetric_arrays_come_from_the_group():
@@ -163,22 +162,22 @@ def test_symmetric_arrays_come_from_the_group():
 
 def test_the_limit_copies(tmp_path):
     """Alone: its barrier lets it pass, every collective is a copy of the whole tensor, and a barrier is not offered."""
-    adapter = MemoryCopyAdapter(Place(rank=0, num_ranks=1, folder=tmp_path))
+    adapter = MemoryCopyAdapter(RankInfo(rank=0, num_ranks=1, folder=tmp_path))
     workload = Workload(adapter, Case(operation=Operation.REDUCE_SCATTER, num_ranks=1, size_bytes=5000))
     adapter.barrier()
     for call in workload.begin_batch(3, 1):
         call()
     assert workload.check(3) is None
-    with pytest.raises(NotOfferedError, match="moves no bytes"):
-        open_batches(adapter, Case(operation=Operation.BARRIER, num_ranks=1), adapter._meeting)
+    with pytest.raises(UnsupportedError, match="moves no bytes"):
+        open_timer(adapter, Case(operation=Operation.BARRIER, num_ranks=1), adapter._barrier)
     adapter.close()
 
 
 @pytest.mark.parametrize("arrays", [NumpyArrays(), TorchArrays()], ids=["numpy", "torch"])
 def test_a_product_is_checked(arrays):
     """What was computed passes; what was not, or something else, does not."""
-    product = Product(arrays)
-    product.begin()
+    product = MatmulLoad(arrays)
+    product.reset()
     assert product.check() is not None
     product.run(2)
     assert product.check() is None
@@ -189,7 +188,7 @@ def test_a_product_is_checked(arrays):
 class Alone:
     """The first of two ranks, which knows what the other one has; it can be told to be wrong."""
 
-    copies, not_offered, rank, num_ranks = False, {}, 0, 2
+    copies, unsupported, rank, num_ranks = False, {}, 0, 2
 
     def __init__(self, error=0):
         self.arrays, self.error, self.log = NumpyArrays(), error, []
@@ -203,38 +202,38 @@ class Alone:
 
         return start
 
-    def wait(self, started):
+    def wait(self, work):
         self.log.append("wait")
 
-    def finish(self):
+    def synchronize(self):
         self.log.append("finish")
 
     def barrier(self):
         self.log.append("barrier")
 
-    def leave(self):
+    def destroy_group(self):
         self.log.append("leave")
 
-    def join(self, init_method):
+    def init_group(self, init_method):
         self.log.append(init_method)
 
     def new_group(self):
         return "group"
 
-    def add_up(self, array, group):
+    def allreduce(self, array, group):
         array += 2 + self.error
         self.log.append(group)
 
-    def end_group(self, group):
+    def destroy_subgroup(self, group):
         self.log.append("end")
 
 
 def run_alone(tmp_path, operation, num_calls, *, error=0):
-    adapter, meeting = Alone(error), Meeting(tmp_path / f"{operation.value}{error}", 0, 1)
-    batches = open_batches(adapter, Case(operation=operation, num_ranks=2, size_bytes=8), meeting)
+    adapter, barrier = Alone(error), FileBarrier(tmp_path / f"{operation.value}{error}", 0, 1)
+    timer = open_timer(adapter, Case(operation=operation, num_ranks=2, size_bytes=8), barrier)
     adapter.log.clear()
-    answer = batches.run({"num_calls": num_calls, "batch": 1, "address": "host:1"})
-    meeting.close()
+    answer = timer.run({"num_calls": num_calls, "batch": 1, "address": "host:1"})
+    barrier.close()
     return adapter.log, answer
 
 
@@ -262,8 +261,8 @@ def test_an_overlap_that_can_not_be_checked_is_not_measured(tmp_path):
     case = Case(operation=Operation.OVERLAP, num_ranks=7, dtype=DataType.BFLOAT16, size_bytes=1 << 18)
     adapter = Alone()
     adapter.num_ranks = 7
-    with pytest.raises(NotOfferedError, match="two sums in place of 7 ranks are not exact in bfloat16"):
-        open_batches(adapter, case, Meeting(tmp_path / "meeting", 0, 1))
+    with pytest.raises(UnsupportedError, match="two sums in place of 7 ranks are not exact in bfloat16"):
+        open_timer(adapter, case, FileBarrier(tmp_path / "meeting", 0, 1))
 
 
 def test_a_group_is_made_and_used(tmp_path):
@@ -282,8 +281,8 @@ def test_nccl_is_measured_to_the_end_of_its_work(monkeypatch, tmp_path):
     waits, clock = [], time.perf_counter_ns
     monkeypatch.setattr(time, "perf_counter_ns", lambda: note("clock") or clock())
     monkeypatch.setattr(ferrodist, "init_process_group", lambda *_, **__: None)
-    monkeypatch.setattr(ferrodist_nccl, "load_nccl", FakeNccl)
-    monkeypatch.setattr(ferrodist_nccl, "_take_gpu", lambda place: "cpu")
+    monkeypatch.setattr(ferrodist_adapter, "load_nccl", FakeNccl)
+    monkeypatch.setattr(ferrodist_adapter, "_select_gpu", lambda info: "cpu")
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: note("wait"))
 
     def note(what):
@@ -293,19 +292,19 @@ def test_nccl_is_measured_to_the_end_of_its_work(monkeypatch, tmp_path):
         return [what for thread, what in list(waits) if thread is threading.current_thread()]
 
     def on_rank(group):
-        adapter = ferrodist_nccl.NcclAdapter(Place(rank=group.rank, num_ranks=2, folder=tmp_path))
+        adapter = ferrodist_adapter.NcclAdapter(RankInfo(rank=group.rank, num_ranks=2, folder=tmp_path))
         assert adapter.versions["library"] == "a fake of NCCL"
-        meeting = Meeting(tmp_path / "groups", group.rank, 2)
+        barrier = FileBarrier(tmp_path / "groups", group.rank, 2)
         for operation in Operation:
             case = Case(operation=operation, num_ranks=2, size_bytes=12)
             if operation is Operation.OVERLAP:
-                with pytest.raises(NotOfferedError, match="on a GPU"):
-                    open_batches(adapter, case, meeting)
+                with pytest.raises(UnsupportedError, match="on a GPU"):
+                    open_timer(adapter, case, barrier)
             elif operation is not Operation.INIT:
-                batches = open_batches(adapter, case, meeting)
+                timer = open_timer(adapter, case, barrier)
                 before = len(own_notes())
                 for batch in (1, 2):
-                    answer = batches.run({"num_calls": 1, "batch": batch})
+                    answer = timer.run({"num_calls": 1, "batch": batch})
                     assert answer["wrong"] is None, operation
                 expected = {
                     Operation.SUBMIT: ["wait", "clock", "clock", "wait"],  # the call is timed, and not what it starts
@@ -314,7 +313,7 @@ def test_nccl_is_measured_to_the_end_of_its_work(monkeypatch, tmp_path):
                 assert own_notes()[before:] == 2 * expected.get(operation, ["wait", "clock", "wait", "clock"]), (
                     operation
                 )
-        meeting.close()
+        barrier.close()
 
     run_ranks(on_rank, 2, backend=fake_groups)
 
@@ -324,10 +323,10 @@ def test_ranks_need_gpus(monkeypatch, tmp_path):
     taken = []
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     monkeypatch.setattr(torch.cuda, "set_device", taken.append)
-    places = [Place(rank=rank, num_ranks=3, folder=tmp_path) for rank in range(3)]
+    places = [RankInfo(rank=rank, num_ranks=3, folder=tmp_path) for rank in range(3)]
     monkeypatch.delenv("NCCL_MULTI_RANK_GPU_ENABLE", raising=False)
     with pytest.raises(ferrodist.BackendUnavailable, match=r"3 ranks need as many GPUs, and torch sees 2: .*ENABLE=1"):
-        ferrodist_nccl._take_gpu(places[0])
+        ferrodist_adapter._select_gpu(places[0])
     monkeypatch.setenv("NCCL_MULTI_RANK_GPU_ENABLE", "1")
-    assert [ferrodist_nccl._take_gpu(place) for place in places] == ["cuda:0", "cuda:1", "cuda:0"]
+    assert [ferrodist_adapter._select_gpu(place) for place in places] == ["cuda:0", "cuda:1", "cuda:0"]
     assert taken == [0, 1, 0]

@@ -3,7 +3,7 @@
 import torch
 
 from ferrodist import DTensor, Replicate, Shard
-from ferrodist.tensor.spec import DTensorSpec, check_placements, take_part
+from ferrodist.tensor.spec import DTensorSpec, check_placements, shard_of
 
 
 def random_bits(shape, dtype, seed=0):
@@ -24,14 +24,14 @@ def part_of(whole, mesh, placements):
     """This rank's part of a tensor."""
     for placement, size, at in zip(placements, mesh.shape, mesh.coordinate, strict=True):
         if isinstance(placement, Shard):
-            whole = take_part(whole, placement, size, at)
+            whole = shard_of(whole, placement, size, at)
     return whole.contiguous()
 
 
 def divide(whole, mesh, placements):
     """A tensor over a mesh, this rank's part in memory of its own."""
     placed = check_placements(mesh, placements, whole.shape)
-    layout = DTensorSpec.of(mesh, placed, whole.shape, whole.dtype)
+    layout = DTensorSpec.make(mesh, placed, whole.shape, whole.dtype)
     local = part_of(whole.detach(), mesh, placed).clone()
     assert tuple(local.shape) == layout.local_shape
     return DTensor._wrap(local, layout)

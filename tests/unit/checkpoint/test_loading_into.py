@@ -464,7 +464,7 @@ def test_optimizers_of_flat_pieces(tmp_path):
         begin, end = cuts[group.rank], cuts[group.rank + 1]
         model.weight = nn.Parameter(whole.reshape(-1)[begin:end].clone())
         annotate_flat_shard(
-            model.weight, FlatShard(shape=(5, 3), start=begin, layout=None, num_shards=len(cuts) - 1, num_copies=1)
+            model.weight, FlatShard(shape=(5, 3), start=begin, spec=None, num_shards=len(cuts) - 1, num_copies=1)
         )
         return model, torch.optim.Adam(model.parameters())
 

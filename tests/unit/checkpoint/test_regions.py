@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from ferrodist import DeviceMesh, DTensor, Partial, Replicate, Shard
 from ferrodist.backends.simulated import SimulatedBackend
 from ferrodist.tensor.local_shards import Box, FlatShard, annotate_flat_shard, flat_shard_of, local_shard
-from ferrodist.tensor.spec import sizes_before
+from ferrodist.tensor.spec import sizes_before_axis
 
 
 @st.composite
@@ -26,7 +26,7 @@ def layouts(draw):
         if kind == -1:
             placements.append(Replicate())
             continue
-        sizes = sizes_before(shape, placements, mesh_shape, axis, kind)
+        sizes = sizes_before_axis(shape, placements, mesh_shape, axis, kind)
         blocks = [count for count in (1, 2, 3, 4) if not any(size % count for size in sizes)]
         placements.append(Shard(kind, draw(st.sampled_from(blocks))))
     return shape, mesh_shape, tuple(placements)
@@ -44,7 +44,7 @@ def assert_views(part, whole, memory):
     """The boxes have the whole's elements, as views of the memory, and are as many as say."""
     assert part.shape == tuple(whole.shape)
     assert part.dtype == whole.dtype
-    for box, view in part.pieces:
+    for box, view in part.boxes:
         assert tuple(view.shape) == box.shape
         assert torch.equal(view, box.take(whole))
         if view.numel():
@@ -55,7 +55,7 @@ def count_elements(parts, shape):
     """How many of the parts have each element."""
     counts = torch.zeros(shape, dtype=torch.int64)
     for part in parts:
-        for box, _ in part.pieces:
+        for box, _ in part.boxes:
             box.take(counts).add_(1)
     return counts
 
@@ -75,9 +75,9 @@ def test_boxes_of_ranks_are_the_whole(case):
     parts = [local_shard(tensor) for tensor in tensors]
     for part, tensor in zip(parts, tensors, strict=True):
         assert_views(part, whole, tensor._local)
-        assert sum(box.numel for box, _ in part.pieces) == tensor._local.numel()
-        assert all(box.numel for box, _ in part.pieces)
-        assert part.is_copied == (copies_of(mesh_shape, placements) > 1)
+        assert sum(box.numel for box, _ in part.boxes) == tensor._local.numel()
+        assert all(box.numel for box, _ in part.boxes)
+        assert part.is_replicated == (copies_of(mesh_shape, placements) > 1)
     assert (count_elements(parts, shape) == copies_of(mesh_shape, placements)).all()
 
 
@@ -94,14 +94,14 @@ def test_flat_pieces_are_what_they_are_of(case, data):
         for start, stop in itertools.pairwise([0, *cuts, local.numel()]):
             flat = local.reshape(-1)[start:stop].clone()
             piece = FlatShard(
-                shape=tuple(local.shape), start=start, layout=tensor._layout, num_shards=len(cuts) + 1, num_copies=1
+                shape=tuple(local.shape), start=start, spec=tensor._spec, num_shards=len(cuts) + 1, num_copies=1
             )
             annotate_flat_shard(flat, piece)
             assert flat_shard_of(flat) == piece
             parts.append(local_shard(flat))
             assert_views(parts[-1], whole, flat)
-            assert sum(box.numel for box, _ in parts[-1].pieces) == stop - start
-            assert all(box.numel for box, _ in parts[-1].pieces)
+            assert sum(box.numel for box, _ in parts[-1].boxes) == stop - start
+            assert all(box.numel for box, _ in parts[-1].boxes)
     assert (count_elements(parts, shape) == copies_of(mesh_shape, placements)).all()
 
 
@@ -113,11 +113,11 @@ def test_flat_pieces_of_plain_tensors(sizes, data):
     start = data.draw(st.integers(0, whole.numel()))
     stop = data.draw(st.integers(start, whole.numel()))
     flat = whole.reshape(-1)[start:stop].clone()
-    annotate_flat_shard(flat, FlatShard(shape=tuple(sizes), start=start, layout=None, num_shards=2, num_copies=1))
+    annotate_flat_shard(flat, FlatShard(shape=tuple(sizes), start=start, spec=None, num_shards=2, num_copies=1))
     part = local_shard(flat)
     assert_views(part, whole, flat)
-    assert [int(each) for _, view in part.pieces for each in view.reshape(-1)] == list(range(start, stop))
-    assert len(part.pieces) <= 2 * max(0, len(sizes) - 1) + 1
+    assert [int(each) for _, view in part.boxes for each in view.reshape(-1)] == list(range(start, stop))
+    assert len(part.boxes) <= 2 * max(0, len(sizes) - 1) + 1
 
 
 @settings(max_examples=100, deadline=None)
@@ -145,9 +145,9 @@ def test_a_plain_tensor_is_one_box():
     for shape in [(), (0,), (3, 0, 2), (2, 3)]:
         tensor = torch.ones(shape, requires_grad=True)
         part = local_shard(tensor)
-        assert [box for box, _ in part.pieces] == [Box((0,) * len(shape), shape)]
-        assert not part.pieces[0][1].requires_grad
-        assert part.is_copied
+        assert [box for box, _ in part.boxes] == [Box((0,) * len(shape), shape)]
+        assert not part.boxes[0][1].requires_grad
+        assert part.is_replicated
 
 
 def test_a_partial_tensor_is_refused():

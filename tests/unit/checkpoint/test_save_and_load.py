@@ -97,7 +97,7 @@ def test_flat_pieces(tmp_path):
         begin, end = cuts[group.rank], cuts[group.rank + 1]
         flat = whole.reshape(-1)[begin:end].clone()
         annotate_flat_shard(
-            flat, FlatShard(shape=(6, 5, 3), start=begin, layout=None, num_shards=len(cuts) - 1, num_copies=1)
+            flat, FlatShard(shape=(6, 5, 3), start=begin, spec=None, num_shards=len(cuts) - 1, num_copies=1)
         )
         return flat
 
@@ -108,7 +108,7 @@ def test_flat_pieces(tmp_path):
         expected = piece_of(group, cuts)
         target = torch.zeros_like(expected)
         annotate_flat_shard(
-            target, FlatShard(shape=(6, 5, 3), start=cuts[group.rank], layout=None, num_shards=4, num_copies=1)
+            target, FlatShard(shape=(6, 5, 3), start=cuts[group.rank], spec=None, num_shards=4, num_copies=1)
         )
         load_distributed(tmp_path, {"x": target})
         assert bits_of(target) == bits_of(expected)
@@ -426,7 +426,7 @@ def test_only_the_bytes_that_are_needed(tmp_path, reads):
         reads.clear()
         piece = torch.zeros(1024, dtype=torch.int32)
         annotate_flat_shard(
-            piece, FlatShard(shape=(rows, 1024), start=2000 * 1024, layout=None, num_shards=1, num_copies=1)
+            piece, FlatShard(shape=(rows, 1024), start=2000 * 1024, spec=None, num_shards=1, num_copies=1)
         )
         load_distributed(tmp_path, {"large": piece}, verify=verify)
         assert torch.equal(piece, whole[2000])
@@ -530,7 +530,7 @@ def test_parts_of_ranks_are_found_as_they_were_made(tmp_path):
 
     def program(group):
         tensor = divide(torch.ones(4, 4), DeviceMesh(group, (2, 2), ("a", "b")), [Shard(1), Replicate()])
-        assert local_shard(tensor).is_copied
+        assert local_shard(tensor).is_replicated
         save_distributed({"x": tensor, "y": torch.ones(1)}, tmp_path)
 
     run_ranks(program, 4)

@@ -13,10 +13,11 @@ import torch
 from fake_streams import SCHEDULES, FakeStreams
 
 import ferrodist as fd
-from ferrodist.backends.sequencer import InterruptibleTicketQueue
-from ferrodist.collectives import cuda as device_streams
+from ferrodist.backends import cuda
+from ferrodist.backends.cuda import CudaStreams
+from ferrodist.backends.sequencer import Sequencer
 from ferrodist.collectives.arguments import OutputBuffer, compute_shard_sizes
-from ferrodist.collectives.cuda import CopyPipeline, CudaStreams, NotReachedError, Segment, StreamHandoff
+from ferrodist.collectives.cuda import CopyPipeline, NotReachedError, Segment, StreamHandoff
 from ferrodist.collectives.engines import gpu_staged, select
 from ferrodist.collectives.engines.gpu_staged import HostStagedEngine, HostStagedP2P
 from ferrodist.collectives.engines.host import host_engine_of
@@ -611,7 +612,7 @@ def test_memory_that_the_driver_does_not_take(monkeypatch: pytest.MonkeyPatch) -
     """Where registering fails, the error that it leaves in the driver is not the next launch's."""
     answers, dropped = [1, 0], []
     runtime = SimpleNamespace(cudaHostRegister=lambda *_: answers.pop(0))
-    monkeypatch.setattr(device_streams, "_runtime", lambda: runtime)
+    monkeypatch.setattr(cuda, "_runtime", lambda: runtime)
     monkeypatch.setattr(torch.cuda, "device", lambda _: contextlib.nullcontext())
     monkeypatch.setattr(CudaStreams, "_drop_error", lambda self: dropped.append(id(self)))
     streams = CudaStreams(torch.device("cuda", 0))
@@ -628,7 +629,7 @@ class _OnGpu(torch.Tensor):
 def test_memory_of_a_result_that_is_copied_on_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     """It was made in the stream of who started the operation, and is read in that of who waits."""
     streams = FakeStreams()
-    monkeypatch.setattr(device_streams, "streams_of", lambda _: streams)
+    monkeypatch.setattr(cuda, "streams_of", lambda _: streams)
     flat = torch.arange(6.0).as_subclass(_OnGpu)
     out = torch.zeros(3, 2).t()
     with streams.using(streams.make("waiting")):
@@ -639,26 +640,28 @@ def test_memory_of_a_result_that_is_copied_on_is_kept(monkeypatch: pytest.Monkey
 
 def test_a_turn_that_ends_before_its_time() -> None:
     """It leaves those before it their places."""
-    turns, numbers = InterruptibleTicketQueue(lambda: None), iter((1, 2))
-    first, second = (turns.reserve(lambda: next(numbers)) for _ in range(2))
-    with turns.using(second):
+    sequencer, numbers = Sequencer(lambda: False), iter((1, 3))
+    first, second = (sequencer.reserve(lambda: next(numbers)) for _ in range(2))
+    assert not sequencer.wait(second, 0.0)
+    with sequencer.releasing(second):
         pass
-    assert turns.wait_for(first, Deadline(0.0))
-    with turns.using(first):
+    assert sequencer.wait(first, 0.0)
+    assert not sequencer.wait_until_idle(0.0)
+    with sequencer.releasing(first):
         pass
-    turns.wait_for_all(Deadline(0.0))
+    assert sequencer.wait_until_idle(0.0)
 
 
 def test_places_are_taken_one_at_a_time() -> None:
     """Between a place among the group's collectives and the turn for it comes nobody else."""
-    turns = InterruptibleTicketQueue(lambda: None)
-    other = threading.Thread(target=turns.reserve, args=(lambda: 2,))
+    sequencer = Sequencer(lambda: False)
+    other = threading.Thread(target=sequencer.reserve, args=(lambda: 2,))
 
     def reserve() -> int:
         other.start()
         other.join(0.05)
         return 1
 
-    turns.reserve(reserve)
+    sequencer.reserve(reserve)
     other.join()
-    assert turns.wait_for(1, Deadline(0.0))
+    assert sequencer.wait(1, 0.0)

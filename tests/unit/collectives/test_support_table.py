@@ -9,11 +9,11 @@ from typing import TYPE_CHECKING
 
 import pytest
 import torch
+from support_table import OPERATIONS, YES, main, render
 
 import ferrodist as fd
 from ferrodist.collectives.reduce_op import DTYPES
 from ferrodist.testing import run_ranks
-from ferrodist.testing.support_table import OPERATIONS, YES, main, render
 
 if TYPE_CHECKING:
     from ferrodist.backends.base import Backend
@@ -39,7 +39,7 @@ def _reasons() -> dict[str, str]:
 
 
 def test_the_page_is_made_from_the_code(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    """Making it again changes nothing: else run python -m ferrodist.testing.support_table --write docs/support.md."""
+    """Making it again changes nothing: else run make support."""
     assert render() == _PAGE.read_text(encoding="utf-8")
     main([])
     assert capsys.readouterr().out == render()
@@ -50,7 +50,7 @@ def test_the_page_is_made_from_the_code(capsys: pytest.CaptureFixture[str], tmp_
 def test_the_page_is_made_by_a_command() -> None:
     """The command on the page's first lines works."""
     made = subprocess.run(
-        [sys.executable, "-W", "error", "-m", "ferrodist.testing.support_table"],
+        [sys.executable, "-W", "error", str(_PAGE.parents[1] / "tools" / "docs" / "support_table.py")],
         capture_output=True,
         text=True,
         check=True,

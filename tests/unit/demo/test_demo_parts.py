@@ -17,12 +17,20 @@ pytest.importorskip("rich", reason="the extra 'demo' is not installed")
 from rich.console import Console
 
 from ferrodist.cli.main import main
-from ferrodist.demo import DemoOptions, command, run_demo
-from ferrodist.demo.comparison import are_identical, compare_weights
-from ferrodist.demo.display import BarDisplay, LineDisplay
-from ferrodist.demo.plot import save_plot
-from ferrodist.demo.progress import Progress, ProgressPipe, ProgressWriter
-from ferrodist.demo.results import History, RunResult, read_result, write_history, write_weights
+from ferrodist.demo import DemoOptions, cli, run_demo
+from ferrodist.demo.display import TrainingDisplay, save_plot
+from ferrodist.demo.results import (
+    History,
+    Progress,
+    ProgressPipe,
+    ProgressWriter,
+    RunResult,
+    are_identical,
+    compare_weights,
+    read_result,
+    write_history,
+    write_weights,
+)
 from ferrodist.demo.training import train
 from ferrodist.installation import how_to_install
 from ferrodist.testing import run_ranks
@@ -78,7 +86,7 @@ def test_what_lies_in_the_folder_stops_no_other_command(tmp_path, monkeypatch, c
     with pytest.raises(SystemExit, match="2"):
         main(["demo"])
     assert "demo.png is a folder" in capsys.readouterr().err
-    monkeypatch.setattr(command.os, "access", lambda path, mode: path != tmp_path)
+    monkeypatch.setattr(cli.os, "access", lambda path, mode: path != tmp_path)
     with pytest.raises(SystemExit, match="2"):
         main(["demo", "--plot", str(tmp_path / "other.png")])
     assert "other.png can't be written" in capsys.readouterr().err
@@ -87,7 +95,7 @@ def test_what_lies_in_the_folder_stops_no_other_command(tmp_path, monkeypatch, c
 def test_a_rank_takes_ctrl_c_before_it_loads_torch():
     """What takes long to load comes after the signal's handler, so that Ctrl-C gives no tracebacks."""
     code = "import sys, ferrodist.demo.worker; sys.exit(any(name in sys.modules for name in ('torch', 'sklearn')))"
-    environment = {**os.environ, "PYTHONPATH": str(Path(command.__file__).parents[2])}
+    environment = {**os.environ, "PYTHONPATH": str(Path(cli.__file__).parents[2])}
     subprocess.run([sys.executable, "-c", code], env=environment, check=True)
 
 
@@ -104,7 +112,7 @@ def test_a_missing_extra_is_named(monkeypatch, capsys):
 
 def test_a_failed_run_gives_its_exit_code(monkeypatch, capfd, tmp_path):
     """What the launcher returned is returned, and nothing is claimed."""
-    monkeypatch.setattr(command, "launch", lambda spec: 7)
+    monkeypatch.setattr(cli, "launch", lambda spec: 7)
     assert run_demo(DemoOptions(plot=tmp_path / "demo.png")) == 7
     assert capfd.readouterr() == ("", "")
     assert not (tmp_path / "demo.png").exists()
@@ -112,8 +120,8 @@ def test_a_failed_run_gives_its_exit_code(monkeypatch, capfd, tmp_path):
 
 def test_one_rank_and_two_train_alike():
     """The loop gives the same weights on any number of ranks, up to rounding, and the same bits on each of them."""
-    (alone, _), *_ = run_ranks(lambda group: train(group, num_epochs=1, seed=5, tell=lambda state: None), 1)
-    results = run_ranks(lambda group: train(group, num_epochs=1, seed=5, tell=lambda state: None), 2)
+    (alone, _), *_ = run_ranks(lambda group: train(group, num_epochs=1, seed=5, on_progress=lambda state: None), 1)
+    results = run_ranks(lambda group: train(group, num_epochs=1, seed=5, on_progress=lambda state: None), 2)
     first, second = ({name: tensor.numpy() for name, tensor in weights.items()} for weights, _ in results)
     comparison = compare_weights({name: tensor.numpy() for name, tensor in alone.items()}, first, num_steps=29)
     assert are_identical([first, second])
@@ -126,11 +134,13 @@ def test_the_demo_fails_below_97_percent(monkeypatch, capsys, tmp_path):
     """Too short a training ends with exit code 1 and says why; batches that don't divide by the ranks are all right."""
 
     def run(options, num_ranks, _):
-        found = run_ranks(lambda group: train(group, num_epochs=options.epochs, seed=3, tell=lambda _: None), num_ranks)
+        found = run_ranks(
+            lambda group: train(group, num_epochs=options.epochs, seed=3, on_progress=lambda _: None), num_ranks
+        )
         weights = [{name: tensor.numpy() for name, tensor in tensors.items()} for tensors, _ in found]
         return RunResult(history=found[0][1], weights=weights)
 
-    monkeypatch.setattr(command, "_train", run)
+    monkeypatch.setattr(cli, "_train", run)
     plot = tmp_path / "own.png"
     assert run_demo(DemoOptions(epochs=1, ranks=3, plot=plot)) == 1
     assert capsys.readouterr().out.endswith(f"plot: {plot}\nFAILED: test accuracy is below 97%\n")
@@ -209,7 +219,7 @@ def test_a_display_that_fails_does_not_stop_rank_0(tmp_path, kind):
 def test_lines_show_epochs():
     """Where there is no terminal, an epoch is a line and a step is none."""
     file = io.StringIO()
-    with LineDisplay(Console(file=file)) as display:
+    with TrainingDisplay(Console(file=file)) as display:
         display.begin("2 ranks")
         display.show(progress())
         display.show(progress(accuracy=0.5))
@@ -219,7 +229,7 @@ def test_lines_show_epochs():
 def test_bars_show_steps():
     """On a terminal each run has a bar with its loss, and the accuracy once there is one."""
     file = io.StringIO()
-    with BarDisplay(Console(file=file, force_terminal=True, width=80)) as display:
+    with TrainingDisplay(Console(file=file, force_terminal=True, width=80)) as display:
         for title in ("1 rank", "2 ranks"):
             display.begin(title)
             display.show(progress(accuracy=0.5))
@@ -232,5 +242,5 @@ def test_the_plot_is_a_picture(tmp_path):
     """Equal and different runs, and runs of one epoch, are drawn without warnings."""
     for several in (history(), history(losses=[2.0, 1.0, 0.6, 0.25]), history(losses=[1.0], accuracies=[0.97])):
         one = history(losses=several.losses[:1], accuracies=[0.97]) if len(several.losses) == 1 else history()
-        save_plot(tmp_path / "demo", one, several, num_ranks=2, wanted_accuracy=0.97)
+        save_plot(tmp_path / "demo", one, several, num_ranks=2, min_accuracy=0.97)
         assert (tmp_path / "demo").read_bytes().startswith(b"\x89PNG\r\n\x1a\n")

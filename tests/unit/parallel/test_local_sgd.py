@@ -335,7 +335,7 @@ def test_wrong_states_are_refused():
 
     for foreign, uneven in run_ranks(attempt, 2):
         assert type(foreign) is ValueError
-        assert "parameter 'weight' of shape (3, 2), which Linear has not" in str(foreign)
+        assert "parameter 'weight' of shape (3, 2), which Linear does not have" in str(foreign)
         assert type(uneven) is CollectiveMismatchError
         assert "in step 1 where rank 0 has DiLoCo(period=2, start_step=0) in step 0" in str(uneven)
 

@@ -54,12 +54,12 @@ def assert_same(got, expected, what, **tolerance):
         assert got == expected, what
         return
     assert isinstance(got, DTensor), what
-    assert tuple(got.to_local().shape) == got._layout.local_shape, f"{what}: {got._layout}"
+    assert tuple(got.to_local().shape) == got._spec.local_shape, f"{what}: {got._spec}"
     assert got.shape == expected.shape, what
     assert got.dtype == got.to_local().dtype == expected.dtype, what
     whole = got.detach().full_tensor()
     torch.testing.assert_close(
-        whole, expected.detach(), msg=lambda text: f"{what} -> {got._layout}: {text}", equal_nan=True, **tolerance
+        whole, expected.detach(), msg=lambda text: f"{what} -> {got._spec}: {text}", equal_nan=True, **tolerance
     )
 
 

@@ -315,8 +315,8 @@ def test_layouts_are_one_object_each():
     """So they compare by identity; and what a group has found out goes with it."""
     mesh = alone((1, 1), ("a", "b"))
     one, other = (fd.distribute(torch.ones(2, 3), mesh, [Shard(0), Replicate()]) for _ in range(2))
-    assert one._layout is other._layout
-    assert (one + other)._layout is one._layout
+    assert one._spec is other._spec
+    assert (one + other)._spec is one._spec
     gone = weakref.ref(mesh.parent)
     del mesh, one, other
     gc.collect()
@@ -325,12 +325,12 @@ def test_layouts_are_one_object_each():
 
 def test_recipes_are_bounded(monkeypatch):
     """A program with new shapes in each step keeps the last ones only."""
-    monkeypatch.setattr(fd.tensor.dispatch, "_MAX_RECIPES", 8)
+    monkeypatch.setattr(fd.tensor.dispatch, "_MAX_CACHED", 8)
     mesh = alone()
     for size in range(1, 30):
         tensor = fd.distribute(torch.ones(size), mesh, Shard(0), src=None)
         assert (tensor + tensor).sum().full_tensor() == 2 * size
-    assert len(tensor._layout.recipes) <= 8
+    assert len(tensor._spec.dispatch_cache) <= 8
 
 
 def test_numbers_of_other_kinds_are_other_calls():

@@ -11,7 +11,7 @@ from operator_checks import assert_same, check_everywhere, check_operator, make,
 
 import ferrodist as fd
 from ferrodist import DeviceMesh, Partial, ReduceOp, Replicate, Shard
-from ferrodist.tensor.copied_views import COPIES
+from ferrodist.tensor.copied_views import VIEW_COPIES
 from ferrodist.testing import run_ranks
 
 
@@ -413,9 +413,9 @@ def test_views_that_are_gone_are_not_kept_track_of():
         x = spread(make(4, 6), mesh, [Shard(1)])
         storage = x.to_local().untyped_storage()._cdata
         views = [x.view(4, 3, 2), x.view(4, 3, 2)[1], x[:, 1:4]]
-        assert storage in COPIES
+        assert storage in VIEW_COPIES
         x.add_(1)
         del views
-        assert storage not in COPIES
+        assert storage not in VIEW_COPIES
 
     run_ranks(check, 2)

@@ -5,9 +5,9 @@ from importlib.metadata import version
 from pathlib import Path
 
 import pytest
+from dtensor_operators import main
 
 from ferrodist.tensor.ops.table import RULES
-from ferrodist.testing.operator_table import main
 
 ROOT = Path(__file__).parents[3]
 PAGE = ROOT / "docs" / "dtensor-operators.md"

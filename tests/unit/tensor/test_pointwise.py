@@ -7,11 +7,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from operator_checks import assert_same, check_everywhere, check_operator, make, placements_of, spread
+from operator_samples import bind_sample
 
 from ferrodist import DeviceMesh, DTensor, Partial, ReduceOp, Replicate, Shard
 from ferrodist.tensor.ops import pointwise
 from ferrodist.testing import run_ranks
-from ferrodist.testing.operator_samples import bind_sample
 
 # What may be done to parts before they are folded, and what looks as if it could.
 ON_PARTS = {

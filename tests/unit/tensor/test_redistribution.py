@@ -23,7 +23,7 @@ def check_pairs(group, shape, tensor, pairs):
     for before, after in pairs:
         got = spread(tensor, mesh, before).redistribute(after)
         assert got.placements == after
-        assert tuple(got.to_local().shape) == got._layout.local_shape
+        assert tuple(got.to_local().shape) == got._spec.local_shape
         torch.testing.assert_close(got.full_tensor(), tensor, msg=partial("{} -> {}: {}".format, before, after))
 
 
@@ -81,8 +81,8 @@ def test_pairs_on_other_backends(backend):
 
 def plan(shape, before, after, sizes=(8, 16), dtype=torch.float32):
     mesh = DeviceMesh(fd.SimulatedBackend.create_group(NUM_RANKS[shape])[0], shape)
-    layout = DTensorSpec.of(mesh, check_placements(mesh, before, sizes), sizes, dtype)
-    return make_plan(layout, layout.placed(after))
+    layout = DTensorSpec.make(mesh, check_placements(mesh, before, sizes), sizes, dtype)
+    return make_plan(layout, layout.with_placements(after))
 
 
 def moves(*arguments, **options):

@@ -27,7 +27,7 @@ def test_deepcopy():
         assert isinstance(other, DTensor)
         assert other.requires_grad
         assert other.is_leaf
-        assert other._layout is parameter._layout
+        assert other._spec is parameter._spec
         with torch.no_grad():
             parameter.zero_()
         assert_same(other, make(4, 5), "the copy")

@@ -147,9 +147,9 @@ class MpiBackend(MailboxBackend):
             FrameType.PING: self._attendance.on_ping,
             FrameType.PONG: self._attendance.on_pong,
         }
-        self.mover = MpiDataPlane(mpi, collective, self._is_in_vain, self._explain, self._grace)
+        self.data_plane = MpiDataPlane(mpi, collective, self._is_in_vain, self._explain, self._grace)
         self.agreement: MpiVerifier = MpiVerifier(
-            self, self.mover, self._find_behind, partial(self._look, _LOOK_SECONDS)
+            self, self.data_plane, self._find_behind, partial(self._look, _LOOK_SECONDS)
         )
         self._process = os.getpid()
         self._progress = ProgressThread(
@@ -384,7 +384,7 @@ class MpiBackend(MailboxBackend):
         """All ranks have left: called by the thread that moved the frames, as its last act."""
         self._messenger.end()  # a thread that closes the group may look yet, and another one begin a collective
         has_failed = _WORLD in self._failures
-        if self.mover.end() and not has_failed:
+        if self.data_plane.end() and not has_failed:
             for communicator in self._communicators:
                 runtime.call_safely(self._mpi, communicator.Free)
         runtime.forget(self, has_failed=has_failed or bool(self._died))

@@ -22,10 +22,11 @@ from itertools import accumulate
 from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
+from typing_extensions import override
 
 from ferrodist.backends import stragglers
 from ferrodist.backends.polling import wait_until
-from ferrodist.backends.sequencer import TicketQueue
+from ferrodist.backends.sequencer import Sequencer
 from ferrodist.backends.signature import CALL_SIZE, CollectiveSignature, payload_of
 from ferrodist.backends.verification import CollectiveVerifier, left_reason
 from ferrodist.deadline import Deadline, Elapsed, long_wait
@@ -41,7 +42,7 @@ if TYPE_CHECKING:
     class Mover(Protocol):
         """What starts MPI's collectives, and waits for them."""
 
-        turns: TicketQueue
+        sequencer: Sequencer
 
         def agree(self, own: Any, table: Any) -> Any:
             """Start the comparison of all ranks' calls; the request to wait for."""
@@ -75,13 +76,17 @@ class MpiVerifier(CollectiveVerifier):
         self.num_entered = 0
         """How many collectives this rank has entered."""
 
+    @override
+    def reserve(self) -> int:
+        return self._mover.sequencer.reserve()
+
     def reach(self, call: CollectiveSignature, timeout: float, sequence: int | None = None) -> list[bytes]:
         """Block until every rank has made the same call; see `CollectiveVerifier.reach`."""
         group = self._backend
         sequence = self.reserve() if sequence is None else sequence
         call = call.at(sequence)
         deadline = Deadline(timeout)
-        with self._mover.turns.hold(sequence, timeout) as has_turn:
+        with self._mover.sequencer.hold(sequence, timeout) as has_turn:
             if group.failure is not None:
                 raise group.failure.fresh()
             if not has_turn:
@@ -201,7 +206,7 @@ class MpiDataPlane:
         self._starting = threading.Lock()  # held while MPI is given something
         self._has_ended = False
         self._num_under_way = 0
-        self.turns = TicketQueue(is_in_vain)
+        self.sequencer = Sequencer(is_in_vain)
         self.rank: int = communicator.Get_rank()
         self.world_size: int = communicator.Get_size()
 

@@ -16,15 +16,16 @@ MPI's start and end are once in a process's life, and `runtime.py`'s. All else i
 
 from __future__ import annotations
 
-import atexit
 import ctypes
 import importlib
 import os
 import threading
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from ferrodist.backends.lifecycle import ExitStage, at_exit
 from ferrodist.backends.mpi.collectives import leak_request, num_leaked
 from ferrodist.backends.polling import wait_until
 from ferrodist.deadline import Deadline
@@ -249,7 +250,7 @@ def start(deadline: Deadline) -> Any:
             raise BackendUnavailable("MPI has ended in this process, and can't be started again: end it last")
         if _life is None and not mpi.Is_initialized():
             _life = MpiRuntime(mpi)
-            atexit.register(_end, _life)
+            at_exit(ExitStage.MPI, partial(_end, _life))
     if _life is not None:
         _begin(_life, deadline)
     if mpi.Query_thread() < mpi.THREAD_MULTIPLE:

@@ -85,7 +85,7 @@ def open_messages(
     Args:
         group: The group.
         place: Where its ranks are.
-        tell: Hears of what ranks do wrong: see `do_work` in native/bindings/messages.cpp.
+        tell: Hears of what ranks do wrong: see `do_work` in native/bindings/p2p.cpp.
         call: What the ranks compare.
         timeout: Seconds.
 
@@ -101,7 +101,7 @@ def open_messages(
         memory = opening.share_memory(CpuSet.of_this_process().pack(), create)
         sockets = connect_hosts(group, place, "messages", opening.deadline)
         messenger = opening.attempt(
-            lambda: load().Messenger(
+            lambda: load().P2PEngine(
                 rank=group.rank,
                 eager_bytes=mailbox.EAGER_LIMIT,
                 max_unasked_bytes=mailbox.MAX_UNASKED_BYTES,

@@ -30,7 +30,7 @@ _POLL_SECONDS = 0.05
 
 
 class FastPath(NamedTuple):
-    """What native/bindings/short_ways.cpp takes a group's plain calls by."""
+    """What native/bindings/fast_path.cpp takes a group's plain calls by."""
 
     communicator: Any
     timeout: float

@@ -1,6 +1,6 @@
 """Messages through the engine.
 
-native/engine/messenger.h says how they move, `MailboxBackend` who may still be waited for.
+native/engine/p2p_engine.h says how they move, `MailboxBackend` who may still be waited for.
 
 [Note: what the engine is told]
 The state of groups and ranks is Python's. The engine takes its short ways only while it knows of no end: it is told of
@@ -67,7 +67,7 @@ class _Outcome(IntEnum):
 
 
 class _PeerEvent(IntEnum):
-    """`News::Kind` of native/engine/reception.h."""
+    """`News::Kind` of native/engine/admission.h."""
 
     FULL = 0
     BROKEN = 1
@@ -341,7 +341,7 @@ class MessagesBackend(TcpBackend):
         return messages
 
     def _make_tensor_messages(self, group_id: int, rank: int, ranks: Iterable[int]) -> Any:
-        messages = load().TensorMessages(self._messenger, group_id, rank, list(ranks))
+        messages = load().TensorP2P(self._messenger, group_id, rank, list(ranks))
         self._short_ways[group_id] = messages
         return messages
 

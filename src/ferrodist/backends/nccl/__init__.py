@@ -2,14 +2,11 @@
 
 ::
 
-    library.py        is there an NCCL here?           communicator.py   the edge to the binding
-    unique_id.py      how ranks of NCCL meet           dtypes.py         what NCCL can reduce, and the rest
-    streams.py        the edge to CUDA                 connection.py     one group's communicator
-    launcher.py       one group's work                 launched.py       what is on a stream
-    places.py         in which order                   watch.py          deadlines of it
-    call_ring.py      calls compared                   count_comparison.py   counts compared
-    progress.py       who is late                      collectives.py, messages.py   the operations
-    group.py          groups over a control group      backend.py        `NcclBackend`
+    backend.py            groups over a control group; `NcclBackend`, `HybridBackend`
+    collectives.py        the collectives            p2p.py          messages of tensors
+    reductions.py         reductions NCCL lacks      verification.py calls and split sizes compared
+    stream_executor.py    enqueues a group's work    in_flight.py    operations on a stream
+    watchdog.py           deadlines, late ranks      communicator.py the binding to NCCL
 """
 
 from ferrodist.backends.nccl.backend import NcclBackend

@@ -1,25 +1,21 @@
-"""NCCL as a backend.
+"""Groups with NCCL for tensors on GPUs, over a control group for everything else.
 
-Groups whose tensors on GPUs go by NCCL, over a control group.
-
-The control group's failure ends the communicators, and what NCCL or a deadline of a GPU finds ends the control group on
-all ranks.
-
-Both kinds of tensors in one group: a host's backend for the CPU, NCCL for GPUs.
+A failure of the control group aborts the NCCL communicators; an error of NCCL, or a missed deadline on a GPU, aborts
+the control group on all ranks.
 """
 
 from __future__ import annotations
 
 import weakref
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from ferrodist.backends.control_plane import ControlPlaneBackend, control_of
+from ferrodist.backends.cuda import allow_queries_during_capture, streams_of
 from ferrodist.backends.lifecycle import snapshot_weak
 from ferrodist.backends.nccl.collectives import NcclEngine
 from ferrodist.backends.nccl.communicator import load_nccl, why_no_nccl
 from ferrodist.backends.nccl.p2p import NcclP2P
 from ferrodist.backends.nccl.stream_executor import StreamExecutor
-from ferrodist.backends.nccl.streams import CudaStreams
 from ferrodist.backends.nccl.watchdog import Watchdog
 from ferrodist.backends.signature import MAX_PAYLOAD, CollectiveSignature
 from ferrodist.backends.subgroup import SubBackend
@@ -29,44 +25,45 @@ from ferrodist.errors import BackendUnavailable, InvalidRankError, PeerLostError
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
+    import torch
     from typing_extensions import Buffer, Self
 
     from ferrodist.backends.base import Backend
+    from ferrodist.backends.cuda import Streams
     from ferrodist.backends.nccl.communicator import Library
-    from ferrodist.backends.nccl.streams import Stream, Streams
     from ferrodist.backends.request import Request
     from ferrodist.deadline import Deadline
     from ferrodist.rendezvous import Membership
 
 
 def reasons_without_nccl(control: Backend, deadline: Deadline) -> dict[int, str]:
-    """Why ranks have no NCCL, by rank; all ranks call it."""
+    """The reasons why ranks can't use NCCL, by rank; collective."""
     own = (why_no_nccl() or "").encode()[:MAX_PAYLOAD]
-    said = control.agreement.reach(CollectiveSignature(operation="is there NCCL", payload=own), deadline.remaining())
-    return {rank: reason.decode(errors="replace") for rank, reason in enumerate(said) if reason}
+    answers = control.agreement.reach(CollectiveSignature(operation="is there NCCL", payload=own), deadline.remaining())
+    return {rank: reason.decode(errors="replace") for rank, reason in enumerate(answers) if reason}
 
 
 class NcclGroup(ControlPlaneBackend):
-    """A group with NCCL for tensors on GPUs, over a control group, which it closes with itself.
+    """A group with NCCL for tensors on GPUs over a control group, which it closes with itself.
 
     Args:
-        control: A group of another backend, of which nothing else is made.
+        control: A group of another backend, used by this group only.
         stream: A `torch.cuda.Stream` for all of the group's work on the GPU; None makes one for each group.
-        library: Gives NCCL, or raises BackendUnavailable; for tests.
-        streams: CUDA's; for tests.
+        library: Returns NCCL, or raises BackendUnavailable; for tests.
+        streams: Returns the streams of a GPU; for tests.
 
     Raises:
         BackendUnavailable: This process has no NCCL, or no GPU.
-        TypeError: ``stream`` is no stream, or ``control`` no group.
+        TypeError: ``stream`` is not a stream, or ``control`` not a group.
     """
 
     def __init__(
         self,
         control: Backend,
         *,
-        stream: Stream | None = None,
+        stream: Any = None,
         library: Callable[[], Library] = load_nccl,
-        streams: Streams | None = None,
+        streams: Callable[[torch.device], Streams] = streams_of,
     ) -> None:
         super().__init__(control)
         if stream is not None and not hasattr(stream, "cuda_stream"):
@@ -81,21 +78,21 @@ class NcclGroup(ControlPlaneBackend):
         self._is_closed = False
         self._stream = stream
         self._library = library
-        self._streams = CudaStreams() if streams is None else streams
+        self._streams = streams
         self.agreement = control.agreement
         self.collectives = control.collectives
         self.quick = control.quick
         self.tensor_messages = control.tensor_messages
-        self._watch = Watchdog(f"ferrodist-nccl-{control.name}-{control.rank}", self._streams.begin_watching)
-        self._launchers: weakref.WeakValueDictionary[int, StreamExecutor] = weakref.WeakValueDictionary()  # by group
-        self._launcher = self._launcher_of(self)
-        self.device_collectives = NcclEngine(self, self._launcher)
-        self.device_messages = NcclP2P(self, self._launcher)
-        self.on_synchronize(self._launcher.synchronize)
+        self._watchdog = Watchdog(f"ferrodist-nccl-{control.name}-{control.rank}", allow_queries_during_capture)
+        self._executors: weakref.WeakValueDictionary[int, StreamExecutor] = weakref.WeakValueDictionary()  # by group
+        self._executor = self._executor_of(self)
+        self.device_collectives = NcclEngine(self, self._executor)
+        self.device_messages = NcclP2P(self, self._executor)
+        self.on_synchronize(self._executor.synchronize)
 
     @classmethod
     def from_membership(cls, membership: Membership, timeout: float, deadline: Deadline) -> Self:
-        """Make the group of all ranks that met, over a native control group, or TCP where there is no engine.
+        """Make the group of a rendezvous, over a native control group, or a TCP one without the native engine.
 
         Raises:
             BackendUnavailable: On all ranks, when one can't use NCCL; with the reason.
@@ -119,28 +116,28 @@ class NcclGroup(ControlPlaneBackend):
                 ranks=tuple(reasons),
             )
 
-    def _launcher_of(self, group: Backend) -> StreamExecutor:
-        """The launcher of this group or of a sub-group, made when first asked for."""
-        found = self._launchers.get(group.group_id)
+    def _executor_of(self, group: Backend) -> StreamExecutor:
+        """The executor of this group or of a sub-group, made on first use."""
+        found = self._executors.get(group.group_id)
         if found is None:
-            found = StreamExecutor(group, self._library, self._streams, self._watch, self._stream)
-            self._launchers[group.group_id] = found
+            found = StreamExecutor(group, self._library, self._streams, self._watchdog, self._stream)
+            self._executors[group.group_id] = found
         return found
 
     def shrink(self, lost: Sequence[int] | None = None, *, timeout: float | None = None) -> SubBackend:
-        """Make a group of the ranks that are left when others have died; all of these call it.
+        """Make a group of the surviving ranks when others have died; all survivors call it.
 
         It is a sub-group with a communicator of its own, which works where this group's messages still get through: not
         when rank 0 of a TCP star has died.
 
         Args:
-            lost: The ranks that are gone, the same on all callers; None takes those of the `PeerLostError` that this
-                group has failed with.
+            lost: The lost ranks, the same on all callers; None takes those of the `PeerLostError` with which this
+                group has failed.
             timeout: Seconds a blocking call in the new group may take when it names none itself; None takes this
                 group's.
 
         Raises:
-            InvalidRankError: No rank was lost, or all were.
+            InvalidRankError: No rank was lost.
         """
         if lost is None:
             failure = self.failure
@@ -153,14 +150,14 @@ class NcclGroup(ControlPlaneBackend):
         return SubBackend(self, survivors, timeout=timeout, label="shrink")
 
     def close(self, timeout: float | None = None) -> None:
-        """Leave the group; see `Backend.close`. What this rank has launched is completed first, for at most 5 s."""
+        """Leave the group; see `Backend.close`. Operations launched by this rank are completed first, for up to 5 s."""
         if self._is_closed:
             return
         self._is_closed = True
-        self.quick = self.tensor_messages = None  # as the control group does with its own
-        for launcher in snapshot_weak(self._launchers.values):
-            launcher.release(self.failure or launcher.failure)
-        self._watch.close()
+        self.quick = self.tensor_messages = None  # like the control group's own
+        for executor in snapshot_weak(self._executors.values):
+            executor.release(self.failure)
+        self._watchdog.close()
         self._control.close(timeout)
         self._run_close_callbacks()
 
@@ -172,42 +169,42 @@ class NcclGroup(ControlPlaneBackend):
 
     def close_subgroup(self, group_id: int, members: tuple[int, ...]) -> None:
         """See `Backend.close_subgroup`."""
-        launcher = self._launchers.pop(group_id, None)
-        if launcher is not None:
-            launcher.release(self._control.subgroup_failure(group_id, members))
+        executor = self._executors.pop(group_id, None)
+        if executor is not None:
+            executor.release(self._control.subgroup_failure(group_id, members))
         super().close_subgroup(group_id, members)
 
     def subgroup_device_collectives(self, subgroup: Backend) -> NcclEngine:
         """See `Backend.subgroup_device_collectives`."""
-        launcher = self._launcher_of(subgroup)
-        subgroup.on_synchronize(launcher.synchronize)
-        return NcclEngine(subgroup, launcher)
+        executor = self._executor_of(subgroup)
+        subgroup.on_synchronize(executor.synchronize)
+        return NcclEngine(subgroup, executor)
 
     def subgroup_device_messages(self, subgroup: Backend) -> NcclP2P:
         """See `Backend.subgroup_device_messages`."""
-        return NcclP2P(subgroup, self._launcher_of(subgroup))
+        return NcclP2P(subgroup, self._executor_of(subgroup))
 
 
 class NcclBackend(NcclGroup):
-    """A rank of a group that carries tensors on GPUs by NCCL, and no bytes.
+    """A rank of a group that transfers tensors on GPUs by NCCL, and no bytes.
 
-    `send` and `recv` raise UnsupportedOpError; so do their other forms. All else is as in a `HybridBackend`: barriers,
-    objects and tensors on the CPU, which `DDP`, `FSDP`, `Pipeline` and checkpoints use for what ranks tell each other,
-    go by the control group.
+    `send`, `recv`, `isend` and `irecv` raise UnsupportedOpError. Everything else is as in a `HybridBackend`: barriers,
+    objects and tensors on the CPU, which `DDP`, `FSDP`, `Pipeline` and checkpoints use for metadata, go by the control
+    group.
 
     Args:
-        control: A group of the same ranks, of any backend but this; this one closes it.
+        control: A group of the same ranks, of any backend but this one, which closes it.
         stream: A `torch.cuda.Stream` for all of the group's work on the GPU; None makes one for each group.
-        library: Gives NCCL, or raises BackendUnavailable; for tests.
-        streams: CUDA's; for tests.
+        library: Returns NCCL, or raises BackendUnavailable; for tests.
+        streams: Returns the streams of a GPU; for tests.
 
     Raises:
         BackendUnavailable: This process has no NCCL, or no GPU.
-        TypeError: ``stream`` is no stream, or ``control`` no group.
+        TypeError: ``stream`` is not a stream, or ``control`` not a group.
     """
 
     def send(self, data: Buffer, dst: int, *, tag: int = 0, timeout: float | None = None) -> None:
-        """Refused; tensors' heads are not."""
+        """Refused, except on internal channels, which carry tensors' headers."""
         self._check_tag(tag)
         super().send(data, dst, tag=tag, timeout=timeout)
 
@@ -235,43 +232,43 @@ class NcclBackend(NcclGroup):
 
 
 class HybridBackend(NcclGroup):
-    """A rank of a group that carries bytes and tensors on the CPU by one backend, and tensors on GPUs by NCCL.
+    """A rank of a group that transfers bytes and CPU tensors by one backend, and tensors on GPUs by NCCL.
 
-    The communicators of NCCL are made when the first collective or message on a GPU comes.
+    The NCCL communicators are made by the first collective or message on a GPU.
 
     Args:
-        control: A group of the same ranks, a `NativeBackend` or `TcpBackend`; this one closes it.
+        control: A group of the same ranks, a `NativeBackend` or `TcpBackend`, which this one closes.
         stream: A `torch.cuda.Stream` for all of the group's work on the GPU; None makes one for each group.
-        library: Gives NCCL, or raises BackendUnavailable; for tests.
-        streams: CUDA's; for tests.
+        library: Returns NCCL, or raises BackendUnavailable; for tests.
+        streams: Returns the streams of a GPU; for tests.
 
     Raises:
         BackendUnavailable: This process has no NCCL, or no GPU.
-        TypeError: ``stream`` is no stream, or ``control`` no group.
+        TypeError: ``stream`` is not a stream, or ``control`` not a group.
     """
 
     _nccl: NcclBackend | None = None
 
     @property
     def tcp(self) -> Backend:
-        """The group of the host: what carries bytes and tensors on the CPU. Its order of calls is this group's."""
+        """The control group, which transfers bytes and CPU tensors; both share one order of calls."""
         return self._control
 
     @property
     def nccl(self) -> NcclBackend:
-        """This group as an `NcclBackend`, which carries no bytes. Its order of calls is this group's."""
+        """This group as an `NcclBackend`, which transfers no bytes; both share one order of calls."""
         if self._nccl is None:
             self._nccl = NcclBackend.__new__(NcclBackend)
-            self._nccl.__dict__ = self.__dict__  # one group under two classes: what is known of either is of both
+            self._nccl.__dict__ = self.__dict__  # one group under two classes, with one state
         return self._nccl
 
     def synchronize_nccl(self, timeout: float | None = None) -> None:
-        """Wait on the host until NCCL has done what this rank has launched in this group: `synchronize`."""
+        """Wait on the host until NCCL has done this rank's operations in this group: the same as `synchronize`."""
         self.synchronize(timeout)
 
 
 def best_backend(membership: Membership, timeout: float, deadline: Deadline) -> Backend:
-    """What ``init_process_group(None)`` makes: a hybrid group where all ranks have NCCL and a GPU, else the host's."""
+    """The group of ``init_process_group(None)``: hybrid where all ranks have NCCL and a GPU, else without NCCL."""
     control = control_of(membership, timeout, deadline)
     try:
         return control if reasons_without_nccl(control, deadline) else HybridBackend(control)

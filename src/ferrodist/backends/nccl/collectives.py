@@ -21,8 +21,8 @@ if TYPE_CHECKING:
 
     from ferrodist.backends.base import Backend
     from ferrodist.backends.nccl.communicator import Communicator
+    from ferrodist.backends.nccl.in_flight import EnqueuedOp
     from ferrodist.backends.nccl.stream_executor import StreamContext, StreamExecutor
-    from ferrodist.backends.nccl.streams import EnqueuedOp
 
 
 class NcclEngine:
@@ -30,28 +30,28 @@ class NcclEngine:
 
     Args:
         group: The group.
-        launcher: Puts its work on a stream.
+        executor: Enqueues the group's work on its stream.
     """
 
     enqueue = True
 
-    def __init__(self, group: Backend, launcher: StreamExecutor) -> None:
+    def __init__(self, group: Backend, executor: StreamExecutor) -> None:
         self._group = group
         self._rank, self._world_size = group.rank, group.world_size
-        self._launcher = launcher
-        self._counts = SplitSizeVerifier(group, launcher.reporter())
+        self._executor = executor
+        self._split_sizes = SplitSizeVerifier(group, executor.reporter())
 
     def reserve(self) -> int:
         """Take the next position among the group's collectives on GPUs."""
-        return self._launcher.places.reserve()
+        return self._executor.sequencer.reserve()
 
     def begin_async(self) -> None:
         """Let the current stream not wait for what this thread calls, until `end_async`."""
-        self._launcher.begin_async()
+        self._executor.begin_async()
 
     def end_async(self) -> EnqueuedOp:
         """What was called since `begin_async`."""
-        return self._launcher.end_async()
+        return self._executor.end_async()
 
     # The collectives: see `CollectiveEngine`.
 
@@ -59,16 +59,16 @@ class NcclEngine:
         """Fold ``source`` over the ranks into every rank's ``out``, which may be ``source``."""
         recipe = recipe_of(source.dtype, op, self._world_size)
 
-        def work(lane: StreamContext) -> None:
+        def work(context: StreamContext) -> None:
             if not source.numel():
                 return
-            if recipe.form is Encoding.GATHERED:
-                fold_gathered(recipe, self._gather_all(lane, source), out)
+            if recipe.encoding is Encoding.GATHERED:
+                fold_gathered(recipe, self._gather_all(context, source), out)
                 return
             packed = recipe.pack(source)
             result = _result_for(packed, source, out)
             self._reduce_by(
-                lane,
+                context,
                 recipe,
                 packed,
                 lambda nccl, op, stream: nccl.all_reduce(result, packed, _number(recipe), op, stream=stream),
@@ -76,7 +76,7 @@ class NcclEngine:
             recipe.unpack(result, out)
 
         call = _call("allreduce", source, source.numel(), op=op, sequence=sequence)
-        self._launcher.launch(call, (source, out), work, timeout=timeout)
+        self._executor.launch(call, (source, out), work, timeout=timeout)
 
     def reduce(
         self,
@@ -91,18 +91,18 @@ class NcclEngine:
         """Fold ``source`` over the ranks into the root's ``out``, which may be its ``source``; None elsewhere."""
         recipe = recipe_of(source.dtype, op, self._world_size)
 
-        def work(lane: StreamContext) -> None:
+        def work(context: StreamContext) -> None:
             if not source.numel():
                 return
-            if recipe.form is Encoding.GATHERED:
-                parts = self._gather_to(lane, source, root)
+            if recipe.encoding is Encoding.GATHERED:
+                parts = self._gather_to(context, source, root)
                 if out is not None:
                     fold_gathered(recipe, parts, out)
                 return
             packed = recipe.pack(source)
             result = packed if out is None else _result_for(packed, source, out)
             self._reduce_by(
-                lane,
+                context,
                 recipe,
                 packed,
                 lambda nccl, op, stream: nccl.reduce(result, packed, _number(recipe), op, root=root, stream=stream),
@@ -111,17 +111,17 @@ class NcclEngine:
                 recipe.unpack(result, out)
 
         call = _call("reduce", source, source.numel(), op=op, root=root, sequence=sequence)
-        self._launcher.launch(call, _present(source, out), work, timeout=timeout)
+        self._executor.launch(call, _present(source, out), work, timeout=timeout)
 
     def broadcast(self, tensor: torch.Tensor, root: int, *, timeout: float, sequence: int) -> None:
         """Copy the root's ``tensor`` into every rank's."""
 
-        def work(lane: StreamContext) -> None:
+        def work(context: StreamContext) -> None:
             if tensor.numel():
-                lane.grouped(lambda nccl, stream: nccl.broadcast(tensor, root=root, stream=stream))
+                context.grouped(lambda nccl, stream: nccl.broadcast(tensor, root=root, stream=stream))
 
         call = _call("broadcast", tensor, tensor.numel(), root=root, sequence=sequence)
-        self._launcher.launch(call, (tensor,), work, timeout=timeout)
+        self._executor.launch(call, (tensor,), work, timeout=timeout)
 
     def all_gather(
         self,
@@ -135,11 +135,11 @@ class NcclEngine:
     ) -> None:
         """Copy every rank's ``source`` into every ``out``, one after the other."""
 
-        def work(lane: StreamContext) -> None:
+        def work(context: StreamContext) -> None:
             if not out.numel():
                 return
             if len(set(counts)) == 1:
-                lane.grouped(lambda nccl, stream: nccl.all_gather(out, source, stream=stream))
+                context.grouped(lambda nccl, stream: nccl.all_gather(out, source, stream=stream))
                 return
             parts = _parts(out, counts)
             parts[self._rank].copy_(source)
@@ -149,10 +149,10 @@ class NcclEngine:
                     if part.numel():
                         nccl.broadcast(part, root=rank, stream=stream)
 
-            lane.grouped(broadcast_parts)
+            context.grouped(broadcast_parts)
 
         call = _call("all_gather", out, out.numel(), dim=dim, sequence=sequence)
-        self._launcher.launch(call, (out, source), work, timeout=timeout)
+        self._executor.launch(call, (out, source), work, timeout=timeout)
 
     def gather(
         self,
@@ -166,12 +166,12 @@ class NcclEngine:
     ) -> None:
         """Copy every rank's ``source`` into the root's ``out``; None elsewhere."""
 
-        def work(lane: StreamContext) -> None:
+        def work(context: StreamContext) -> None:
             parts = None if out is None else _parts(out, counts)
-            self._move_to(lane, source, parts, root)
+            self._move_to(context, source, parts, root)
 
         call = _call("gather", source, sum(counts), root=root, sequence=sequence)
-        self._launcher.launch(call, _present(source, out), work, timeout=timeout)
+        self._executor.launch(call, _present(source, out), work, timeout=timeout)
 
     def scatter(
         self,
@@ -185,19 +185,19 @@ class NcclEngine:
     ) -> None:
         """Copy part r of the root's ``source``, of ``counts[r]`` elements, into rank r's ``out``."""
 
-        def work(lane: StreamContext) -> None:
+        def work(context: StreamContext) -> None:
             if source is None:
                 if out.numel():
-                    lane.grouped(lambda nccl, stream: nccl.recv(out, root, stream=stream))
+                    context.grouped(lambda nccl, stream: nccl.recv(out, root, stream=stream))
                 return
             parts = _parts(source, counts)
             others = [(rank, part) for rank, part in enumerate(parts) if rank != root and part.numel()]
             if others:
-                lane.grouped(lambda nccl, stream: _send_all(nccl, others, stream))
+                context.grouped(lambda nccl, stream: _send_all(nccl, others, stream))
             out.copy_(parts[root])
 
         call = _call("scatter", out, sum(counts), root=root, sequence=sequence)
-        self._launcher.launch(call, _present(out, source), work, timeout=timeout)
+        self._executor.launch(call, _present(out, source), work, timeout=timeout)
 
     def reduce_scatter(
         self,
@@ -213,21 +213,21 @@ class NcclEngine:
         """Fold part r of every rank's ``source`` into rank r's ``out``."""
         recipe = recipe_of(source.dtype, op, self._world_size)
 
-        def work(lane: StreamContext) -> None:
+        def work(context: StreamContext) -> None:
             if not source.numel():
                 return
-            if recipe.form is Encoding.GATHERED:
-                self._fold_parts(lane, recipe, source, counts, out)
+            if recipe.encoding is Encoding.GATHERED:
+                self._fold_parts(context, recipe, source, counts, out)
                 return
             packed = recipe.pack(source)
             scale = packed.numel() // source.numel()  # 2 where complex numbers have become pairs
             result = out if packed.dtype is out.dtype else packed.new_empty(out.numel() * scale)
             sizes = [count * scale for count in counts]
-            self._reduce_by(lane, recipe, packed, self._scatter_reduced(recipe, result, packed, sizes))
+            self._reduce_by(context, recipe, packed, self._scatter_reduced(recipe, result, packed, sizes))
             recipe.unpack(result, out)
 
         call = _call("reduce_scatter", source, source.numel(), op=op, dim=dim, sequence=sequence)
-        self._launcher.launch(call, (source, out), work, timeout=timeout)
+        self._executor.launch(call, (source, out), work, timeout=timeout)
 
     def all_to_all(
         self,
@@ -248,11 +248,11 @@ class NcclEngine:
         call = _call("all_to_all", source, unit, sequence=sequence)
         is_even = set(send_counts) | set(receive_counts) == {unit}
 
-        def work(lane: StreamContext) -> None:
+        def work(context: StreamContext) -> None:
             rows = [[count // unit if unit else 0 for count in counts] for counts in (send_counts, receive_counts)]
-            self._counts.tell(self._group, sequence, *rows)
+            self._split_sizes.send(self._group, sequence, *rows)
             if not is_even:
-                self._counts.wait(self._group, sequence, str(call), Deadline(timeout))
+                self._split_sizes.wait(self._group, sequence, str(call), Deadline(timeout))
             outgoing, incoming = _parts(source, send_counts), _parts(out, receive_counts)
             sends = [(rank, part) for rank, part in enumerate(outgoing) if rank != self._rank and part.numel()]
             receives = [(rank, part) for rank, part in enumerate(incoming) if rank != self._rank and part.numel()]
@@ -262,16 +262,16 @@ class NcclEngine:
                     _send_all(nccl, sends, stream)
                     _receive_all(nccl, receives, stream)
 
-                lane.grouped(exchange)
+                context.grouped(exchange)
             incoming[self._rank].copy_(outgoing[self._rank])
 
-        self._launcher.launch(call, (source, out), work, timeout=timeout)
+        self._executor.launch(call, (source, out), work, timeout=timeout)
 
     # What they are made of.
 
     def _reduce_by(
         self,
-        lane: StreamContext,
+        context: StreamContext,
         recipe: ReductionRecipe,
         packed: torch.Tensor,
         call: Callable[[Communicator, int, int], None],
@@ -280,12 +280,12 @@ class NcclEngine:
         if recipe.factor is None:
             assert recipe.op is not None
             operation = recipe.op
-            lane.grouped(lambda nccl, stream: call(nccl, operation, stream))
+            context.grouped(lambda nccl, stream: call(nccl, operation, stream))
             return
         factor = torch.tensor([recipe.factor], dtype=packed.dtype, device="cpu")
-        made = lane.communicator.premultiplied_sum(factor, _number(recipe))
-        lane.grouped(lambda nccl, stream: call(nccl, made, stream))
-        lane.communicator.release_operation(made)
+        made = context.communicator.premultiplied_sum(factor, _number(recipe))
+        context.grouped(lambda nccl, stream: call(nccl, made, stream))
+        context.communicator.release_operation(made)
 
     def _scatter_reduced(
         self, recipe: ReductionRecipe, result: torch.Tensor, packed: torch.Tensor, sizes: Sequence[int]
@@ -302,37 +302,37 @@ class NcclEngine:
 
         return call
 
-    def _gather_all(self, lane: StreamContext, source: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    def _gather_all(self, context: StreamContext, source: torch.Tensor) -> tuple[torch.Tensor, ...]:
         everyone = source.new_empty(source.numel() * self._world_size)
-        lane.grouped(lambda nccl, stream: nccl.all_gather(everyone, source, stream=stream))
+        context.grouped(lambda nccl, stream: nccl.all_gather(everyone, source, stream=stream))
         return _parts(everyone, [source.numel()] * self._world_size)
 
     def _gather_room(self, source: torch.Tensor, count: int) -> tuple[torch.Tensor, ...]:
         """Room for ``count`` elements of each rank."""
         return _parts(source.new_empty(count * self._world_size), [count] * self._world_size)
 
-    def _gather_to(self, lane: StreamContext, source: torch.Tensor, root: int) -> tuple[torch.Tensor, ...]:
+    def _gather_to(self, context: StreamContext, source: torch.Tensor, root: int) -> tuple[torch.Tensor, ...]:
         """All ranks' elements on the root; on the others nothing."""
         parts = self._gather_room(source, source.numel()) if self._rank == root else ()
-        self._move_to(lane, source, parts or None, root)
+        self._move_to(context, source, parts or None, root)
         return parts
 
     def _move_to(
-        self, lane: StreamContext, source: torch.Tensor, parts: Sequence[torch.Tensor] | None, root: int
+        self, context: StreamContext, source: torch.Tensor, parts: Sequence[torch.Tensor] | None, root: int
     ) -> None:
         """Copy every rank's ``source`` into the root's ``parts``."""
         if parts is None:
             if source.numel():
-                lane.grouped(lambda nccl, stream: nccl.send(source, root, stream=stream))
+                context.grouped(lambda nccl, stream: nccl.send(source, root, stream=stream))
             return
         others = [(rank, part) for rank, part in enumerate(parts) if rank != root and part.numel()]
         if others:
-            lane.grouped(lambda nccl, stream: _receive_all(nccl, others, stream))
+            context.grouped(lambda nccl, stream: _receive_all(nccl, others, stream))
         parts[root].copy_(source)
 
     def _fold_parts(
         self,
-        lane: StreamContext,
+        context: StreamContext,
         recipe: ReductionRecipe,
         source: torch.Tensor,
         counts: Sequence[int],
@@ -349,7 +349,7 @@ class NcclEngine:
             _receive_all(nccl, receives, stream)
 
         if sends or receives:
-            lane.grouped(exchange)
+            context.grouped(exchange)
         if incoming:
             incoming[self._rank].copy_(outgoing[self._rank])
             fold_gathered(recipe, incoming, out)

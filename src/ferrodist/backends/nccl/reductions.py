@@ -1,18 +1,18 @@
-"""What NCCL can reduce, and how the rest is brought into a form that it can.
+"""How each reduction is done with the ones that NCCL has.
 
 [Note: recipes]
-NCCL knows sums, products, minima, maxima and averages of some dtypes, and neither bits nor NaN. A reduction of this
-project means the same on every backend (up to NCCL's own order and precision of sums), so what NCCL hasn't, or does in
-another sense, goes another way:
+NCCL has sums, products, minima, maxima and averages of some dtypes, and neither bitwise operations nor NaN. A reduction
+of ferrodist means the same on every backend (up to NCCL's own order and precision of sums), so a reduction that NCCL
+lacks, or defines differently, is converted:
 
 - bool travels as uint8: *or* is its maximum, *and* its minimum; *xor* is the sum's lowest bit. int16 travels as int32,
   8-bit floats as float32, which are rounded once.
-- MIN and MAX of floats: NCCL drops NaN, here it wins. They travel as integers in the floats' order, with NaN at the
-  end that wins; float16 and bfloat16 as float32.
+- MIN and MAX of floats: NCCL drops NaN, ferrodist propagates it. They travel as integers in the floats' order, with NaN
+  at the end that wins; float16 and bfloat16 as float32.
 - MEAN and premultiplied sums of float16 and bfloat16 multiply by a factor in that type. Where it can't hold the factor
   they are done in float32, and rounded once.
-- Complex numbers are added as pairs of reals. Their products, and bitwise operations, have no form in NCCL: all ranks'
-  elements are gathered, and each rank folds them in rank order.
+- Complex numbers are added as pairs of reals. Their products, and bitwise operations, can't be expressed in NCCL: all
+  ranks' elements are gathered, and each rank folds them in rank order.
 """
 
 from __future__ import annotations
@@ -40,8 +40,8 @@ NCCL_DTYPES: dict[torch.dtype, int] = {
     torch.float64: 8,
     torch.bfloat16: 9,
 }
-"""Numbers of ncclDataType_t, of the dtypes whose sums and products NCCL is left to. It has 8-bit floats, too, but adds
-them in their own precision."""
+"""ncclDataType_t of the dtypes whose sums and products NCCL does as they are. It has 8-bit floats, too, but adds them
+in their own precision."""
 
 _OPERATIONS = {"sum": 0, "product": 1, "max": 2, "min": 3, "mean": 4}
 _HALVES = (torch.float16, torch.bfloat16)
@@ -56,12 +56,12 @@ _SIGN_BITS = {torch.float32: (torch.int32, 0x7FFFFFFF), torch.float64: (torch.in
 
 
 def reduce_op_to_nccl(op: Any) -> int:
-    """NCCL's number (``ncclRedOp_t``) of a `ReduceOp`.
+    """The ``ncclRedOp_t`` of a `ReduceOp`, as an int.
 
     Raises:
-        UnsupportedOpError: NCCL has none: the bitwise operations, and premultiplied sums, which are made for a
-            communicator. (Collectives do them all the same.)
-        TypeError: ``op`` is no reduction.
+        UnsupportedOpError: NCCL has none for bitwise operations, and makes premultiplied sums for one communicator.
+            (Collectives do them all the same.)
+        TypeError: ``op`` is not a reduction.
     """
     name = str(op)
     if name in _OPERATIONS:
@@ -72,7 +72,7 @@ def reduce_op_to_nccl(op: Any) -> int:
 
 
 class Encoding(Enum):
-    """How elements lie in what NCCL is given."""
+    """How elements are encoded for NCCL."""
 
     AS_THEY_ARE = "as they are"
     CONVERTED = "converted"
@@ -82,19 +82,19 @@ class Encoding(Enum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReductionRecipe:
-    """How a reduction is done.
+    """How a reduction is done with NCCL.
 
     Args:
-        form: See `Encoding`.
-        carrier: The dtype that NCCL gets.
-        op: NCCL's number; None for a premultiplied sum that is made with ``factor``, and for what is gathered.
-        factor: What this rank's elements are multiplied by, or None.
-        fold: For what is gathered: takes one rank's elements into those before.
-        nan_wins_low: Of an ordered form: whether NaN is below all, for a minimum.
-        keeps_lowest_bit: Whether the result is its lowest bit.
+        encoding: How elements are encoded.
+        carrier: The dtype given to NCCL.
+        op: The ncclRedOp_t; None for gathered elements, and for a premultiplied sum, which is made with ``factor``.
+        factor: The factor of this rank's elements, or None.
+        fold: For gathered elements: ``fold(result, elements)`` adds one rank's.
+        nan_wins_low: For ordered integers: whether NaN is below all others, for a minimum.
+        keeps_lowest_bit: Whether only the lowest bit of the result counts.
     """
 
-    form: Encoding
+    encoding: Encoding
     carrier: torch.dtype
     op: int | None = None
     factor: float | None = None
@@ -103,21 +103,21 @@ class ReductionRecipe:
     keeps_lowest_bit: bool = False
 
     def pack(self, source: torch.Tensor) -> torch.Tensor:
-        """What NCCL gets for ``source``: its own memory, or a fresh tensor."""
-        if self.form is Encoding.AS_THEY_ARE:
+        """Encode ``source`` for NCCL: ``source`` itself or a new tensor."""
+        if self.encoding is Encoding.AS_THEY_ARE:
             return source
         if source.dtype.is_complex:
             source = torch.view_as_real(source).view(-1)
-        if self.form is Encoding.ORDERED:
+        if self.encoding is Encoding.ORDERED:
             return self._ordered(source)
         return source.to(self.carrier)
 
     def unpack(self, packed: torch.Tensor, out: torch.Tensor) -> None:
-        """Bring what NCCL wrote to ``out``."""
+        """Decode NCCL's result into ``out``."""
         if packed is out:
             return
         target = torch.view_as_real(out).view(-1) if out.dtype.is_complex else out
-        if self.form is Encoding.ORDERED:
+        if self.encoding is Encoding.ORDERED:
             packed = self._unordered(packed)
         elif self.keeps_lowest_bit:
             packed = packed & 1
@@ -128,7 +128,7 @@ class ReductionRecipe:
         wide = source if source.dtype is torch.float64 else source.to(torch.float32)
         integers, low_bits = _SIGN_BITS[wide.dtype]
         bits = wide.view(integers)
-        ordered = torch.where(bits < 0, bits ^ low_bits, bits)  # of negative floats the larger ones have smaller bits
+        ordered = torch.where(bits < 0, bits ^ low_bits, bits)  # the larger of two negative floats has smaller bits
         extreme = torch.iinfo(integers).min if self.nan_wins_low else torch.iinfo(integers).max
         return torch.where(wide.isnan(), torch.full_like(ordered, extreme), ordered)
 
@@ -141,10 +141,10 @@ class ReductionRecipe:
 
 @lru_cache(maxsize=256)
 def recipe_of(dtype: torch.dtype, op: Any, world_size: int) -> ReductionRecipe:
-    """How NCCL does a reduction that is defined for ``dtype``; see [Note: recipes].
+    """The recipe of a reduction that is defined for ``dtype``; see [Note: recipes].
 
     Args:
-        dtype: Of the elements.
+        dtype: The elements' dtype.
         op: A `ReduceOp`, or a premultiplied sum.
         world_size: Number of ranks.
     """
@@ -153,32 +153,30 @@ def recipe_of(dtype: torch.dtype, op: Any, world_size: int) -> ReductionRecipe:
         return _of_bools(name)
     fold = _complex_product if name == "product" and dtype.is_complex else _BITWISE.get(name)
     if fold is not None:
-        return ReductionRecipe(form=Encoding.GATHERED, carrier=dtype, fold=fold)
+        return ReductionRecipe(encoding=Encoding.GATHERED, carrier=dtype, fold=fold)
     if name in ("min", "max") and dtype.is_floating_point:
         integers = torch.int64 if dtype is torch.float64 else torch.int32
         return ReductionRecipe(
-            form=Encoding.ORDERED, carrier=integers, op=_OPERATIONS[name], nan_wins_low=name == "min"
+            encoding=Encoding.ORDERED, carrier=integers, op=_OPERATIONS[name], nan_wins_low=name == "min"
         )
     scale = 1 / world_size if name == "mean" else factor
     carrier = _WIDER.get(dtype, dtype)
-    if dtype in _HALVES and scale is not None and not _holds(dtype, scale):
+    if dtype in _HALVES and scale is not None and not _represents(dtype, scale):
         carrier = torch.float32
-    form = Encoding.AS_THEY_ARE if carrier is dtype else Encoding.CONVERTED
-    return ReductionRecipe(form=form, carrier=carrier, op=_OPERATIONS.get(name), factor=factor)
+    encoding = Encoding.AS_THEY_ARE if carrier is dtype else Encoding.CONVERTED
+    return ReductionRecipe(encoding=encoding, carrier=carrier, op=_OPERATIONS.get(name), factor=factor)
 
 
 def _of_bools(name: str) -> ReductionRecipe:
-    if name == "bxor":
-        op, carrier = _OPERATIONS["sum"], torch.uint8  # which wraps around: the lowest bit is right all the same
-    else:
-        op, carrier = _OPERATIONS["max" if name in ("sum", "max", "bor") else "min"], torch.uint8
-    return ReductionRecipe(form=Encoding.CONVERTED, carrier=carrier, op=op, keeps_lowest_bit=name == "bxor")
+    # A sum wraps around, but its lowest bit, which is xor, is right all the same.
+    op = _OPERATIONS[{"bxor": "sum", "sum": "max", "max": "max", "bor": "max"}.get(name, "min")]
+    return ReductionRecipe(encoding=Encoding.CONVERTED, carrier=torch.uint8, op=op, keeps_lowest_bit=name == "bxor")
 
 
-def _holds(dtype: torch.dtype, number: float) -> bool:
-    """Whether a small float type has a number, and not among its subnormals, which some arithmetic flushes."""
-    held = float(torch.tensor(number, dtype=dtype, device="cpu"))
-    return held == number and (number == 0 or (abs(number) >= torch.finfo(dtype).tiny and math.isfinite(held)))
+def _represents(dtype: torch.dtype, value: float) -> bool:
+    """Whether a float type holds a value exactly, and not as a subnormal, which some arithmetic flushes."""
+    rounded = float(torch.tensor(value, dtype=dtype, device="cpu"))
+    return rounded == value and (value == 0 or (abs(value) >= torch.finfo(dtype).tiny and math.isfinite(rounded)))
 
 
 def _complex_product(one: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
@@ -195,7 +193,7 @@ _BITWISE: dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
 
 
 def fold_gathered(recipe: ReductionRecipe, parts: Sequence[torch.Tensor], out: torch.Tensor) -> None:
-    """Fold what was gathered, in rank order, into ``out``, which is none of ``parts``."""
+    """Fold gathered elements, by rank, into ``out``, which must not overlap them."""
     assert recipe.fold is not None
     result = parts[0]
     for part in parts[1:]:

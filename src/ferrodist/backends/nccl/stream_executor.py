@@ -1,34 +1,34 @@
-"""One group's work on its GPUs: where it is put on a stream, kept track of, and ended.
+"""Enqueue a group's NCCL work on its CUDA stream, track it until the GPU has done it, and abort it.
 
 [Note: launching]
-`StreamExecutor.launch` puts work on the group's stream and returns: no rank waits for another there. Whatever thread
-comes, work goes out in the order of the places that `WatchedTicketQueue` gave, the same on all ranks, for NCCL
-matches by order alone. A *launched* operation is kept until the GPU has come past its end. Before its own work, the
-stream waits for what the caller's stream has been given; after it, the caller's stream waits for it, unless the
-operation was begun with `begin_async`: then `EnqueuedOp.wait_on_stream` does that.
+`StreamExecutor.launch` enqueues work on the group's stream and returns: no rank waits for another there. NCCL matches
+operations by order alone, so whatever threads call, work is enqueued in the order of the sequence numbers that
+`reserve` gave, which is the same on all ranks. A launched operation is tracked until the GPU has passed its end. The
+group's stream first waits for the caller's stream; afterwards the caller's stream waits for the operation, unless it
+was started after `begin_async`: then `EnqueuedOp.wait_on_stream` does that.
 
 [Note: lifetimes]
-torch's allocator gives memory that was let go of to what comes next on the stream on which it was made. After
-synchronous work that stream is behind the group's. What is launched asynchronously keeps its tensors until it has
-ended. Where neither holds, because a launch broke off or a group failed, or because a tensor is taken over on another
-stream than the one it was made on, `Streams.keep` tells the allocator.
+torch's allocator reuses freed memory on the stream where it was allocated. After synchronous work that stream is
+behind the group's. Asynchronous operations keep their tensors until they have ended. Where neither holds, because a
+launch broke off, a group failed, or a tensor is used on another stream than its own, `Streams.keep` tells the
+allocator.
 """
 
 from __future__ import annotations
 
 import contextlib
 import threading
-import time
 import weakref
 from collections import deque
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from ferrodist.backends.nccl.communicator import CommunicatorHandle, NcclError, backoff
-from ferrodist.backends.nccl.streams import EnqueuedOp, InFlightOp, OpInfo
+from ferrodist.backends.nccl.communicator import CommunicatorHandle, NcclError
+from ferrodist.backends.nccl.in_flight import EnqueuedOp, InFlightOp, OpInfo
 from ferrodist.backends.nccl.verification import RingVerifier
 from ferrodist.backends.nccl.watchdog import NcclLivenessProbe
-from ferrodist.backends.sequencer import WatchedTicketQueue
+from ferrodist.backends.polling import Backoff
+from ferrodist.backends.sequencer import Sequencer
 from ferrodist.backends.signature import CollectiveSignature
 from ferrodist.backends.verification import left_reason
 from ferrodist.deadline import Deadline
@@ -46,29 +46,29 @@ if TYPE_CHECKING:
     import torch
 
     from ferrodist.backends.base import Backend
+    from ferrodist.backends.cuda import Streams
     from ferrodist.backends.nccl.communicator import Communicator, Library
-    from ferrodist.backends.nccl.streams import Stream, Streams
     from ferrodist.backends.nccl.watchdog import Watchdog
 
-if TYPE_CHECKING:
     Work = Callable[["StreamContext"], None]
 
 
 class StreamContext:
-    """What work is given: the communicator, and the stream to put it on.
+    """The communicator and the stream that work is enqueued on.
 
-    ``grouped`` calls to NCCL go to the GPU as one. When it returns they are on the stream: torch may put more there.
+    Calls to NCCL inside `grouped` are issued as one NCCL group. When it returns they are on the stream, where torch may
+    enqueue more.
     """
 
     __slots__ = ("_await_ready", "communicator", "stream")
 
-    def __init__(self, communicator: Communicator, stream: Stream, await_ready: Callable[[], None]) -> None:
+    def __init__(self, communicator: Communicator, stream: Any, await_ready: Callable[[], None]) -> None:
         self.communicator = communicator
-        self.stream = stream.cuda_stream
+        self.stream: int = stream.cuda_stream
         self._await_ready = await_ready
 
     def grouped(self, call: Callable[[Communicator, int], None]) -> None:
-        """Have ``call(communicator, stream)`` ask NCCL for any number of operations."""
+        """Run ``call(communicator, stream)`` between ``ncclGroupStart`` and ``ncclGroupEnd``."""
         self.communicator.begin_group()
         try:
             call(self.communicator, self.stream)
@@ -78,183 +78,176 @@ class StreamContext:
 
 
 class StreamExecutor:
-    """Puts a group's work on its stream; see [Note: launching].
+    """Enqueues the NCCL work of one group; see [Note: launching].
 
     Args:
         group: The group.
-        library: Gives NCCL, or raises BackendUnavailable.
-        streams: CUDA's.
-        watch: Looks after what has been launched.
-        stream: Where the work goes in place of a stream of the group's own, or None.
+        library: Returns NCCL, or raises BackendUnavailable.
+        streams_of: Returns the streams of a GPU.
+        watchdog: Polls launched operations.
+        stream: The stream to use, or None for one of the group's own.
     """
 
     def __init__(
         self,
         group: Backend,
         library: Callable[[], Library],
-        streams: Streams,
-        watch: Watchdog,
-        stream: Stream | None = None,
+        streams_of: Callable[[torch.device], Streams],
+        watchdog: Watchdog,
+        stream: Any = None,
     ) -> None:
         self._group = group
-        self._streams = streams
-        self._watch = watch
+        self._streams_of = streams_of
+        self._watchdog = watchdog
         self._stream = stream
-        self.places = WatchedTicketQueue(group)
+        self.sequencer = Sequencer(lambda: group.failure is not None)
         self.num_called = 0
-        self._connection = CommunicatorHandle(group, library)
+        self._handle = CommunicatorHandle(group, library)
         self._outstanding: deque[InFlightOp] = deque()
-        self._looking = threading.Lock()
+        self._reaping = threading.Lock()
         self._local = threading.local()
-        # The group's listeners keep these for as long as it lasts: they must not keep a group that was dropped.
-        self._calls = RingVerifier(group, self.reporter())
-        self._progress = NcclLivenessProbe(group, partial(_num_called_by, weakref.ref(self)))
-        self._found: DistributedError | None = None  # what comparisons have found, and the watch not yet told
+        # The group's listeners hold these for as long as it lasts, so they must not keep a dropped group alive.
+        self._verifier = RingVerifier(group, self.reporter())
+        self._liveness = NcclLivenessProbe(group, partial(_num_called_by, weakref.ref(self)))
+        self._mismatch: DistributedError | None = None  # found by a verifier, not yet handled by the watchdog
 
     def reporter(self) -> Callable[[DistributedError], None]:
-        """What takes errors that end the group, in any thread."""
+        """A callback for errors that end the group; it may be called in any thread and does not block."""
         return partial(_report, weakref.ref(self))
 
-    # Work.
+    # Launching.
 
     def launch(self, call: CollectiveSignature, tensors: Sequence[torch.Tensor], work: Work, *, timeout: float) -> None:
-        """Put a collective's work on the stream.
+        """Enqueue a collective.
 
         Args:
-            call: What the other ranks must call, too, at its place.
-            tensors: What the work reads and writes.
-            work: Puts it on the stream of the lane that it is given.
-            timeout: Seconds from when the GPU has come to it.
+            call: The call, which must be the same on all ranks.
+            tensors: The tensors that it reads and writes.
+            work: Enqueues the operation, given a `StreamContext`.
+            timeout: Seconds, from when the GPU has reached it.
         """
         deadline = Deadline(timeout)
-        operation = OpInfo(what=call, sequence=call.sequence, timeout=timeout)
-        with self._ended_by(call):
-            self.places.await_turn(call.sequence, deadline)
-            try:
-                with self._connection.lock:
-                    self._check()
-                    self._open(tensors[0].device, call, operation, deadline)
-                    self.num_called = call.sequence + 1
-                    self._calls.tell(self._group, call)
-                    started: list[InFlightOp] | None = getattr(self._local, "started", None)
-                    launched = self._put(operation, tensors, work, deadline, holds_caller=started is None)
-                    if started is not None:
-                        started.append(launched)
-            finally:
-                self.places.pass_on(call.sequence)
+        info = OpInfo(what=call, sequence=call.sequence, timeout=timeout)
+        with (
+            self._abort_on_error(call),
+            self.sequencer.hold(call.sequence, deadline.remaining()) as has_turn,
+            self._handle.lock,
+        ):
+            self._check()
+            if not has_turn:
+                raise DistributedTimeoutError(
+                    f"operation {call.sequence} on group {self._group.name!r}: operations that other threads began"
+                    f" before it were not launched within {deadline.timeout:g} s"
+                )
+            self._open(tensors[0].device, call, info, deadline)
+            self.num_called = call.sequence + 1
+            self._verifier.send(self._group, call)
+            started: list[InFlightOp] | None = getattr(self._local, "started", None)
+            launched = self._enqueue(info, tensors, work, deadline, blocks_caller=started is None)
+            if started is not None:
+                started.append(launched)
 
     def launch_message(
         self, what: str, tensors: Sequence[torch.Tensor], work: Work, *, timeout: float, peers: Sequence[int]
     ) -> InFlightOp:
-        """Put messages on the stream, which have no place among the collectives; ``peers`` are the other sides.
+        """Enqueue messages with ``peers``, which have no position among the collectives.
 
-        The caller's stream goes on until `order_after`, so that messages with several ranks are under way at once.
+        The caller's stream goes on until `order_after`, so that messages with several ranks overlap.
         """
         deadline = Deadline(timeout)
-        operation = OpInfo(what=what, timeout=timeout, peers=tuple(peers))
-        with self._ended_by(what), self._connection.lock:
+        info = OpInfo(what=what, timeout=timeout, peers=tuple(peers))
+        with self._abort_on_error(what), self._handle.lock:
             self._check()
-            self._open(tensors[0].device, CollectiveSignature(operation="messages"), operation, deadline)
-            return self._put(operation, tensors, work, deadline, holds_caller=False)
+            self._open(tensors[0].device, CollectiveSignature(operation="messages"), info, deadline)
+            return self._enqueue(info, tensors, work, deadline, blocks_caller=False)
 
     def order_after(self, launched: InFlightOp, device: torch.device) -> None:
-        """Put the caller's stream behind what has been launched."""
-        stream, caller = self._stream_on(device), self._streams.current(device)
-        if stream.cuda_stream != caller.cuda_stream:
-            caller.wait_event(launched.end)
+        """Make the caller's stream wait for an operation."""
+        streams = self._streams_of(device)
+        caller = streams.current()
+        if self._stream_on(device).cuda_stream != caller.cuda_stream:
+            streams.order(caller, launched.end)
         launched.kept = ()
 
     def take_over(self, tensor: torch.Tensor) -> None:
-        """Put the caller's stream behind all that has been launched, for it to read ``tensor``, which that wrote."""
-        caller = self._streams.current(tensor.device)
-        caller.wait_event(self._streams.record(self._stream_on(tensor.device)))
-        self._streams.keep(tensor, caller)
+        """Make the caller's stream wait for everything launched so far, which wrote ``tensor``, to read it there."""
+        streams = self._streams_of(tensor.device)
+        caller = streams.current()
+        streams.order(caller, streams.record(self._stream_on(tensor.device)))
+        streams.keep(tensor, caller)
 
     def begin_async(self) -> None:
-        """From now to `end_async` this thread's stream is not put behind what it launches."""
+        """Until `end_async`, don't make this thread's stream wait for the operations that it launches."""
         assert getattr(self._local, "started", None) is None
         self._local.started = []
 
     def end_async(self) -> EnqueuedOp:
-        """What has been launched since `begin_async`."""
+        """The operations launched since `begin_async`."""
         started: list[InFlightOp] = self._local.started
         self._local.started = None
         return EnqueuedOp(
-            started, self._streams, failure=lambda: self.failure or self._found, is_compared=self._calls.is_compared
+            started,
+            failure=lambda: self._group.failure or self._mismatch,
+            is_compared=self._verifier.is_compared,
         )
-
-    def note(self, error: DistributedError) -> None:
-        """Have the group end for what a comparison has found: who found it must not block."""
-        self._found = error
-        self._watch.report(self, error)
-
-    @property
-    def failure(self) -> DistributedError | None:
-        """What the group has failed with."""
-        return self._group.failure
 
     @property
     def has_outstanding(self) -> bool:
-        """Whether something has been launched whose end has not been seen."""
+        """Whether an operation is not known to have ended."""
         return bool(self._outstanding)
 
-    def _put(
-        self,
-        operation: OpInfo,
-        tensors: Sequence[torch.Tensor],
-        work: Work,
-        deadline: Deadline,
-        *,
-        holds_caller: bool,
+    def _enqueue(
+        self, info: OpInfo, tensors: Sequence[torch.Tensor], work: Work, deadline: Deadline, *, blocks_caller: bool
     ) -> InFlightOp:
-        """Put work on the stream, after what the caller's stream has been given, and that behind it if asked to."""
+        """Enqueue work behind the caller's stream, which then waits for it if ``blocks_caller``."""
         device = tensors[0].device
-        stream, caller = self._stream_on(device), self._streams.current(device)
+        streams = self._streams_of(device)
+        stream, caller = self._stream_on(device), streams.current()
         is_elsewhere = stream.cuda_stream != caller.cuda_stream
-        lane = StreamContext(self._connection.communicator, stream, partial(self._await_ready, operation, deadline))
-        with self._streams.on(stream):
+        context = StreamContext(self._handle.communicator, stream, partial(self._await_ready, info, deadline))
+        with streams.using(stream):
             if is_elsewhere:
-                stream.wait_event(self._streams.record(caller))
-            start = self._streams.record(stream)
+                streams.order(stream, streams.record(caller))
+            start = streams.record(stream)
             try:
-                work(lane)
+                work(context)
             except BaseException:
                 self._keep(tensors)
                 raise
-            end = self._streams.record(stream)
-        if is_elsewhere and holds_caller:
-            caller.wait_event(end)
-        kept = () if holds_caller else tuple(tensors)
-        launched = InFlightOp(operation, start=start, end=end, kept=kept, caller=caller.cuda_stream)
+            end = streams.record(stream)
+        if is_elsewhere and blocks_caller:
+            streams.order(caller, end)
+        kept = () if blocks_caller else tuple(tensors)
+        launched = InFlightOp(info, streams, start=start, end=end, kept=kept, caller=caller.cuda_stream)
         self._outstanding.append(launched)
-        self._watch.look_after(self)
+        self._watchdog.watch(self)
         return launched
 
     def _keep(self, tensors: Sequence[torch.Tensor]) -> None:
-        """See [Note: lifetimes]; for the group's stream. In a forked child there is nothing to keep."""
-        if self._connection.is_of_parent:
+        """Keep tensors for the group's stream, see [Note: lifetimes]; a forked child has nothing to keep."""
+        if self._handle.is_of_parent:
             return
-        with contextlib.suppress(RuntimeError):  # of a GPU that is lost, whose memory nobody gets again
+        with contextlib.suppress(RuntimeError):  # the GPU is lost, and its memory with it
             for tensor in tensors:
-                self._streams.keep(tensor, self._stream_on(tensor.device))
+                self._streams_of(tensor.device).keep(tensor, self._stream_on(tensor.device))
 
-    def _stream_on(self, device: torch.device) -> Stream:
+    def _stream_on(self, device: torch.device) -> Any:
         if self._stream is None:
-            self._stream = self._streams.make(device)
+            self._stream = self._streams_of(device).make(priority=-1)  # high, for other ranks wait for it
         return self._stream
 
     # The communicator.
 
-    def _open(self, device: torch.device, call: CollectiveSignature, operation: OpInfo, deadline: Deadline) -> None:
-        """Have the communicator, which is made with the other ranks when this is the first work of the group."""
-        if self._connection.device is None:
+    def _open(self, device: torch.device, call: CollectiveSignature, info: OpInfo, deadline: Deadline) -> None:
+        """Make the communicator with the other ranks if this is the group's first operation."""
+        if self._handle.device is None:
             if self._stream is not None:
                 self._check_device(self._stream.device, device, call, "has stream= on")
-            self._connection.begin(device, call, deadline)
-            self._calls.open(self._group)
-            self._progress.open(self._group)
-            self._await_ready(operation, deadline)
-        self._check_device(self._connection.device, device, call, "uses")
+            self._handle.begin(device, call, deadline)
+            self._verifier.open(self._group)
+            self._liveness.open(self._group)
+            self._await_ready(info, deadline)
+        self._check_device(self._handle.device, device, call, "uses")
 
     def _check_device(
         self, used: torch.device | None, given: torch.device, call: CollectiveSignature, has: str
@@ -266,27 +259,27 @@ class StreamExecutor:
                 " first, and make tensors there."
             )
 
-    def _await_ready(self, operation: OpInfo, deadline: Deadline) -> None:
-        """Return when what was begun is there; in a failed group, or when another rank is late, it never is."""
-        if self._connection.is_ready():
+    def _await_ready(self, info: OpInfo, deadline: Deadline) -> None:
+        """Wait until NCCL has enqueued the last calls; it never does while another rank is late or the group failed."""
+        if self._handle.is_ready():
             return
-        for pause in backoff():
+        backoff = Backoff()
+        while not self._handle.is_ready():
             self._check()
             if deadline.expired:
-                raise self._progress.late_error(self._group, operation)
-            time.sleep(pause)
-            if self._connection.is_ready():
-                return
+                raise self._liveness.timeout_error(self._group, info)
+            backoff.rest(deadline.remaining())
 
-    # Ends.
+    # Completion and failure.
 
     def synchronize(self, timeout: float | None = None) -> None:
-        """Block until all that was launched has ended, and been compared."""
+        """Block until every launched operation has ended and been compared."""
         deadline = Deadline(self._group.timeout if timeout is None else timeout)
-        for pause in backoff():
+        backoff = Backoff()
+        while True:
             self._check()
-            self._look()
-            if not self._outstanding and not self._calls.num_uncompared:
+            self._reap()
+            if not self._outstanding and not self._verifier.num_uncompared:
                 self._check()
                 return
             if deadline.expired:
@@ -294,96 +287,101 @@ class StreamExecutor:
                     f"the work of group {self._group.name!r} on the GPU is still under way after {deadline.timeout:g}"
                     " s: synchronize again"
                 )
-            time.sleep(pause)
+            backoff.rest(deadline.remaining())
 
-    def look(self, now: float) -> bool:
-        """Let go of what has ended, and end the group for what is late. For the watch; whether anything is left."""
+    def poll(self, now: float) -> bool:
+        """Drop operations that have ended, abort the group for one that is overdue; whether any are left."""
         if self._group.failure is None:
-            error = self._connection.find_error()
+            error = self._handle.find_error()
             if error is not None:
-                self._group.abort(self._worded(error))
+                self._group.abort(self._with_context(error))
         if self._group.failure is not None:
-            self.end()
+            self.abort()
             return False
-        self._look()
+        self._reap()
         oldest = next(iter(self._outstanding), None)
-        if oldest is not None and oldest.is_late(now):
-            self._group.abort(self._progress.late_error(self._group, oldest.operation))
+        if oldest is not None and oldest.is_overdue(now):
+            self._group.abort(self._liveness.timeout_error(self._group, oldest.info))
         return bool(self._outstanding)
 
     def fail(self, error: DistributedError) -> None:
-        """End the group for what the watch was told."""
+        """Abort the group; called by the watchdog."""
         self._group.abort(error)
-        self.end()
+        self.abort()
 
-    def _look(self) -> None:
-        with self._looking:
-            while self._outstanding and self._outstanding[0].end.query():
+    def report(self, error: DistributedError) -> None:
+        """Have the watchdog abort the group for a mismatch; does not block."""
+        self._mismatch = error
+        self._watchdog.report(self, error)
+
+    def _reap(self) -> None:
+        with self._reaping:
+            while self._outstanding and self._outstanding[0].done():
                 self._outstanding.popleft()
 
-    def end(self) -> None:
-        """Abort the communicator, so that what waits on the GPU for other ranks ends; the group has failed."""
-        self._connection.abort()
-        with self._looking:
+    def abort(self) -> None:
+        """Abort the failed group's communicator, which ends kernels that wait for other ranks."""
+        self._handle.abort()
+        with self._reaping:
             for launched in self._outstanding:
                 self._keep(launched.kept)
             self._outstanding.clear()
 
     def release(self, failure: DistributedError | None) -> None:
-        """Let go of the communicator, when this rank closes the group.
+        """Release the communicator when this rank closes the group.
 
         Args:
-            failure: What the group had failed with before, if it had: then nothing is waited for.
+            failure: The error with which the group had failed before; then nothing is waited for.
         """
-        self._calls.close()
-        self._progress.close()
+        self._verifier.close()
+        self._liveness.close()
         if failure is None:
-            self._connection.release()
+            self._handle.release()
         else:
-            self.end()
+            self.abort()
 
     def _check(self) -> None:
-        if self._connection.is_of_parent:
+        if self._handle.is_of_parent:
             raise GroupClosedError(
                 f"group {self._group.name!r} belongs to the process that this one was forked from: CUDA does not"
                 " survive a fork"
             )
-        if self._found is not None and self._group.failure is None:
-            self._group.abort(self._found)
+        if self._mismatch is not None and self._group.failure is None:
+            self._group.abort(self._mismatch)
         failure = self._group.failure
         if failure is not None:
             raise failure.fresh()
 
-    def _worded(self, error: NcclError) -> NcclError:
+    def _with_context(self, error: NcclError) -> NcclError:
         return NcclError(
             f"{error.message} on rank {self._group.rank} of group {self._group.name!r}. NCCL_DEBUG=WARN tells more.",
             ranks=(self._group.rank,),
         )
 
     @contextlib.contextmanager
-    def _ended_by(self, call: CollectiveSignature | str) -> Iterator[None]:
-        """End the group for what ends a launch on this rank: the others count on it, and the GPU may wait for them."""
+    def _abort_on_error(self, call: CollectiveSignature | str) -> Iterator[None]:
+        """Abort the group when a launch fails on this rank: the others wait for it, perhaps on their GPUs."""
         try:
             yield
         except (BackendUnavailable, GroupClosedError):
-            raise  # the one on all ranks, before any has launched; the other where nothing is left to end
+            raise  # the first is raised on all ranks before any launch; after the second nothing is left to abort
         except DistributedError as error:
-            told = self._worded(error) if isinstance(error, NcclError) else error
-            self._group.abort(told)
-            self.end()
-            raise (self._group.failure or told).fresh() from None
+            reason = self._with_context(error) if isinstance(error, NcclError) else error
+            self._group.abort(reason)
+            self.abort()
+            raise (self._group.failure or reason).fresh() from None
         except BaseException as error:
             self._group.abort(left_reason(self._group.rank, call, error))
-            self.end()
+            self.abort()
             raise
 
 
-def _report(launcher: Callable[[], StreamExecutor | None], error: DistributedError) -> None:
-    found = launcher()
+def _report(executor: Callable[[], StreamExecutor | None], error: DistributedError) -> None:
+    found = executor()
     if found is not None:
-        found.note(error)
+        found.report(error)
 
 
-def _num_called_by(launcher: Callable[[], StreamExecutor | None]) -> int:
-    found = launcher()
+def _num_called_by(executor: Callable[[], StreamExecutor | None]) -> int:
+    found = executor()
     return 0 if found is None else found.num_called

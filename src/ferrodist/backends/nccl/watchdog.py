@@ -1,11 +1,11 @@
-"""How far the ranks have come with what they call: who is late is asked when somebody is.
+"""Deadlines and failures of operations on GPUs: a thread that polls them, and who is late when one passes.
 
-The thread that looks after what is on streams: deadlines, and failures of which no call would learn.
+No call of a user may ever learn of these: a call returns when its work is enqueued. So the `Watchdog` polls what is
+outstanding, and `NcclLivenessProbe` asks the other ranks how many operations they have called.
 """
 
 from __future__ import annotations
 
-import atexit
 import contextlib
 import struct
 import threading
@@ -15,8 +15,9 @@ from collections import deque
 from functools import partial
 from typing import TYPE_CHECKING, Protocol
 
-from ferrodist.backends.lifecycle import snapshot_weak
-from ferrodist.backends.nccl.streams import NO_PLACE
+from ferrodist.backends.lifecycle import ExitStage, close_at_exit
+from ferrodist.backends.nccl.control_messages import listen, post
+from ferrodist.backends.nccl.in_flight import NO_SEQUENCE
 from ferrodist.backends.tags import Channel, channel_tag
 from ferrodist.deadline import Deadline
 from ferrodist.errors import DistributedError, DistributedTimeoutError, describe_error, ranks_text
@@ -25,15 +26,15 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from ferrodist.backends.base import Backend
-    from ferrodist.backends.nccl.streams import OpInfo
+    from ferrodist.backends.nccl.in_flight import OpInfo
     from ferrodist.backends.request import PersistentRecv
 
-_MESSAGE = struct.Struct("<BQQ")  # kind, number of the question, operations called
+_MESSAGE = struct.Struct("<BQQ")  # message type, id of the question, operations called
 _QUESTION, _ANSWER = 0, 1
 _TAG = channel_tag(Channel.DEVICE_PROGRESS, 0)
 
 _ANSWER_SECONDS = 1.0
-"""How long ranks have to answer. They do at once, but for those that have been stopped, or get no processor."""
+"""How long ranks have to answer. They do so at once unless they are stopped or get no CPU."""
 
 
 class NcclLivenessProbe:
@@ -41,44 +42,41 @@ class NcclLivenessProbe:
 
     Args:
         group: The group.
-        num_called: Gives this rank's number.
+        num_called: Returns this rank's number.
     """
 
     def __init__(self, group: Backend, num_called: Callable[[], int]) -> None:
         self._num_called = num_called
-        self._rank = group.rank
+        self._others = [rank for rank in range(group.world_size) if rank != group.rank]
         self._listeners: list[PersistentRecv] = []
         self._changed = threading.Condition()
-        self._num_questions = 0
+        self._question_id = 0
         self._answers: dict[int, int] = {}
 
     def open(self, group: Backend) -> None:
-        """Begin to listen to all others."""
-        itself = weakref.ref(group)  # the listeners must not keep a group that was dropped
-        for rank in range(group.world_size):
-            if rank != self._rank:
-                hear = partial(self._hear, rank, itself)
-                self._listeners.append(group.listen(rank, _MESSAGE.size, hear, self._nothing_more, tag=_TAG))
+        """Begin to listen to the other ranks."""
+        on_messages = partial(self._on_messages, weakref.ref(group))  # listeners must not keep a dropped group alive
+        self._listeners = listen(group, self._others, on_messages, tag=_TAG, size_bytes=_MESSAGE.size)
 
     def close(self) -> None:
-        """Hear nothing more."""
+        """Stop listening."""
         for listener in self._listeners:
             listener.close()
 
-    def late_error(self, group: Backend, launched: OpInfo) -> DistributedTimeoutError:
-        """The error of an operation whose time has passed."""
-        where = f"{launched.what} on group {group.name!r}"
-        after = f"within {launched.timeout:g} s"
+    def timeout_error(self, group: Backend, info: OpInfo) -> DistributedTimeoutError:
+        """The error of an overdue operation, which names the late ranks."""
+        where = f"{info.what} on group {group.name!r}"
+        after = f"within {info.timeout:g} s"
         advice = f"Look at what is going on there, or pass a larger timeout. Reported by rank {group.rank}."
-        if launched.sequence == NO_PLACE:
-            others = ranks_text(launched.peers)
+        if info.sequence == NO_SEQUENCE:
+            peers = ranks_text(info.peers)
             return DistributedTimeoutError(
-                f"{where}: {others} did not make the matching call {after}. {advice}", ranks=launched.peers
+                f"{where}: {peers} did not make the matching call {after}. {advice}", ranks=info.peers
             )
-        where += f", operation {launched.sequence}"
+        where += f", operation {info.sequence}"
         answers = self._ask(group)
-        silent = tuple(rank for rank in range(group.world_size) if rank != group.rank and rank not in answers)
-        late = tuple(rank for rank, number in sorted(answers.items()) if number <= launched.sequence)
+        silent = tuple(rank for rank in self._others if rank not in answers)
+        late = tuple(rank for rank, num_called in sorted(answers.items()) if num_called <= info.sequence)
         if late:
             has = "has" if len(late) == 1 else "have"
             return DistributedTimeoutError(
@@ -96,96 +94,91 @@ class NcclLivenessProbe:
         )
 
     def _ask(self, group: Backend) -> dict[int, int]:
-        """What the others answer in time, by rank."""
+        """The other ranks' numbers of called operations, of those that answer in time."""
         with self._changed:
-            self._num_questions += 1
+            self._question_id += 1
             self._answers = {}
-            question = _MESSAGE.pack(_QUESTION, self._num_questions, 0)
-        for rank in range(group.world_size):
-            if rank != group.rank:
-                _send(group, rank, question)
+            question = _MESSAGE.pack(_QUESTION, self._question_id, 0)
+        for rank in self._others:
+            _post(group, rank, question)
         deadline = Deadline(_ANSWER_SECONDS)
         with self._changed:
-            while len(self._answers) < group.world_size - 1 and not deadline.expired:
+            while len(self._answers) < len(self._others) and not deadline.expired:
                 self._changed.wait(deadline.remaining())
             return dict(self._answers)
 
-    def _hear(self, rank: int, itself: Callable[[], Backend | None], messages: list[bytes]) -> None:
+    def _on_messages(self, group_ref: Callable[[], Backend | None], rank: int, messages: list[bytes]) -> None:
         for message in messages:
-            kind, number, count = _MESSAGE.unpack(message)
-            if kind == _QUESTION:
-                group = itself()
+            message_type, question_id, num_called = _MESSAGE.unpack(message)
+            if message_type == _QUESTION:
+                group = group_ref()
                 if group is not None:
-                    _send(group, rank, _MESSAGE.pack(_ANSWER, number, self._num_called()))
+                    _post(group, rank, _MESSAGE.pack(_ANSWER, question_id, self._num_called()))
                 continue
             with self._changed:
-                if number == self._num_questions:
-                    self._answers[rank] = count
+                if question_id == self._question_id:
+                    self._answers[rank] = num_called
                     self._changed.notify_all()
 
-    def _nothing_more(self, error: DistributedError) -> None:
-        """The group has ended, which the watch sees by itself."""
 
-
-def _send(group: Backend, rank: int, message: bytes) -> None:
+def _post(group: Backend, rank: int, message: bytes) -> None:
     with contextlib.suppress(DistributedError):  # a rank that is gone does not answer, and needs no answer
-        if not group.try_send(message, rank, tag=_TAG):
-            group.isend(message, rank, tag=_TAG)
+        post(group, message, rank, _TAG)
 
 
-_PERIOD_SECONDS = 0.01
+_POLL_INTERVAL_SECONDS = 0.01
 _JOIN_SECONDS = 3.0
 
 
-class WatchedGroup(Protocol):
-    """A group's work on GPUs, as the watch sees it."""
+class Watched(Protocol):
+    """A group's operations on GPUs, as the watchdog sees them."""
 
     @property
     def has_outstanding(self) -> bool:
-        """Whether something has been launched whose end has not been seen."""
+        """Whether an operation is not known to have ended."""
 
-    def look(self, now: float) -> bool:
-        """Let go of what has ended, and end the group for what is late; whether anything is left."""
+    def poll(self, now: float) -> bool:
+        """Drop operations that have ended, abort the group for one that is overdue; whether any are left."""
 
     def fail(self, error: DistributedError) -> None:
-        """End the group."""
+        """Abort the group."""
 
 
 class Watchdog:
-    """Looks at the outstanding work of a backend's groups every 10 ms, and sleeps while there is none.
+    """Polls the outstanding operations of a backend's groups every 10 ms, and sleeps while there are none.
 
-    The thread starts with the first work.
+    The thread starts with the first operation.
 
     Args:
-        name: The thread's.
-        begin: Called in it at first.
-        clock: Where the time comes from.
+        name: The thread's name.
+        prepare: Called in the thread when it starts.
+        clock: The source of the time, in seconds.
     """
 
     def __init__(
-        self, name: str, begin: Callable[[], None] = lambda: None, clock: Callable[[], float] = time.monotonic
+        self, name: str, prepare: Callable[[], None] = lambda: None, clock: Callable[[], float] = time.monotonic
     ) -> None:
         self._name = name
-        self._begin = begin
+        self._prepare = prepare
         self._clock = clock
         self._changed = threading.Condition()
-        self._busy: set[WatchedGroup] = set()
-        self._reports: deque[tuple[WatchedGroup, DistributedError]] = deque()
+        self._busy: set[Watched] = set()
+        self._reports: deque[tuple[Watched, DistributedError]] = deque()
         self._thread: threading.Thread | None = None
         self._is_closed = False
 
-    def look_after(self, launcher: WatchedGroup) -> None:
-        """Look at a group's work from now on, until there is none."""
-        if launcher in self._busy:
+    def watch(self, executor: Watched) -> None:
+        """Poll a group's operations from now on, until none is outstanding."""
+        if executor in self._busy:
             return
         with self._changed:
-            self._busy.add(launcher)
+            self._busy.add(executor)
             self._wake()
 
-    def report(self, launcher: WatchedGroup, error: DistributedError) -> None:
-        """Have the group ended in the watch's thread: who reports must not block."""
+    def report(self, executor: Watched, error: DistributedError) -> None:
+        """Abort a group from the watchdog's thread; does not block."""
         with self._changed:
-            self._reports.append((launcher, error))
+            self._reports.append((executor, error))
             self._wake()
 
     def close(self) -> None:
@@ -203,49 +196,40 @@ class Watchdog:
         if self._thread is None:
             self._thread = threading.Thread(target=self._run, name=self._name, daemon=True)
             self._thread.start()
-            # The interpreter ends daemon threads where they stand, which may be in CUDA.
-            _open_watches.add(self)
+            # The interpreter ends daemon threads wherever they are, which may be inside CUDA.
+            close_at_exit(ExitStage.WATCHDOGS, self)
         self._changed.notify_all()
 
     def _run(self) -> None:
-        self._begin()
+        self._prepare()
         while self._await_work():
             with contextlib.suppress(IndexError):
                 while True:
-                    launcher, error = self._reports.popleft()
-                    launcher.fail(error)
+                    executor, error = self._reports.popleft()
+                    executor.fail(error)
             now = self._clock()
-            for launcher in list(self._busy):
-                if not self._look(launcher, now):
+            for executor in list(self._busy):
+                if not self._poll(executor, now):
                     with self._changed:
-                        # What was launched since the look has not been seen: `look_after` found the group here.
-                        self._busy.discard(launcher)
-                        if launcher.has_outstanding:
-                            self._busy.add(launcher)
-            launcher = None  # type: ignore[assignment] # or its group would live until the next work
+                        # `watch` does nothing while a group is in the set, so check for operations since the poll.
+                        self._busy.discard(executor)
+                        if executor.has_outstanding:
+                            self._busy.add(executor)
+            executor = None  # type: ignore[assignment] # or its group would live until the next operation
 
     @staticmethod
-    def _look(launcher: WatchedGroup, now: float) -> bool:
+    def _poll(executor: Watched, now: float) -> bool:
         try:
-            return launcher.look(now)
-        except Exception as error:  # noqa: BLE001 - CUDA tells by any class that a device is lost
-            launcher.fail(DistributedError(f"the GPU can't be asked how far it has come: {describe_error(error)}"))
+            return executor.poll(now)
+        except Exception as error:  # noqa: BLE001 - CUDA reports a lost device by any class
+            executor.fail(DistributedError(f"the GPU can't be asked how far it has come: {describe_error(error)}"))
             return False
 
     def _await_work(self) -> bool:
-        """Sleep until there is something to look at; False when the watch was closed."""
+        """Sleep until the next poll or report is due; False once the watchdog is closed."""
         with self._changed:
             if self._busy and not self._reports and not self._is_closed:
-                self._changed.wait(_PERIOD_SECONDS)
+                self._changed.wait(_POLL_INTERVAL_SECONDS)
             while not (self._busy or self._reports or self._is_closed):
                 self._changed.wait()
             return not self._is_closed
-
-
-_open_watches: weakref.WeakSet[Watchdog] = weakref.WeakSet()
-
-
-@atexit.register
-def _stop_watches() -> None:
-    for watch in snapshot_weak(lambda: _open_watches):
-        watch.close()

@@ -129,9 +129,9 @@ class UccBackend(ControlPlaneBackend):
         deadline = Deadline(control.timeout if connect_timeout is None else check_timeout(connect_timeout))
         self._closing = threading.RLock()
         _check_libraries(control, deadline)
-        self.mover: UccDataPlane = _connect(control, deadline)
-        self.agreement: UccVerifier = UccVerifier(self, self.mover.turns)
-        weakref.finalize(self, self.mover.stop)
+        self.data_plane: UccDataPlane = _connect(control, deadline)
+        self.agreement: UccVerifier = UccVerifier(self, self.data_plane.sequencer)
+        weakref.finalize(self, self.data_plane.stop)
 
     @classmethod
     def from_membership(cls, membership: Membership, timeout: float, deadline: Deadline) -> Self:
@@ -160,9 +160,9 @@ class UccBackend(ControlPlaneBackend):
         with self._closing:
             if self._is_closed():
                 return
-            self.mover.leave(deadline.timeout / 2)
+            self.data_plane.leave(deadline.timeout / 2)
             self._control.close(deadline.remaining())
-            self.mover.stop()
+            self.data_plane.stop()
         self._run_close_callbacks()
 
     def _is_closed(self) -> bool:

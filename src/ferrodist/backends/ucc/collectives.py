@@ -16,14 +16,15 @@ also ends UCC: giving the last bytes to the network takes as long as others let 
 from __future__ import annotations
 
 import contextlib
-import itertools
 import struct
 import threading
 from itertools import accumulate
 from typing import TYPE_CHECKING
 
+from typing_extensions import override
+
 from ferrodist.backends.polling import Backoff, wait_until
-from ferrodist.backends.sequencer import TicketQueue
+from ferrodist.backends.sequencer import Sequencer
 from ferrodist.backends.tags import Channel, channel_tag
 from ferrodist.backends.ucc.bindings import UccError
 from ferrodist.backends.verification import CollectiveVerifier
@@ -44,20 +45,23 @@ class UccVerifier(CollectiveVerifier):
 
     Args:
         group: The group.
-        turns: Those of its mover.
+        sequencer: Its data plane's.
     """
 
-    def __init__(self, group: Backend, turns: TicketQueue) -> None:
+    def __init__(self, group: Backend, sequencer: Sequencer) -> None:
         super().__init__(group)
-        self._counter = itertools.count(turns.position)
-        self._turns = turns
+        self._sequencer = sequencer
+
+    @override
+    def reserve(self) -> int:
+        return self._sequencer.reserve()
 
     def reach(self, call: CollectiveSignature, timeout: float, sequence: int | None = None) -> list[bytes]:
         """Block until every rank has made the same call; see `CollectiveVerifier.reach`."""
         group = self._group
         sequence = self.reserve() if sequence is None else sequence
         deadline = Deadline(timeout)
-        with self._turns.hold(sequence, timeout) as has_turn:
+        with self._sequencer.hold(sequence, timeout) as has_turn:
             if not has_turn and group.failure is None:
                 error = DistributedTimeoutError(
                     f"{call} on group {group.name!r}, operation {sequence}: the operations before it on rank"
@@ -109,7 +113,7 @@ class UccDataPlane:
         self._error: UccError | None = None
         self._is_leaving = False
         self._is_called = threading.Event()
-        self.turns = TicketQueue(self._is_in_vain, first)
+        self.sequencer = Sequencer(self._is_in_vain, first)
         name = f"ferrodist-ucc-{control.name}-{control.rank}"
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         self._thread.start()
@@ -201,7 +205,7 @@ class UccDataPlane:
         return is_done
 
     def _watch(self) -> _DepartureWatch:
-        return _DepartureWatch(self._control, self._farewells, self.turns.position)
+        return _DepartureWatch(self._control, self._farewells, self.sequencer.position)
 
     def _end_for(self, error: UccError, watch: _DepartureWatch) -> None:
         """End the group for an error of UCC's, or for its reason: UCC may be the first to find that a rank is gone."""
@@ -273,7 +277,7 @@ class UccDataPlane:
         What has failed, or has something under way, is left as it is.
         """
         with self._using:
-            position = self.turns.position  # before a collective is refused here, whose turn ends without it
+            position = self.sequencer.position  # before a collective is refused here, whose turn ends without it
             self._is_leaving = not self._team.is_busy and self._control.failure is None
         if self._is_leaving:
             self._is_called.set()

@@ -1,33 +1,34 @@
-"""What the worker needs of a library."""
+"""The interface of a library to the worker."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar, Protocol
+from typing import TYPE_CHECKING, Any, ClassVar
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
     from pathlib import Path
 
-    from ferrodist.bench.arrays import Arrays
+    from ferrodist.bench.adapters.arrays import Arrays
     from ferrodist.bench.cases import Case, Operation
 
-_LACKING = "it has no such operation"
 
+class UnsupportedError(Exception):
+    """The library does not offer an operation; the message says why."""
 
-class NotOfferedError(Exception):
-    """The library has no such operation; the message says what it lacks."""
+    def __init__(self, reason: str = "it has no such operation") -> None:
+        super().__init__(reason)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Place:
-    """Where a rank is.
+class RankInfo:
+    """A rank of a peer, and where it meets the others.
 
     Args:
-        rank: This one; an MPI rank is told by its library instead.
-        num_ranks: How many there are.
-        folder: Empty when the peer starts, and all its own: for the files through which ranks meet.
-        address: Where the ranks of several hosts meet, "host:port"; None on one host, where a file will do.
+        rank: The rank; MPI ranks learn theirs from the library instead.
+        num_ranks: Number of ranks.
+        folder: A folder of the peer's own, empty at first: for the files of the rendezvous.
+        address: The rendezvous "host:port" of ranks on several hosts; None on one host, where a file does.
     """
 
     rank: int
@@ -37,12 +38,12 @@ class Place:
 
     @property
     def init_method(self) -> str:
-        """Where the ranks meet first, as torch and ferrodist write it."""
+        """The URL of the rendezvous, as torch and ferrodist write it."""
         return f"file://{self.folder / 'meeting'}" if self.address is None else f"tcp://{self.address}"
 
 
-class Adapter(Protocol):
-    """One rank of a group of one library. The methods with a body are for operations that not every library has."""
+class Adapter:
+    """One rank of a group of one library. Methods that are not overridden are operations that the library lacks."""
 
     rank: int
     num_ranks: int
@@ -50,52 +51,71 @@ class Adapter(Protocol):
     versions: dict[str, str]
     copies: ClassVar[bool] = False
     """Whether every operation is a copy of the input: true for the limit."""
-    not_offered: ClassVar[Mapping[Operation, str]] = {}
-    """What the library lacks, and why."""
+    unsupported: ClassVar[Mapping[Operation, str]] = {}
+    """Operations that the library lacks, with the reasons."""
 
     def make_call(self, case: Case, source: Any, target: Any) -> Callable[[], object]:
-        """The operation on these arrays, ready to be called; for those in place, ``target`` is ``source``.
-
-        For an exchange of messages: on the first rank, send and then receive; on the last one, the reverse.
+        """A callable for the operation on these arrays; in place, ``target`` is ``source``.
 
         Raises:
-            NotOfferedError: The library can't.
+            UnsupportedError: The library can't.
         """
+        raise NotImplementedError
+
+    def make_exchange(
+        self, case: Case, send: Callable[..., object], receive: Callable[..., object], source: Any, target: Any
+    ) -> Callable[[], object]:
+        """A callable for a round trip: the first rank sends and then receives, the last one the reverse."""
+        partner = case.partner(self.rank)
+        if partner is None:
+            return lambda: None
+
+        def ping() -> None:
+            send(source, partner)
+            receive(target, partner)
+
+        def pong() -> None:
+            receive(target, partner)
+            send(source, partner)
+
+        return ping if self.rank == 0 else pong
 
     def make_start(self, case: Case, source: Any, target: Any) -> Callable[[], Any]:
-        """An allreduce in place, ready to be started by a call that returns what `wait` takes."""
-        raise NotOfferedError(_LACKING)
+        """A callable that starts an allreduce in place, and returns a work for `wait`."""
+        raise UnsupportedError
 
-    def wait(self, started: Any) -> None:
-        """Wait for what `make_start`'s call has started."""
-        raise NotOfferedError(_LACKING)
+    def wait(self, work: Any) -> None:
+        """Wait for a work that `make_start`'s callable has started."""
+        raise UnsupportedError
 
-    def finish(self) -> None:
-        """Wait for this rank's part of what was called, where calls return before: they do on GPUs."""
+    def synchronize(self) -> None:
+        """Wait for this rank's part of earlier calls, where calls return before: they do on GPUs."""
         return
 
     def barrier(self) -> None:
-        """Wait for all ranks, by the library's own means."""
+        """Wait for all ranks, by the library's own barrier."""
+        raise NotImplementedError
 
-    def join(self, init_method: str) -> None:
-        """Make the default group, meeting the other ranks at ``init_method``."""
-        raise NotOfferedError(_LACKING)
+    def init_group(self, init_method: str) -> None:
+        """Create the default group."""
+        raise UnsupportedError
 
-    def leave(self) -> None:
+    def destroy_group(self) -> None:
         """End the default group."""
-        raise NotOfferedError(_LACKING)
+        raise UnsupportedError
 
     def new_group(self) -> Any:
-        """Another group of all ranks."""
-        raise NotOfferedError(_LACKING)
+        """Create another group of all ranks."""
+        raise UnsupportedError
 
-    def add_up(self, array: Any, group: Any) -> None:
-        """An allreduce in place, over what `new_group` has made or the default group (None)."""
-        raise NotOfferedError(_LACKING)
+    def allreduce(self, array: Any, group: Any) -> None:
+        """Sum an array in place, over a group that `new_group` has created or the default group (None)."""
+        raise UnsupportedError
 
-    def end_group(self, group: Any) -> None:
-        """End what `new_group` has made."""
-        raise NotOfferedError(_LACKING)
+    def destroy_subgroup(self, group: Any) -> None:
+        """End a group that `new_group` has created."""
+        raise UnsupportedError
 
     def close(self) -> None:
         """Leave the group for good."""
+        self.destroy_group()

@@ -6,21 +6,22 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 import mpi4py
 
-from ferrodist.bench.adapters.base import Adapter, NotOfferedError
-from ferrodist.bench.arrays import NumpyArrays
+from ferrodist.bench.adapters.arrays import Arrays, NumpyArrays
+from ferrodist.bench.adapters.base import Adapter, UnsupportedError
 from ferrodist.bench.cases import Case, DataType, Operation
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
-    from ferrodist.bench.arrays import Arrays
-    from ferrodist.bench.peers import Peer
+    from ferrodist.bench.cases import Peer
+
+_THREAD_LEVELS = ("single", "funneled", "serialized", "multiple")
 
 
 class MpiAdapter(Adapter):
-    """A rank of MPI_COMM_WORLD; see `Adapter`."""
+    """A rank of MPI_COMM_WORLD."""
 
-    not_offered: ClassVar[Mapping[Operation, str]] = {
+    unsupported: ClassVar[Mapping[Operation, str]] = {
         Operation.INIT: "a process makes MPI's world once, when it starts; new_group is MPI_Comm_dup",
     }
 
@@ -31,83 +32,59 @@ class MpiAdapter(Adapter):
         self._mpi, self._world = MPI, MPI.COMM_WORLD
         self.arrays: Arrays = NumpyArrays()
         self.rank, self.num_ranks = self._world.Get_rank(), self._world.Get_size()
-        levels = ("single", "funneled", "serialized", "multiple")
         self.versions = {
             "mpi4py": mpi4py.__version__,
             "library": " ".join(MPI.Get_library_version().strip("\0 \n").splitlines()[0].split(",")[0].split()),
-            "thread level": levels[MPI.Query_thread()],
+            "thread level": _THREAD_LEVELS[MPI.Query_thread()],
         }
         self._dtypes = {DataType.FLOAT32: MPI.FLOAT, DataType.FLOAT16: getattr(MPI, "FLOAT16_T", MPI.DATATYPE_NULL)}
 
     def make_call(self, case: Case, source: Any, target: Any) -> Callable[[], object]:
-        """See `Adapter.make_call`. Count and type are told, which spares mpi4py from finding them at each call."""
         world = self._world
         if case.operation is Operation.BARRIER:
             barrier: Callable[[], object] = world.Barrier
             return barrier
-        send, receive = self._spec(case, source), self._spec(case, target)
-        if case.operation is Operation.SEND_RECV:
-            return self._make_exchange(case, send, receive)
-        in_place = self._mpi.IN_PLACE
+        send, receive, in_place = self._buffer(case, source), self._buffer(case, target), self._mpi.IN_PLACE
         # Where ranks have parts, the counts are those of one part, and mpi4py works them out from the arrays.
-        from_, to = send[0::2], receive[0::2]
+        send_parts, receive_parts = send[0::2], receive[0::2]
         calls: dict[Operation, Callable[[], object]] = {
             Operation.ALLREDUCE: lambda: world.Allreduce(in_place, receive),
             Operation.BROADCAST: lambda: world.Bcast(send, 0),
-            Operation.REDUCE_SCATTER: lambda: world.Reduce_scatter_block(from_, to),
-            Operation.ALL_GATHER: lambda: world.Allgather(from_, to),
-            Operation.ALL_TO_ALL: lambda: world.Alltoall(from_, to),
+            Operation.REDUCE_SCATTER: lambda: world.Reduce_scatter_block(send_parts, receive_parts),
+            Operation.ALL_GATHER: lambda: world.Allgather(send_parts, receive_parts),
+            Operation.ALL_TO_ALL: lambda: world.Alltoall(send_parts, receive_parts),
+            Operation.SEND_RECV: self.make_exchange(case, world.Send, world.Recv, send, receive),
         }
         return calls[case.operation]
 
     def make_start(self, case: Case, source: Any, target: Any) -> Callable[[], Any]:
-        """See `Adapter.make_start`."""
         assert source is target
-        world, in_place, receive = self._world, self._mpi.IN_PLACE, self._spec(case, target)
+        world, in_place, receive = self._world, self._mpi.IN_PLACE, self._buffer(case, target)
         return lambda: world.Iallreduce(in_place, receive)
 
-    def wait(self, started: Any) -> None:
-        """See `Adapter.wait`."""
-        started.Wait()
+    def wait(self, work: Any) -> None:
+        work.Wait()
 
     def barrier(self) -> None:
-        """See `Adapter.barrier`."""
         self._world.Barrier()
 
     def new_group(self) -> Any:
-        """See `Adapter.new_group`."""
         return self._world.Dup()
 
-    def add_up(self, array: Any, group: Any) -> None:
-        """See `Adapter.add_up`."""
+    def allreduce(self, array: Any, group: Any) -> None:
         group.Allreduce(self._mpi.IN_PLACE, array)
 
-    def end_group(self, group: Any) -> None:
-        """See `Adapter.end_group`."""
+    def destroy_subgroup(self, group: Any) -> None:
         group.Free()
 
     def close(self) -> None:
-        """See `Adapter.close`; mpi4py ends MPI when the interpreter ends."""
+        pass  # mpi4py ends MPI when the interpreter ends
 
-    def _make_exchange(self, case: Case, send: Any, receive: Any) -> Callable[[], object]:
-        world, partner = self._world, case.partner_of(self.rank)
-        if partner is None:
-            return lambda: None
-
-        def there_and_back() -> None:
-            world.Send(send, partner)
-            world.Recv(receive, partner)
-
-        def back() -> None:
-            world.Recv(receive, partner)
-            world.Send(send, partner)
-
-        return there_and_back if self.rank == 0 else back
-
-    def _spec(self, case: Case, array: Any) -> tuple[Any, ...]:
+    def _buffer(self, case: Case, array: Any) -> tuple[Any, ...]:
+        """An array with its count and datatype, so that mpi4py need not find them at each call."""
         datatype = self._dtypes.get(case.dtype, self._mpi.DATATYPE_NULL)
         if datatype == self._mpi.DATATYPE_NULL:
             if case.operation.reduces:
-                raise NotOfferedError(f"this MPI adds no {case.dtype.value}")
+                raise UnsupportedError(f"this MPI adds no {case.dtype.value}")
             datatype = self._mpi.UINT16_T
         return array, len(array), datatype

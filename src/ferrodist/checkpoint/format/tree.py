@@ -210,7 +210,7 @@ def tensor_identity(tensor: torch.Tensor) -> object:
     if plain.is_nested or not plain.numel() or plain.layout is not torch.strided or plain.device.type == "meta":
         return id(tensor)
     lies = plain.data_ptr(), tuple(plain.shape), plain.stride(), plain.dtype, plain.is_conj(), plain.is_neg()
-    return (*lies, getattr(tensor, "_layout", None), flat_shard_of(tensor))
+    return (*lies, getattr(tensor, "_spec", None), flat_shard_of(tensor))
 
 
 def check_tensor(tensor: torch.Tensor, path: tuple[object, ...]) -> None:

@@ -40,6 +40,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
     from ferrodist.backends.base import Backend
+    from ferrodist.backends.sequencer import Sequencer
     from ferrodist.backends.signature import CollectiveSignature
     from ferrodist.collectives.reduce_op import Op
 
@@ -48,6 +49,8 @@ if TYPE_CHECKING:
 
     class Mover(Protocol):
         """What starts operations of all ranks, and waits for them; see `backends/mpi/collectives.py`."""
+
+        sequencer: Sequencer
 
         def all_gather(self, out: memoryview, sizes: Sequence[int]) -> list[Any]:
             """Start an all-gather into ``out``, of ``sizes[rank]`` bytes from each rank."""
@@ -93,7 +96,7 @@ class DataPlaneEngine(ReferenceEngine):
 
     def await_turn(self, sequence: int) -> None:
         """Return when all before have ended, or the group has."""
-        self._turns.wait(sequence, math.inf)
+        self._group.data_plane.sequencer.wait(sequence, math.inf)
 
     def allreduce(self, out: torch.Tensor, source: torch.Tensor, op: Op, *, timeout: float, sequence: int) -> None:
         """Fold ``source`` over the ranks into every rank's ``out``, which may be ``source``."""
@@ -239,10 +242,6 @@ class DataPlaneEngine(ReferenceEngine):
             incoming, outgoing = run.blocks(receive_counts, out), run.blocks(send_counts, source)
             run.move(lambda mover: mover.all_to_all(bytes_of(out), incoming, bytes_of(source), outgoing))
 
-    @property
-    def _turns(self) -> Any:
-        return self._group.mover.turns
-
     @contextmanager
     def _turn(
         self, call: CollectiveSignature, payload: bytes, timeout: float, sequence: int
@@ -250,7 +249,7 @@ class DataPlaneEngine(ReferenceEngine):
         """The group's mover to ourselves, once all ranks have made the call."""
         deadline = Deadline(timeout)
         call = call.with_payload(payload)
-        with self._turns.hold(sequence, timeout):  # without a turn the agreement says so
+        with self._group.data_plane.sequencer.hold(sequence, timeout):  # without a turn the agreement says so
             payloads = self._group.agreement.reach(call, deadline.remaining(), sequence)
             run = _DataPlaneRun(self._group, call, sequence, deadline, payloads)
             try:
@@ -270,7 +269,7 @@ class _DataPlaneRun(CollectiveRun):
         self, group: Backend, call: CollectiveSignature, sequence: int, deadline: Deadline, payloads: list[bytes]
     ) -> None:
         super().__init__(group, call, sequence, deadline, payloads)
-        self._mover: Mover = group.mover
+        self._mover: Mover = group.data_plane
 
     def move(self, start: Callable[[Mover], list[Any]]) -> None:
         """One step: ``start(mover)`` begins it."""

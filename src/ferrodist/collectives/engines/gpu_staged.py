@@ -22,12 +22,13 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ferrodist.backends.sequencer import InterruptibleTicketQueue
+from ferrodist.backends.cuda import streams_of
+from ferrodist.backends.sequencer import Sequencer
 from ferrodist.backends.signature import CollectiveSignature
 from ferrodist.backends.subgroup import SubBackend
 from ferrodist.backends.verification import left_reason
 from ferrodist.collectives.arguments import writing_to
-from ferrodist.collectives.cuda import SEGMENT_BYTES, CopyPipeline, NotReachedError, streams_of, wait_until_passed
+from ferrodist.collectives.cuda import SEGMENT_BYTES, CopyPipeline, NotReachedError, wait_until_passed
 from ferrodist.collectives.engines.gpu_staged_plan import Partition, StagedOp
 from ferrodist.collectives.engines.host import host_engine_of
 from ferrodist.collectives.facts import dtype_text, read_facts
@@ -41,7 +42,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from ferrodist.backends.base import Backend
-    from ferrodist.collectives.cuda import Streams
+    from ferrodist.backends.cuda import Streams
     from ferrodist.collectives.engines.base import HostEngine
     from ferrodist.collectives.engines.gpu_staged_plan import ChunkRange
 
@@ -74,7 +75,7 @@ class HostStagedEngine:
         self._group = group
         self._find_streams = find_streams
         self._segment_bytes = segment_bytes
-        self._turns = InterruptibleTicketQueue(lambda: group.failure)
+        self._sequencer = Sequencer(lambda: group.failure is not None)
         self._lanes: dict[torch.device, CopyPipeline] = {}
         self._inner: SubBackend | None = None
         self._has_shared = False
@@ -83,24 +84,22 @@ class HostStagedEngine:
 
     def reserve(self) -> int:
         """Take the next position among the group's collectives."""
-        return self._turns.reserve(host_engine_of(self._group).reserve)
+        return self._sequencer.reserve(host_engine_of(self._group).reserve)
 
     def await_turn(self, sequence: int) -> None:
         """Return when all before have ended, or the group has."""
-        try:
-            self._turns.wait_for(sequence, Deadline(math.inf))
-        except DistributedError:
-            return  # the operation raises it
+        if not self._sequencer.wait(sequence, math.inf):
+            return  # the group has failed: the operation raises it
         host_engine_of(self._group).await_turn(sequence)
 
     def share(self, operation: str, payload: bytes, *, timeout: float, sequence: int) -> list[bytes]:
         """Give every rank the bytes of each, in rank order."""
-        with self._turns.using(sequence):
+        with self._sequencer.releasing(sequence):
             return host_engine_of(self._group).share(operation, payload, timeout=timeout, sequence=sequence)
 
     def barrier(self, *, timeout: float, sequence: int) -> None:
         """Return when all ranks have called."""
-        with self._turns.using(sequence):
+        with self._sequencer.releasing(sequence):
             host_engine_of(self._group).barrier(timeout=timeout, sequence=sequence)
 
     def allreduce(self, out: torch.Tensor, source: torch.Tensor, op: Op, *, timeout: float, sequence: int) -> None:
@@ -248,7 +247,7 @@ class HostStagedEngine:
         """Do an operation; what fails in the middle ends the group, for its ranks are out of step then."""
         group, deadline = self._group, Deadline(timeout)
         try:
-            with self._turns.using(sequence):
+            with self._sequencer.releasing(sequence):
                 self._do(plan, deadline, sequence)
         except GroupClosedError:
             raise
@@ -265,7 +264,8 @@ class HostStagedEngine:
 
     def _do(self, plan: StagedOp, deadline: Deadline, sequence: int) -> None:
         self._check_alive()
-        if not self._turns.wait_for(sequence, deadline):
+        if not self._sequencer.wait(sequence, deadline.remaining()):
+            self._check_alive()
             raise self._late(plan, deadline, "what this rank started before it has not ended")
         device = plan.like.device
         lane = self._lanes.get(device)
@@ -344,7 +344,7 @@ class HostStagedEngine:
     def _synchronize(self, timeout: float) -> None:
         deadline = Deadline(timeout)
         try:
-            self._turns.wait_for_all(deadline)
+            self._wait_until_idle(deadline)
             for lane in list(self._lanes.values()):
                 lane.synchronize(deadline)
         except (NotReachedError, TimeoutError) as error:
@@ -354,6 +354,11 @@ class HostStagedEngine:
                 f"what was started on GPUs in group {self._group.name!r} is not done after {Elapsed.of(deadline)} (rank"
                 f" {self._group.rank}): call synchronize() again"
             ) from None
+
+    def _wait_until_idle(self, deadline: Deadline) -> None:
+        if not self._sequencer.wait_until_idle(deadline.remaining()):
+            self._check_alive()
+            raise TimeoutError
 
     def _drop_lanes(self) -> None:
         """Free their memory, unless a device that does not come to its end may still copy from it."""

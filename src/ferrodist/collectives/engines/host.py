@@ -21,7 +21,7 @@ def host_engine_of(group: Backend) -> HostEngine:
         return engine
     found = group.attachments.get(_KEY)
     if found is None:
-        made = ReferenceEngine(group) if group.mover is None else DataPlaneEngine(group)
+        made = ReferenceEngine(group) if group.data_plane is None else DataPlaneEngine(group)
         found = group.attachments.setdefault(_KEY, made)
     assert isinstance(found, ReferenceEngine)
     return found

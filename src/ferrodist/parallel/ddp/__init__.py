@@ -1,4 +1,4 @@
-"""Data parallelism: every rank has the whole model and a part of each batch."""
+"""Distributed data parallelism: every rank has the whole model and a share of each batch."""
 
 from __future__ import annotations
 

@@ -1,31 +1,27 @@
-"""Which parameters a forward's outputs depend on.
+"""DDP's hooks on autograd: unused parameters, gradients that are ready, and the round of one backward.
 
-How a reducer is told that gradients have come.
-
-[Note: hooks of others]
-DDP hooks the node that accumulates a parameter's gradient, which is after all hooks on the parameter itself have run:
-what they do to a gradient is part of it. Autograd makes another node for a parameter whose dtype was changed, though it
-may have been changed back: a hook on the parameter itself notices that.
-
-When the gradients of one backward begin and end to be averaged: state, and nothing that is sent.
+[Note: order of hooks]
+DDP hooks the AccumulateGrad node of a parameter, which runs after all hooks on the parameter itself: changes that these
+make to a gradient are part of it. Autograd makes another node for a parameter whose dtype was changed, even if it was
+changed back: a hook on the parameter itself notices that.
 
 [Note: round]
-A *round* is one reduction of all buckets. It opens when autograd first comes by one of the model's outputs or
+A *round* is one reduction of all buckets. It opens when autograd first reaches one of the model's outputs or
 parameters, and closes in a callback that the engine runs at the end of that backward, before ``backward()`` returns. In
 between, a bucket starts as soon as it and all buckets before it are complete, so that all ranks start them in one
-order, whatever the order in which their gradients come. When the round closes, the buckets that are still incomplete
-start as they are, with zeros for gradients that did not come.
+order, whatever the order of their gradients. When the round closes, the remaining buckets start as they are, with zeros
+for gradients that did not arrive.
 
-A backward inside the backward (re-entrant checkpointing) is one of its own to the engine. The hook on the outputs
-opens the round in the outer one, so that it lasts as long as that; but gradients of one parameter may now come more
-than once, so buckets wait for the end, unless ``static_graph`` has counted how often each comes. Where no output was
-found, a round opens and closes with the inner backward; that is right to rounding, for the mean of what is equal on all
+A backward inside the backward (re-entrant checkpointing) has an id of its own. The hook on the outputs opens the round
+in the outer one, so that it lasts as long as that; but gradients of one parameter may now arrive more than once, so
+buckets wait for the end, unless ``static_graph`` has counted how often each arrives. Where no output was found, a round
+opens and closes with the inner backward; that is right to rounding, since the mean of values that are equal on all
 ranks is that value again, but it costs messages.
 
-A backward that fails leaves its round open. The engine then drops its callbacks, by which the next round notices. If
-nothing had started, the round is forgotten. If something had, the other ranks count on the rest of it, and the group is
-ended: an error on all ranks in place of mixed-up buckets. What fails in the reduction itself (a sparse gradient, an
-interruption) ends the round at once, in the same two ways.
+A backward that fails leaves its round open. The engine then drops its callbacks, which the next round notices. If no
+bucket had started, the round is discarded. If one had, the other ranks count on the rest, and the group is aborted: an
+error on all ranks in place of mixed-up buckets. A failure of the reduction itself (a sparse gradient, an interruption)
+ends the round at once, in the same two ways.
 """
 
 from __future__ import annotations
@@ -36,7 +32,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch.utils.weak import WeakIdKeyDictionary
 
-from ferrodist.parallel.module_guard import current_backward
+from ferrodist.parallel.module_guard import current_backward_id
 from ferrodist.torch_private.autograd import queue_callback
 
 if TYPE_CHECKING:
@@ -45,110 +41,110 @@ if TYPE_CHECKING:
     from torch.autograd.graph import Node
     from torch.utils.hooks import RemovableHandle
 
-_CHECKPOINT = "CheckpointFunctionBackward"
+_REENTRANT_CHECKPOINT = "CheckpointFunctionBackward"
 
 
-def find_unused(outputs: Sequence[torch.Tensor], parameters: Sequence[torch.nn.Parameter]) -> frozenset[int]:
-    """`id` of the parameters that no output depends on; none where the outputs don't tell.
+def find_unused_parameters(outputs: Sequence[torch.Tensor], parameters: Sequence[torch.nn.Parameter]) -> frozenset[int]:
+    """Return the `id` of each parameter that no output depends on, or nothing where that is unknown.
 
-    They don't where there are none, or behind re-entrant checkpoints, whose graphs are made during backward. Walks the
-    whole graph, one step of Python for each operation in it.
+    It is unknown without outputs, and behind re-entrant checkpoints, whose graphs are made during backward. The whole
+    graph is walked, one step of Python for each operation in it.
     """
     if not outputs:
         return frozenset()
     reached: set[int] = set()
     seen = set()
-    waiting = [output.grad_fn for output in outputs if output.grad_fn is not None]
+    queue = [output.grad_fn for output in outputs if output.grad_fn is not None]
     reached.update(id(output) for output in outputs if output.grad_fn is None)
-    while waiting:
-        node = waiting.pop()
+    while queue:
+        node = queue.pop()
         if node in seen:
             continue
         seen.add(node)
-        if node.name() == _CHECKPOINT:
+        if node.name() == _REENTRANT_CHECKPOINT:
             return frozenset()
-        leaf = getattr(node, "variable", None)  # of the nodes that accumulate gradients
+        leaf = getattr(node, "variable", None)  # AccumulateGrad nodes have one
         if leaf is not None:
             reached.add(id(leaf))
-        waiting.extend(following for following, _ in node.next_functions if following is not None)
+        queue.extend(child for child, _ in node.next_functions if child is not None)
     return frozenset(id(parameter) for parameter in parameters if id(parameter) not in reached)
 
 
 class ParameterHooks:
-    """Hooks on parameters, which go when this is collected; see [Note: hooks of others].
+    """Hooks on parameters, removed when this object is collected; see [Note: order of hooks].
 
     Args:
-        parameters: Which are watched. The latest object that watches a parameter *has* it.
-        on_arrival: Called when a gradient has come, which others' hooks may still change.
-        on_gradient: Called with the parameter's number when they have. Neither may keep this object.
-        title: What messages call whom this serves.
+        parameters: The parameters. The latest object that hooks a parameter *owns* it.
+        on_accumulated: Called when a gradient has been accumulated, before later hooks, which may still change it.
+        on_ready: Called with the parameter's id after all hooks. Neither callback may hold this object.
+        title: The model's name in error messages.
     """
 
     def __init__(
         self,
         parameters: Sequence[torch.nn.Parameter],
-        on_arrival: Callable[[], None],
-        on_gradient: Callable[[int], None],
+        on_accumulated: Callable[[], None],
+        on_ready: Callable[[int], None],
         *,
         title: str,
     ) -> None:
         self.title = title
         self._parameters = tuple(parameters)
-        self._on_gradient = on_gradient
-        self._pending: set[int] = set()  # numbers of the gradients between the two calls
-        self._nodes: list[Node | None] = [None] * len(self._parameters)  # kept, or autograd makes others without hooks
+        self._on_ready = on_ready
+        self._pending: set[int] = set()  # ids of the parameters between the two calls
+        self._nodes: list[Node | None] = [None] * len(self._parameters)  # owned, or autograd makes others without hooks
         self._handles: list[RemovableHandle] = []
         weakref.finalize(self, _remove, self._handles).atexit = False
         pending = self._pending
-        for number, parameter in enumerate(self._parameters):
+        for param_id, parameter in enumerate(self._parameters):
 
-            def notice(_: torch.Tensor, number: int = number) -> None:
-                pending.add(number)
-                on_arrival()
+            def hook(_: torch.Tensor, param_id: int = param_id) -> None:
+                pending.add(param_id)
+                on_accumulated()
 
-            self._handles.append(parameter.register_post_accumulate_grad_hook(notice))  # type: ignore[no-untyped-call]
-            self._watch_node(number)
-            _holders[parameter] = weakref.ref(self)
+            self._handles.append(parameter.register_post_accumulate_grad_hook(hook))  # type: ignore[no-untyped-call]
+            self._hook_node(param_id)
+            _owners[parameter] = weakref.ref(self)
 
-    def find_lost(self) -> list[int]:
-        """The parameters whose gradients came by nodes that autograd made anew; these are watched from now on."""
-        lost = sorted(self._pending)
-        for number in lost:
-            self._watch_node(number)
+    def missed_hooks(self) -> list[int]:
+        """Parameters whose gradients came through nodes that autograd made anew; these nodes are hooked from now on."""
+        missed = sorted(self._pending)
+        for param_id in missed:
+            self._hook_node(param_id)
         self._pending.clear()
-        return lost
+        return missed
 
-    def forget_pending(self) -> None:
-        """A backward has ended in an error."""
+    def clear_pending(self) -> None:
+        """Forget gradients between the two calls, after a backward that failed."""
         self._pending.clear()
 
-    def find_taken(self) -> tuple[int, ParameterHooks] | None:
-        """A parameter that another object has, and that object."""
-        for number, parameter in enumerate(self._parameters):
-            holder = _holders[parameter]()
-            if holder is None:  # it had the parameter, and is gone
-                _holders[parameter] = weakref.ref(self)
-            elif holder is not self:
-                return number, holder
+    def foreign_owner(self) -> tuple[int, ParameterHooks] | None:
+        """A parameter that another object owns, and that object."""
+        for param_id, parameter in enumerate(self._parameters):
+            owner = _owners[parameter]()
+            if owner is None:  # the last owner was collected
+                _owners[parameter] = weakref.ref(self)
+            elif owner is not self:
+                return param_id, owner
         return None
 
-    def _watch_node(self, number: int) -> None:
-        parameter, pending, on_gradient = self._parameters[number], self._pending, self._on_gradient
+    def _hook_node(self, param_id: int) -> None:
+        parameter, pending, on_ready = self._parameters[param_id], self._pending, self._on_ready
         with torch.enable_grad():
             view = parameter.view_as(parameter)
         assert view.grad_fn is not None
-        node = self._nodes[number] = view.grad_fn.next_functions[0][0]
+        node = self._nodes[param_id] = view.grad_fn.next_functions[0][0]
         assert node is not None
 
-        def notice(*_: object) -> None:
-            pending.discard(number)
-            on_gradient(number)
+        def hook(*_: object) -> None:
+            pending.discard(param_id)
+            on_ready(param_id)
 
-        self._handles.append(node.register_hook(notice))
+        self._handles.append(node.register_hook(hook))
 
 
-_holders = WeakIdKeyDictionary()
-"""The object that has a parameter, as a weak reference."""
+_owners = WeakIdKeyDictionary()
+"""For each parameter a weak reference to its owner."""
 
 
 def _remove(handles: Sequence[RemovableHandle]) -> None:
@@ -157,95 +153,95 @@ def _remove(handles: Sequence[RemovableHandle]) -> None:
 
 
 class BackwardRound:
-    """Which gradients have come, and which buckets are complete; see [Note: round].
+    """The gradients that have arrived in one backward, and the buckets that are complete; see [Note: round].
 
     Args:
-        homes: The number of the bucket of each place, in the order of the plan.
-        is_static: Learn in the first round how often each gradient comes, and rely on it.
+        bucket_indices: The index of the bucket of each position.
+        is_static: Learn in the first round how often each gradient arrives, and rely on it.
     """
 
-    def __init__(self, homes: Sequence[int], *, is_static: bool) -> None:
-        self._homes = homes
+    def __init__(self, bucket_indices: Sequence[int], *, is_static: bool) -> None:
+        self._bucket_indices = bucket_indices
         self._is_static = is_static
-        self._num_expected = [1] * len(homes)  # how often the gradient of each place comes
+        self._num_expected = [1] * len(bucket_indices)  # gradients of each position in a backward
         self.has_learned = not is_static
-        self.unreached: frozenset[int] = frozenset()
-        """Places that the outputs of the forwards so far don't depend on."""
+        self.unused: frozenset[int] = frozenset()
+        """Positions that the outputs of the forwards so far don't depend on."""
         self.counts: dict[int, int] = {}
-        """How often the gradient of each place has come."""
+        """Number of gradients that have arrived, by position."""
         self.versions: tuple[int, ...] = ()
-        """The parameters' version counters when it opened."""
-        self._missing: list[int] = []
-        self._task = -1
+        """The parameters' version counters when the round opened."""
+        self._num_missing: list[int] = []
+        self._backward_id = -1
         self._is_nested = False
-        self._end: weakref.ref[_EndOfBackward] | None = None
+        self._end_callback: weakref.ref[_EndOfBackward] | None = None
 
     @property
     def is_open(self) -> bool:
         """Whether a backward is under way, or has failed."""
-        return self._end is not None
+        return self._end_callback is not None
 
     @property
     def has_failed(self) -> bool:
-        """Whether the backward that opened it has ended without closing it."""
-        return self._end is not None and self._end() is None
+        """Whether the backward that opened the round has ended without closing it."""
+        return self._end_callback is not None and self._end_callback() is None
 
     def enter(self, on_end: Callable[[], None]) -> bool:
-        """Say that autograd is at work; True when this opens the round. ``on_end`` is called when its backward ends."""
-        task = current_backward()
-        if self._end is not None:
-            self._is_nested |= task != self._task
+        """Note autograd at work; True if this opens the round. ``on_end`` is called at the end of its backward."""
+        backward_id = current_backward_id()
+        if self._end_callback is not None:
+            self._is_nested |= backward_id != self._backward_id
             return False
         end = _EndOfBackward(on_end)
         queue_callback(end)
-        self._end, self._task = weakref.ref(end), task
-        self._missing = [0] * (max(self._homes, default=-1) + 1)
-        for place, home in enumerate(self._homes):
-            self._missing[home] += self._num_expected_now(place) > 0
+        self._end_callback, self._backward_id = weakref.ref(end), backward_id
+        self._num_missing = [0] * (max(self._bucket_indices, default=-1) + 1)
+        for position, bucket_index in enumerate(self._bucket_indices):
+            self._num_missing[bucket_index] += self._expected_count(position) > 0
         return True
 
-    def arrive(self, place: int) -> None:
-        """Take note that a gradient is there."""
-        count = self.counts[place] = self.counts.get(place, 0) + 1
-        if count == self._num_expected_now(place):
-            self._missing[self._homes[place]] -= 1
+    def count_gradient(self, position: int) -> None:
+        """Count a gradient that has arrived."""
+        count = self.counts[position] = self.counts.get(position, 0) + 1
+        if count == self._expected_count(position):
+            self._num_missing[self._bucket_indices[position]] -= 1
 
-    def count_complete(self, first: int) -> int:
-        """The number of the first bucket, from ``first`` on, that may not start yet."""
+    def first_incomplete(self, first: int) -> int:
+        """Index of the first bucket, from ``first`` on, that may not start yet."""
         if not self.has_learned or (self._is_nested and not self._is_static):
             return first
-        while first < len(self._missing) and self._missing[first] == 0:
+        while first < len(self._num_missing) and self._num_missing[first] == 0:
             first += 1
         return first
 
-    def find_unexpected(self) -> int | None:
-        """A place whose gradient came less often than was learned, if any."""
+    def find_missing(self) -> int | None:
+        """A position whose gradient arrived less often than in the learned round, if any."""
         if not (self._is_static and self.has_learned and self.is_open):
             return None
         expected = enumerate(self._num_expected)
-        return next((place for place, number in expected if self.counts.get(place, 0) < number), None)
+        return next((position for position, count in expected if self.counts.get(position, 0) < count), None)
 
     def close(self, *, is_complete: bool) -> None:
-        """Forget it; a complete one is learned from."""
+        """Close the round; a complete one teaches a static graph its counts."""
         if is_complete and not self.has_learned and self.counts:
-            self._num_expected = [self.counts.get(place, 0) for place in range(len(self._homes))]
+            self._num_expected = [self.counts.get(position, 0) for position in range(len(self._bucket_indices))]
             self.has_learned = True
         self.counts = {}
-        self.unreached = frozenset()
+        self.unused = frozenset()
         self._is_nested = False
-        self._end = None
+        self._end_callback = None
 
-    def learn_like(self, other: BackwardRound, places: Sequence[int]) -> None:
-        """Take over what ``other`` has learned; its place of each place here."""
-        self._num_expected = [other._num_expected[place] for place in places]
+    def inherit_counts(self, other: BackwardRound, old_positions: Sequence[int]) -> None:
+        """Take over the counts that ``other`` has learned, given each position's old one."""
+        self._num_expected = [other._num_expected[position] for position in old_positions]
         self.has_learned = other.has_learned
 
-    def _num_expected_now(self, place: int) -> int:
-        return 0 if place in self.unreached else self._num_expected[place]
+    def _expected_count(self, position: int) -> int:
+        return 0 if position in self.unused else self._num_expected[position]
 
 
 class _EndOfBackward:
-    """The engine's callback; it lives as long as the backward that it was given to."""
+    """The engine's callback, alive as long as its backward."""
 
     def __init__(self, on_end: Callable[[], None]) -> None:
         self._on_end = on_end

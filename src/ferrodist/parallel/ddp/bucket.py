@@ -1,34 +1,29 @@
-"""Which tensors travel together: a pure function of their sizes, so that every rank comes to the same plan.
+"""Gradient buckets: which gradients travel together, the flat memory they share, and the checks they carry.
 
-What a bucket carries behind its gradients: whose they are, and which of them are there.
+[Note: gradient mask]
+Behind its gradients a bucket carries two elements for each parameter: 1 and 0 from a rank that has a gradient for it, 0
+and 1 from one that has none, 0 and 0 from one that has run out of batches (`DDP.join`). Their mean tells a gradient
+that all ranks have from one that some have and from one that no rank has. One element would not do: where there are
+many ranks and the dtype has few bits, the share of the ranks would round to 1; but above 0 is above 0 in any dtype.
 
-[Note: presence]
-A bucket carries two elements more for each parameter: 1 and 0 from a rank that has a gradient for it, 0 and 1 from one
-that has none, 0 and 0 from one that has run out of batches (`DDP.join`). Their mean tells a gradient that all ranks
-have from one that some have and from one that no rank has. Two, since the share of the ranks in one element would round
-to 1 where there are many ranks and the dtype has few bits; above 0 is above 0 in any dtype.
-
-[Note: marks]
-Buckets of two models may have one size and dtype, and then a collective can't tell them apart. A bucket therefore
-carries two elements more for each rank, its *mark*: the number of the model within the group and that of the bucket
-within the model. Each rank fills in its own mark and leaves the others 0, so that the mean over the ranks has all of
-them, divided by the number of ranks. Every rank compares them before it looks at a gradient, and all come to the same
-verdict; no message is added. Numbers go from 1 to 127 and then start again, for bfloat16 has 8 bits to tell their
-quotients apart: models 127 apart are not told apart.
-
-The flat memory in which the gradients of some parameters travel.
+[Note: fingerprints]
+Buckets of two models may have one size and dtype, so that a collective can't tell them apart. A bucket therefore
+carries two more elements for each rank, the rank's *fingerprint*: the id of the model within the group and the index of
+the bucket within the model. Each rank writes its own fingerprint and leaves the others 0, so that the mean over the
+ranks holds all of them, divided by the number of ranks. Every rank compares them before it uses a gradient, and all
+reach the same verdict without another message. Ids go from 1 to 127 and then start again, since bfloat16 has 8 bits to
+tell the quotients apart: two models whose ids differ by 127 look alike.
 
 [Note: memory of buckets]
-A bucket's memory is made once and used in every step. Where gradients are its views, a step copies each gradient once,
-from where autograd made it: an engine that reduces symmetric memory needs no copy aside, and the optimizer reads the
-average where the engine wrote it. A gradient that accumulates is added in place, and not copied at all.
+A bucket's memory is allocated once and used in every step. Where gradients are views of it, a step copies each gradient
+once, from where autograd made it: an engine that reduces symmetric memory needs no staging copy, and the optimizer
+reads the average where the engine wrote it. A gradient that accumulates is added in place and not copied at all.
 
-Gradients come from autograd as tensors of their own after ``zero_grad()``. They are copied as they come, while they are
-in the processor's cache, and freed at once, so that the next layer's takes the same memory.
+After ``zero_grad()`` autograd makes new gradient tensors. They are copied as they arrive, while they are in the CPU's
+cache, and freed at once, so that the next layer's gradient reuses the memory.
 
-What parameters get as their gradients are views made for that. Others may give such a tensor other memory, another
-dtype or shape (``module.double()``, ``grad.data = ...``): then it is a gradient like any, which is copied, and a new
-view takes its place.
+Programs may give such a view other memory, another dtype or another shape (``module.double()``, ``grad.data = ...``).
+Then it is copied like any other gradient, and a new view replaces it.
 """
 
 from __future__ import annotations
@@ -54,17 +49,19 @@ if TYPE_CHECKING:
     from ferrodist.backends.base import Backend
     from ferrodist.collectives.work import PendingCollective
 
+    CommHook: TypeAlias = "Callable[[GradientBucket], PendingCollective[torch.Tensor]]"
+
+FINGERPRINT_SIZE = 2
+"""Elements of one rank's fingerprint."""
+
+_ATTACHMENT = "parallel.data.models"
+_ID_MODULUS = 127
+_ALIGNMENT_BYTES = 64
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Bucket:
-    """Tensors that travel as one message.
-
-    Args:
-        dtype: Of all of them.
-        device: Of all of them.
-        members: Their positions in the planned sequence, ascending.
-        size_bytes: Of all of them together.
-    """
+class BucketSpec:
+    """The tensors of one bucket, as positions in the assigned sequence, in ascending order."""
 
     dtype: torch.dtype
     device: torch.device
@@ -72,125 +69,114 @@ class Bucket:
     size_bytes: int
 
 
-def plan_buckets(
+def compute_bucket_assignment(
     tensors: Sequence[torch.Tensor], max_bytes: float, *, first_bytes: float | None = None
-) -> list[Bucket]:
-    """Divide tensors into buckets of one dtype and device each, keeping their order within a bucket.
+) -> list[BucketSpec]:
+    """Assign tensors to buckets of one dtype and device each, keeping their order within a bucket.
 
-    A bucket is filled until the next tensor of its kind would make it larger than ``max_bytes``; a tensor that
-    is larger by itself has a bucket of its own. Tensors without elements belong to buckets too.
+    A pure function of dtypes, devices and sizes, so that all ranks get the same buckets. A bucket is filled until the
+    next tensor of its dtype and device would make it larger than ``max_bytes``; a larger tensor gets a bucket of its
+    own. Tensors without elements belong to buckets too.
 
     Args:
-        tensors: Only their dtype, device and size are read.
-        max_bytes: Above 0; infinity gives one bucket for each kind.
-        first_bytes: The same for the first bucket of each kind; None is ``max_bytes``. A small one starts early.
+        tensors: The tensors; only their dtype, device and size are read.
+        max_bytes: Size limit above 0; infinity gives one bucket for each dtype and device.
+        first_bytes: Size limit of the first bucket of each dtype and device; None means ``max_bytes``. A small first
+            bucket starts early.
 
     Returns:
-        Buckets ordered by their last member: when tensors become ready in the order of the sequence, buckets
-        become complete in the order of the plan, whatever the mixture of dtypes.
+        Buckets ordered by their last member: when tensors become ready in the order of the sequence, buckets complete
+        in the order of the list, whatever the mixture of dtypes.
     """
-    plan: list[Bucket] = []
+    specs: list[BucketSpec] = []
     filling: dict[tuple[torch.dtype, torch.device], tuple[list[int], int]] = {}
     limits: dict[tuple[torch.dtype, torch.device], float] = {}
 
     def close(kind: tuple[torch.dtype, torch.device]) -> None:
         members, size_bytes = filling.pop(kind)
         limits[kind] = max_bytes
-        plan.append(Bucket(dtype=kind[0], device=kind[1], members=tuple(members), size_bytes=size_bytes))
+        specs.append(BucketSpec(dtype=kind[0], device=kind[1], members=tuple(members), size_bytes=size_bytes))
 
-    for place, tensor in enumerate(tensors):
+    for position, tensor in enumerate(tensors):
         kind = (tensor.dtype, tensor.device)
         limit = limits.get(kind, max_bytes if first_bytes is None else min(first_bytes, max_bytes))
         if kind in filling and filling[kind][1] + tensor.nbytes > limit:
             close(kind)
         members, size_bytes = filling.setdefault(kind, ([], 0))
-        members.append(place)
+        members.append(position)
         filling[kind] = (members, size_bytes + tensor.nbytes)
     for kind in list(filling):
         close(kind)
-    return sorted(plan, key=lambda bucket: bucket.members[-1])
+    return sorted(specs, key=lambda spec: spec.members[-1])
 
 
-FINGERPRINT_SIZE = 2
-"""Elements of one rank's mark."""
-
-_KEY = "parallel.data.models"
-_HIGHEST = 127
-
-
-def number_model(group: Backend, name: str) -> int:
-    """Give a model the next number of its group, from 0; ranks number their models in the same order."""
-    names: list[str] = group.attachments.setdefault(_KEY, [])
+def register_model(group: Backend, name: str) -> int:
+    """Return a model's id within its group, from 0; ranks register their models in the same order."""
+    names: list[str] = group.attachments.setdefault(_ATTACHMENT, [])
     names.append(name)
     return len(names) - 1
 
 
-def model_title(group: Backend, number: int) -> str:
-    """How error messages call a model that `number_model` has numbered, as "DDP model 0 (Linear)"."""
-    return f"DDP model {number} ({group.attachments[_KEY][number]})"
+def model_title(group: Backend, model_id: int) -> str:
+    """The model's name in error messages, such as "DDP model 0 (Linear)"."""
+    return f"DDP model {model_id} ({group.attachments[_ATTACHMENT][model_id]})"
 
 
-def bucket_fingerprint(model: int, bucket: int) -> tuple[float, float]:
-    """The mark of a bucket of a model, by their numbers."""
-    return float(model % _HIGHEST + 1), float(bucket % _HIGHEST + 1)
+def bucket_fingerprint(model_id: int, bucket_index: int) -> tuple[float, float]:
+    """The fingerprint of a bucket; see [Note: fingerprints]."""
+    return float(model_id % _ID_MODULUS + 1), float(bucket_index % _ID_MODULUS + 1)
 
 
-def verify_fingerprints(marks: list[complex], group: Backend) -> None:
-    """Compare the marks of all ranks after the mean.
+def verify_fingerprints(fingerprints: list[complex], group: Backend) -> None:
+    """Compare the fingerprints of all ranks after the mean.
 
     Args:
-        marks: One after the other, ``world_size * FINGERPRINT_SIZE`` numbers.
+        fingerprints: The ranks' fingerprints end to end, ``world_size * FINGERPRINT_SIZE`` numbers.
         group: The group.
 
     Raises:
         CollectiveMismatchError: On every rank, when two differ, naming both. The group has failed.
     """
-    if marks == marks[:FINGERPRINT_SIZE] * group.world_size:
+    if fingerprints == fingerprints[:FINGERPRINT_SIZE] * group.world_size:
         return
     senders: dict[str, list[int]] = {}
     for rank in range(group.world_size):
-        mark = [part.real * group.world_size for part in marks[rank * FINGERPRINT_SIZE : (rank + 1) * FINGERPRINT_SIZE]]
-        senders.setdefault(_describe(group, mark), []).append(rank)
+        own = fingerprints[rank * FINGERPRINT_SIZE : (rank + 1) * FINGERPRINT_SIZE]
+        described = _describe(group, [element.real * group.world_size for element in own])
+        senders.setdefault(described, []).append(rank)
     odd = min(senders.values(), key=len)
-    if "" in senders:  # what another rank sent lies over all marks, so they don't tell who it was
-        said = "some rank called an allreduce of its own where the others averaged gradients"
+    if "" in senders:  # another rank's data covers all fingerprints, so they don't tell whose it was
+        what_happened = "some rank called an allreduce of its own where the others averaged gradients"
     else:
-        said = "; ".join(f"{ranks_text(ranks)} averaged {what}" for what, ranks in senders.items())
+        what_happened = "; ".join(f"{ranks_text(ranks)} averaged {what}" for what, ranks in senders.items())
     error = CollectiveMismatchError(
-        f"the backwards of the ranks of group {group.name!r} are out of step: {said}. Every rank must run the backwards"
-        " of its DDP models in the same order, and as many of each.",
+        f"the backwards of the ranks of group {group.name!r} are out of step: {what_happened}. Every rank must run the"
+        " backwards of its DDP models in the same order, and as many of each.",
         ranks=tuple(odd) if len(senders) == 2 and 2 * len(odd) < group.world_size else (),
     )
     group.abort(error)
     raise error
 
 
-def _describe(group: Backend, mark: list[float]) -> str:
-    """Say which bucket a mark stands for; nothing if it is none."""
-    if not all(math.isfinite(part) for part in mark):
+def _describe(group: Backend, fingerprint: list[float]) -> str:
+    """Name the bucket of a fingerprint; empty for other numbers."""
+    if not all(math.isfinite(element) for element in fingerprint):
         return ""
-    model, bucket = (round(part) - 1 for part in mark)
-    if not (0 <= model < _HIGHEST and 0 <= bucket < _HIGHEST):
+    model_id, bucket_index = (round(element) - 1 for element in fingerprint)
+    if not (0 <= model_id < _ID_MODULUS and 0 <= bucket_index < _ID_MODULUS):
         return ""
-    models = range(model, len(group.attachments[_KEY]), _HIGHEST)
-    return " or ".join(f"bucket {bucket} of {model_title(group, number)}" for number in models)
-
-
-if TYPE_CHECKING:
-    CommHook: TypeAlias = "Callable[[GradientBucket], PendingCollective[torch.Tensor]]"
-
-
-_ALIGNMENT_BYTES = 64
+    candidates = range(model_id, len(group.attachments[_ATTACHMENT]), _ID_MODULUS)
+    return " or ".join(f"bucket {bucket_index} of {model_title(group, candidate)}" for candidate in candidates)
 
 
 class GradientBucket:
     """Gradients that travel together, as a communication hook gets them.
 
     Args:
-        parameters: Whose gradients these are, by name; of one dtype.
-        memory: Flat; the gradients' elements, and then those of the trailer.
-        index: The bucket's number, in the order in which buckets start.
-        model: The model's number in the group.
+        parameters: The parameters by name, of one dtype.
+        memory: Flat memory for the gradients' elements, and behind them the trailer (mask and fingerprints).
+        index: The bucket's index, in the order in which buckets start.
+        model_id: The model's id in the group.
         group: The group.
         as_views: Whether gradients become views of the memory.
     """
@@ -201,7 +187,7 @@ class GradientBucket:
         memory: torch.Tensor,
         *,
         index: int,
-        model: int,
+        model_id: int,
         group: Backend,
         as_views: bool,
     ) -> None:
@@ -213,33 +199,35 @@ class GradientBucket:
         self.tensor = memory[: sum(sizes)]
         """All gradients, one after the other: shape (num_elements,)."""
         self.gradients = tuple(
-            _shaped_like(part, parameter)
-            for part, parameter in zip(torch.split(self.tensor, sizes), self.parameters, strict=True)
+            _view_like(elements, parameter)
+            for elements, parameter in zip(torch.split(self.tensor, sizes), self.parameters, strict=True)
         )
         """The same memory, as one tensor for each parameter, with its shape and strides."""
         self.absent: list[str] = []
         """Names of the parameters that this rank had no gradient for when the bucket started."""
         self._memory = memory
         self._as_views = as_views
-        self._lent: list[torch.Tensor | None] = [None] * len(self.parameters)
-        self._addresses = tuple(gradient.data_ptr() for gradient in self.gradients)
+        self._views: list[torch.Tensor | None] = [None] * len(self.parameters)
+        self._view_addresses = tuple(gradient.data_ptr() for gradient in self.gradients)
         self._trailer = memory[sum(sizes) :]
-        marks = [0.0] * (group.world_size * FINGERPRINT_SIZE)
-        marks[group.rank * FINGERPRINT_SIZE : (group.rank + 1) * FINGERPRINT_SIZE] = bucket_fingerprint(model, index)
+        fingerprints = [0.0] * (group.world_size * FINGERPRINT_SIZE)
+        own = slice(group.rank * FINGERPRINT_SIZE, (group.rank + 1) * FINGERPRINT_SIZE)
+        fingerprints[own] = bucket_fingerprint(model_id, index)
         count = len(sizes)
-        self._full = torch.tensor([1.0] * count + [0.0] * count + marks, dtype=memory.dtype, device=memory.device)
+        trailer = [1.0] * count + [0.0] * count + fingerprints
+        self._full_trailer = torch.tensor(trailer, dtype=memory.dtype, device=memory.device)
         self._pending: list[PendingCollective[torch.Tensor]] = []
         self._timeout: float | None = None
-        self._shares: list[complex] = []
+        self._grad_mask: list[complex] = []
 
-    def fits(self) -> bool:
-        """Whether each parameter still has the form of its place here."""
+    def matches_parameters(self) -> bool:
+        """Whether each parameter still has the dtype, device and shape of its view."""
         return all(
             parameter.dtype is view.dtype and parameter.device == view.device and parameter.shape == view.shape
             for parameter, view in zip(self.parameters, self.gradients, strict=True)
         )
 
-    def check_layouts(self) -> None:
+    def check_dense(self) -> None:
         """Raise for a gradient that is not dense."""
         for name, parameter in zip(self.names, self.parameters, strict=True):
             if parameter.grad is not None and parameter.grad.layout is not torch.strided:
@@ -249,47 +237,49 @@ class GradientBucket:
                     ranks=(self.group.rank,),
                 )
 
-    def take_early(self, place: int) -> None:
-        """Copy a gradient in that has just come; see [Note: memory of buckets]."""
-        gradient = self.parameters[place].grad
+    def copy_in(self, slot: int) -> None:
+        """Copy a gradient that has just arrived into the bucket; see [Note: memory of buckets]."""
+        gradient = self.parameters[slot].grad
         if self._as_views and gradient is not None and gradient.layout is torch.strided:
-            self._take(place, gradient)
+            self._copy_gradient(slot, gradient)
 
-    def _take(self, place: int, gradient: torch.Tensor) -> None:
-        if self._lies_here(place, gradient):
+    def _copy_gradient(self, slot: int, gradient: torch.Tensor) -> None:
+        if self._is_installed(slot, gradient):
             return
-        self.gradients[place].copy_(gradient)
+        self.gradients[slot].copy_(gradient)
         if self._as_views:
-            self._lend(place)
+            self._install_view(slot)
 
-    def _lies_here(self, place: int, gradient: torch.Tensor | None) -> bool:
-        """Whether a gradient is what `_lend` gave, with the memory that it had."""
-        return gradient is not None and gradient is self._lent[place] and gradient.data_ptr() == self._addresses[place]
+    def _is_installed(self, slot: int, gradient: torch.Tensor | None) -> bool:
+        """Whether a gradient is the view that `_install_view` made, still with its memory."""
+        return (
+            gradient is not None and gradient is self._views[slot] and gradient.data_ptr() == self._view_addresses[slot]
+        )
 
-    def _lend(self, place: int) -> None:
-        """Make the memory the parameter's gradient."""
-        lent = self._lent[place]
-        if lent is None or not self._lies_here(place, lent):
-            lent = self._lent[place] = self.gradients[place].detach()
-        self.parameters[place].grad = lent
+    def _install_view(self, slot: int) -> None:
+        """Make a view of the bucket the parameter's gradient."""
+        view = self._views[slot]
+        if view is None or not self._is_installed(slot, view):
+            view = self._views[slot] = self.gradients[slot].detach()
+        self.parameters[slot].grad = view
 
     @torch.no_grad()
     def start(self, hook: CommHook | None, *, is_idle: bool, timeout: float | None = None) -> None:
         """Complete the memory and start the reduction of all of it.
 
         Args:
-            hook: Reduces the gradients in place of an allreduce.
-            is_idle: This rank has no batch, and gives zeros.
-            timeout: Seconds for each collective, also the hook's; None takes the group's.
+            hook: Communication hook that replaces the allreduce.
+            is_idle: This rank has no batch and contributes zeros.
+            timeout: Seconds for each collective, also the hook's; None uses the group's.
         """
         self._timeout = timeout
-        self._trailer.copy_(self._full)
+        self._trailer.copy_(self._full_trailer)
         self.absent.clear()
         if is_idle:
             self.absent += self.names
-            self._memory[: len(self._memory) - len(self._full) + 2 * len(self.parameters)].zero_()
+            self._memory[: len(self._memory) - len(self._full_trailer) + 2 * len(self.parameters)].zero_()
         else:
-            self._take_all()
+            self._copy_gradients()
         if hook is None:
             self._pending = [
                 async_allreduce(self._memory, ReduceOp.MEAN, group=self.group, out=self._memory, timeout=timeout)
@@ -303,142 +293,138 @@ class GradientBucket:
         trailer = async_allreduce(self._trailer, ReduceOp.MEAN, group=self.group, out=self._trailer, timeout=timeout)
         self._pending = [pending, trailer]
 
-    def _take_all(self) -> None:
+    def _copy_gradients(self) -> None:
         count = len(self.parameters)
-        for place, parameter in enumerate(self.parameters):
+        for slot, parameter in enumerate(self.parameters):
             if parameter.grad is None:
-                self.absent.append(self.names[place])
-                self.gradients[place].zero_()
-                self._trailer[place] = 0
-                self._trailer[count + place] = 1
+                self.absent.append(self.names[slot])
+                self.gradients[slot].zero_()
+                self._trailer[slot] = 0
+                self._trailer[count + slot] = 1
             else:
-                self._take(place, parameter.grad)
+                self._copy_gradient(slot, parameter.grad)
 
     def wait(self) -> None:
-        """Wait for the averages, and check that the ranks averaged the same; see [Note: marks]."""
+        """Wait for the averages and check that all ranks averaged the same bucket; see [Note: fingerprints]."""
         assert self._pending
         pending, self._pending = self._pending, []
         if len(pending) == 1:
             pending[0].wait()
         else:
-            result = pending[0].wait(self._timeout)  # of the hook's, which was not told
+            result = pending[0].wait(self._timeout)  # the hook started its collective without this timeout
             pending[1].wait()
-            self._keep(result)
-        numbers: list[complex] = self._trailer.tolist()
+            self._store_result(result)
+        trailer: list[complex] = self._trailer.tolist()
         if self.group.failure is not None:  # on a GPU, where wait() may return before the work has ended
             raise self.group.failure.fresh()
-        self._shares = numbers[: 2 * len(self.parameters)]
-        verify_fingerprints(numbers[2 * len(self.parameters) :], self.group)
+        self._grad_mask = trailer[: 2 * len(self.parameters)]
+        verify_fingerprints(trailer[2 * len(self.parameters) :], self.group)
 
-    def _keep(self, result: torch.Tensor) -> None:
-        """Take what a communication hook's collective gave."""
+    def _store_result(self, result: torch.Tensor) -> None:
+        """Copy the result of a communication hook into the bucket, unless it is there already."""
         if not isinstance(result, torch.Tensor) or result.numel() != self.tensor.numel():
             what = f"shape {tuple(result.shape)}" if isinstance(result, torch.Tensor) else type(result).__name__
             raise TypeError(
                 f"a communication hook's collective gave {what} for a bucket of"
-                f" {counted(self.tensor.numel(), 'element')}: wait()"
-                " must return one average for each element of bucket.tensor"
+                f" {counted(self.tensor.numel(), 'element')}: wait() must return one average for each element of"
+                " bucket.tensor"
             )
         if result.data_ptr() != self.tensor.data_ptr() or result.dtype is not self.tensor.dtype:
             with torch.no_grad():
                 self.tensor.copy_(result.reshape(-1))
 
     def find_uneven(self) -> list[str]:
-        """Names of the parameters that some ranks have a gradient for and others have not; equal on all ranks."""
-        count = len(self.parameters)
-        return [
-            name
-            for place, name in enumerate(self.names)
-            if abs(self._shares[place]) and abs(self._shares[count + place])
-        ]
+        """Names of the parameters that only some ranks have a gradient for; equal on all ranks."""
+        have, lack = self._grad_mask[: len(self.names)], self._grad_mask[len(self.names) :]
+        return [name for name, some, others in zip(self.names, have, lack, strict=True) if abs(some) and abs(others)]
 
     @torch.no_grad()
     def finish(self, scale: float, *, is_idle: bool) -> None:
-        """Give each parameter its average; None stays where no rank has a gradient.
+        """Give each parameter its average; gradients stay None where no rank has one.
 
         Args:
-            scale: What averages are multiplied by.
-            is_idle: This rank has no batch: its parameters keep their gradients, though views are the others' averages.
+            scale: Factor for the averages.
+            is_idle: This rank has no batch: its gradients stay, though views then hold the others' averages.
         """
         if scale != 1.0:
             self.tensor.mul_(scale)
         if is_idle:
             return
-        for place, (parameter, view) in enumerate(zip(self.parameters, self.gradients, strict=True)):
+        for slot, (parameter, average) in enumerate(zip(self.parameters, self.gradients, strict=True)):
             gradient = parameter.grad
-            if self._lies_here(place, gradient) or (gradient is None and not abs(self._shares[place])):
+            if self._is_installed(slot, gradient) or (gradient is None and not abs(self._grad_mask[slot])):
                 continue
             if self._as_views:
-                self._lend(place)
+                self._install_view(slot)
             elif gradient is not None and _is_writable(gradient):
-                gradient.copy_(view)
+                gradient.copy_(average)
             else:
-                parameter.grad = torch.empty_like(parameter).copy_(view)
+                parameter.grad = torch.empty_like(parameter).copy_(average)
 
 
 def _is_writable(gradient: torch.Tensor) -> bool:
-    """Whether elements can be set one by one: not in what a user expanded, or made under inference_mode."""
+    """Whether copy_ works: not on expanded tensors, nor on those made under inference_mode."""
     return not gradient.is_inference() and (gradient.is_contiguous() or not elements_overlap(gradient))
 
 
-def _shaped_like(part: torch.Tensor, parameter: torch.nn.Parameter) -> torch.Tensor:
-    """A part of the flat memory with a parameter's shape and, unless that has gaps, its strides."""
+def _view_like(elements: torch.Tensor, parameter: torch.nn.Parameter) -> torch.Tensor:
+    """View flat elements with a parameter's shape and, unless it has gaps, its strides."""
     strides = torch.empty_like(parameter, device="meta", requires_grad=False).stride()
-    return part.as_strided(parameter.shape, strides)
+    return elements.as_strided(parameter.shape, strides)
 
 
 def make_buckets(
-    plan: Sequence[Bucket],
+    specs: Sequence[BucketSpec],
     parameters: Mapping[str, torch.nn.Parameter],
     group: Backend,
     *,
-    model: int,
+    model_id: int,
     as_views: bool,
     is_symmetric: bool,
 ) -> tuple[GradientBucket, ...]:
-    """Make the buckets of a plan, all in one memory.
+    """Make all buckets of an assignment in one allocation.
 
     Args:
-        plan: What `plan_buckets` made of ``parameters``.
-        parameters: In the order of the plan, by name.
+        specs: The result of `compute_bucket_assignment` for ``parameters``.
+        parameters: The parameters by name, in the assigned order.
         group: The group.
-        model: The model's number in the group.
-        as_views: See `GradientBucket`.
-        is_symmetric: Whether the memory is symmetric, if the system gives it. Then every rank must call.
+        model_id: The model's id in the group.
+        as_views: Whether gradients become views of the buckets.
+        is_symmetric: Use symmetric memory if the system provides it. Then every rank must call.
     """
-    names, owners = tuple(parameters), tuple(parameters.values())
+    names, tensors = tuple(parameters), tuple(parameters.values())
     counts = [
-        sum(owners[place].numel() for place in bucket.members)
-        + 2 * len(bucket.members)
+        sum(tensors[position].numel() for position in spec.members)
+        + 2 * len(spec.members)
         + group.world_size * FINGERPRINT_SIZE
-        for bucket in plan
+        for spec in specs
     ]
     sizes = [
-        -(-count * bucket.dtype.itemsize // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES
-        for count, bucket in zip(counts, plan, strict=True)
+        -(-count * spec.dtype.itemsize // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES
+        for count, spec in zip(counts, specs, strict=True)
     ]
-    devices = {bucket.device for bucket in plan}
+    devices = {spec.device for spec in specs}
     device = devices.pop() if devices else torch.device("cpu")
     assert not devices, "modules on several devices are refused"
-    memory = _allocate(sum(sizes), device, resolve_group(group) if is_symmetric else None)
+    memory = allocate_flat(sum(sizes), torch.uint8, device, resolve_group(group) if is_symmetric else None)
     return tuple(
         GradientBucket(
-            {names[place]: owners[place] for place in bucket.members},
-            part.view(bucket.dtype)[:count],
+            {names[position]: tensors[position] for position in spec.members},
+            part.view(spec.dtype)[:count],
             index=index,
-            model=model,
+            model_id=model_id,
             group=group,
             as_views=as_views,
         )
-        for index, (bucket, count, part) in enumerate(zip(plan, counts, torch.split(memory, sizes), strict=True))
+        for index, (spec, count, part) in enumerate(zip(specs, counts, torch.split(memory, sizes), strict=True))
     )
 
 
-def _allocate(size_bytes: int, device: torch.device, group: Backend | None) -> torch.Tensor:
-    """Flat bytes, on the CPU symmetric in a group."""
+def allocate_flat(numel: int, dtype: torch.dtype, device: torch.device, group: Backend | None) -> torch.Tensor:
+    """Allocate a flat tensor, on the CPU in the group's symmetric memory if there is a group; every rank calls."""
     if group is not None and device.type == "cpu":
         try:
-            return empty_symmetric((size_bytes,), torch.uint8, group=group)
-        except BackendUnavailable:  # on all ranks; staging is slower, and the same bits
+            return empty_symmetric((numel,), dtype, group=group)
+        except BackendUnavailable:  # on all ranks; staging is slower, and gives the same bits
             pass
-    return torch.empty(size_bytes, dtype=torch.uint8, device=device)
+    return torch.empty(numel, dtype=dtype, device=device)

@@ -1,4 +1,4 @@
-"""What a DDP is told."""
+"""Options of a DDP."""
 
 from __future__ import annotations
 
@@ -13,11 +13,7 @@ _MEGABYTE = 1 << 20
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Options:
-    """`DDP`'s keyword arguments, which are explained there.
-
-    Raises:
-        TypeError, ValueError: One is wrong.
-    """
+    """`DDP`'s keyword arguments, which are explained there; raises TypeError or ValueError if one is wrong."""
 
     bucket_size_mb: float
     overlap_comm: bool
@@ -39,8 +35,7 @@ class Options:
                 raise TypeError(f"{field.name} must be True or False, not {type(value).__name__}")
         if self.comm_hook is not None and not callable(self.comm_hook):
             raise TypeError(
-                f"comm_hook must be a function that takes a bucket, not {type(self.comm_hook).__name__}: see"
-                " fd.comm_hooks"
+                f"comm_hook must be a function of a bucket, not {type(self.comm_hook).__name__}: see fd.comm_hooks"
             )
         if isinstance(self.comm_hook, type):
             raise TypeError(
@@ -49,7 +44,7 @@ class Options:
 
     @property
     def max_bytes(self) -> float:
-        """Size of a bucket."""
+        """Size limit of a bucket."""
         return self.bucket_size_mb * _MEGABYTE
 
     @property
@@ -58,7 +53,7 @@ class Options:
         return self.find_unused_parameters or self.static_graph
 
     def describe(self) -> list[str]:
-        """A line for each option, for ranks to compare; a hook that has a ``describe()`` is compared by that."""
+        """A line for each option, for comparison between ranks; a hook may have a ``describe()`` of its own."""
         lines = []
         for field in fields(self):
             value = getattr(self, field.name)

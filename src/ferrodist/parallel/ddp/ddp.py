@@ -1,8 +1,8 @@
-"""Distributed data parallelism: the same model on every rank, each with its own part of the batch.
+"""Distributed data parallelism: the same model on every rank, each with its own share of the batch.
 
 After S. Li et al., "PyTorch Distributed: Experiences on Accelerating Data Parallel Training", VLDB 2020
-(https://arxiv.org/abs/2006.15704). A step costs one allreduce a bucket, which starts while backward still computes the
-gradients of earlier layers.
+(https://arxiv.org/abs/2006.15704). A step costs one allreduce for each bucket, which starts while backward still
+computes the gradients of earlier layers.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ from ferrodist.backends.process_group import resolve_group
 from ferrodist.collectives.arguments import check_root
 from ferrodist.deadline import Deadline, check_timeout
 from ferrodist.errors import DistributedError, add_error_context
-from ferrodist.parallel.ddp.autograd_hooks import find_unused
-from ferrodist.parallel.ddp.bucket import model_title, number_model
+from ferrodist.parallel.ddp.autograd_hooks import find_unused_parameters
+from ferrodist.parallel.ddp.bucket import model_title, register_model
 from ferrodist.parallel.ddp.config import Options
 from ferrodist.parallel.ddp.join import Event, Join
-from ferrodist.parallel.ddp.model_sync import broadcast_tensors, check_same_form, check_supported
+from ferrodist.parallel.ddp.model_sync import broadcast_tensors, check_supported, verify_module
 from ferrodist.parallel.ddp.reducer import Reducer
-from ferrodist.parallel.module_guard import Members, current_backward, find_outputs
-from ferrodist.parallel.wrapped_names import InnerNames, WrappedModule, without_wrapper
+from ferrodist.parallel.module_guard import ModuleGuard, current_backward_id, find_outputs
+from ferrodist.parallel.wrapped_names import TransparentWrapper, WrappedModule, strip_module_prefix
 from ferrodist.torch_private.autograd import version_of
 from ferrodist.torch_private.compilers import disable_dynamo
 
@@ -39,48 +39,49 @@ if TYPE_CHECKING:
     from ferrodist.parallel.ddp.bucket import CommHook
 
 
-class DDP(InnerNames, Generic[WrappedModule]):
+class DDP(TransparentWrapper, Generic[WrappedModule]):
     """Train one module on several ranks: after ``backward()`` every rank has the mean of all ranks' gradients.
 
-    Making it is a collective: every rank of the group gives the same module, whose parameters and buffers then
-    take rank 0's values in place. From there the ranks stay equal bit for bit, as long as their optimizers do the
-    same. When each rank's loss is the mean over a batch of equal size, a step is that of one process with all
-    ranks' batches joined.
+    Construction is a collective: every rank of the group passes the same module, whose parameters and buffers then take
+    rank 0's values in place. From there the ranks stay equal bit for bit, as long as their optimizers do the same. When
+    each rank's loss is the mean over a batch of equal size, a step is that of one process with all ranks' batches
+    joined.
 
-    Gradients are averaged by the time ``backward()`` returns, and what goes wrong between the ranks is raised by
-    it. A parameter that has no gradient on any rank keeps None; one that has a gradient on some ranks only is an error
-    on all, unless ``find_unused_parameters``. Several backwards between two optimizer steps accumulate as without DDP,
-    to rounding; `no_sync` spares all but the last their messages. Parameters that don't require grad are left out;
-    which do may change between two steps, on all ranks alike. Parameters can't be added or replaced.
+    Gradients are averaged by the time ``backward()`` returns, and errors between the ranks are raised by it. A
+    parameter that has no gradient on any rank keeps None; one that has a gradient on some ranks only is an error on
+    all, unless ``find_unused_parameters``. Several backwards between two optimizer steps accumulate as without DDP, to
+    rounding; `no_sync` saves the messages of all but the last. Parameters that don't require grad are left out;
+    requires_grad may change between two steps, on all ranks alike. Parameters can't be added or replaced.
 
-    After an optimizer's ``zero_grad()`` the tensors that were gradients are still DDP's memory, which the next
-    backward writes: clone what is to be kept. After an error of backward gradients have no meaning.
+    After an optimizer's ``zero_grad()`` the former gradient tensors are still DDP's memory, which the next backward
+    overwrites: clone any that you keep. After an error of backward, gradients are undefined.
 
-    Step the optimizer when ``backward()`` has returned: one that steps earlier, in a hook on the parameters, would take
-    this rank's own gradients. That is an error on every rank, except where the step neither counts as a change (fused
-    optimizers, ``parameter.data``) nor drops the gradient: then the ranks' models drift apart.
+    Step the optimizer when ``backward()`` has returned: an optimizer that steps earlier, in a hook on the parameters,
+    would use this rank's own gradients. That is an error on every rank, except where the step neither moves version
+    counters (fused optimizers, ``parameter.data``) nor drops the gradient: then the ranks' models drift apart.
 
     A group may have several models. Every rank makes them in the same order, and runs their backwards in the same
-    order, as often as the others: else backward raises on every rank, and says which rank was in which model. They have
-    no parameters in common: the one that was made last has them, and an older one refuses to train.
+    order, as often as the others: otherwise backward raises on every rank, and names the rank that was in another
+    model. Models have no parameters in common: the DDP that was made last owns them, and an older one refuses to train.
 
-    Copies and pickles belong to no group until their first forward in training mode, which every rank calls: a copy
-    then joins the group of the original, and what was pickled the default group.
+    Copies and unpickled DDPs belong to no group until their first forward in training mode, which every rank calls: a
+    copy then joins the group of the original, and an unpickled DDP the default group.
 
     Args:
-        module: Whatever its parameters' dtypes; shared parameters are reduced once. It is kept, not copied.
+        module: The module, with parameters of any dtypes; shared parameters are reduced once. It is wrapped, not
+            copied.
         group: The group, on all of whose ranks this is called; None is the default group.
         bucket_size_mb: Gradients are reduced in messages of about this many megabytes (2**20 bytes); the first has one.
-        overlap_comm: Average during backward. Without, backward leaves this rank's own gradients, and
-            `sync_gradients` or `overlapped_sync_gradients` averages them before the optimizer steps.
-        broadcast_buffers: Give every rank the buffers of rank 0 before each forward in training mode, and again when
-            its gradients are averaged (or, where none can come, as under ``torch.no_grad()``, after the forward): so
+        overlap_comm: Average during backward. If False, backward leaves this rank's own gradients, and `sync_gradients`
+            or `overlapped_sync_gradients` averages them before the optimizer steps.
+        broadcast_buffers: Broadcast the buffers of rank 0 before each forward in training mode, and again when its
+            gradients are averaged (or, where none can come, as under ``torch.no_grad()``, after the forward): so
             running statistics are the same everywhere between two steps and after the last one. In evaluation mode
-            nothing is sent, and a rank may call forward by itself; it warns when its buffers may be its own, for the
+            nothing is sent, and a rank may call forward alone; it warns when its buffers may differ, because the
             gradients of the last forward in training mode were not averaged.
-        find_unused_parameters: Ranks may use different parts of the module (each at least one parameter): who has no
-            gradient counts as zeros, and gets the average. Each forward then looks through the graph, so that buckets
-            need not wait for what will not come.
+        find_unused_parameters: Ranks may use different parts of the module (each at least one parameter): a rank
+            without a gradient contributes zeros, and gets the average. Each forward then searches the graph, so that
+            buckets need not wait for gradients that will not come.
         static_graph: Every step uses the same parameters, each as often, which the first step learns. Needed for
             communication to overlap re-entrant checkpointing.
         gradient_as_bucket_view: Gradients are views of the memory that is reduced, and not copied from and to it.
@@ -91,9 +92,8 @@ class DDP(InnerNames, Generic[WrappedModule]):
         CollectiveMismatchError: On every rank, when the ranks' modules or options differ, naming the first parameter,
             buffer or option.
         DistributedTimeoutError: Some rank did not come.
-        UnsupportedOpError: A parameter or buffer is of a kind that collectives can't carry, or can't be written to
-            (expanded, made under ``inference_mode``), or a DTensor, for which there is `FSDP` with NO_SHARD; it is
-            named.
+        UnsupportedOpError: A parameter or buffer can't be sent by collectives, can't be written to (expanded, made
+            under ``inference_mode``), or is a DTensor, for which there is `FSDP` with NO_SHARD; it is named.
         TypeError, ValueError: An argument is wrong.
     """
 
@@ -125,30 +125,29 @@ class DDP(InnerNames, Generic[WrappedModule]):
             gradient_as_bucket_view=gradient_as_bucket_view,
             comm_hook=comm_hook,
         )
-        self._unjoined_group: Backend | None = None
-        self._is_behind = False
-        """Whether a forward in training mode may have given this rank buffers of its own."""
+        self._pending_group: Backend | None = None
+        self._buffers_may_differ = False  # after a forward in training mode, until buffers are broadcast
         self._join_group(resolve_group(group))
         self.register_load_state_dict_pre_hook(_insert_module_prefix)  # type: ignore[no-untyped-call]
 
     def _join_group(self, group: Backend) -> None:
         """Become one of the group's models; every rank calls."""
         deadline = Deadline(group.timeout)
-        check_same_form(self.module, self._options, group, deadline)
+        verify_module(self.module, self._options, group, deadline)
         tensors = [*self.module.parameters(), *self.module.buffers()]
         broadcast_tensors(tensors, 0, group, max_bytes=self._options.max_bytes, deadline=deadline)
-        self._members = Members(self.module)
-        self._is_skipping = False
+        self._guard = ModuleGuard(self.module, "DDP")
+        self._in_no_sync = False
         self._join: Join | None = None
-        self._number = number_model(group, type(self.module).__name__)
+        self._model_id = register_model(group, type(self.module).__name__)
         self._group = group
         self._reducer: Reducer | None = self._make_reducer()
-        self._note_equal_buffers()
+        self._mark_buffers_equal()
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Call the module; in training mode every rank must."""
         if not self.training:
-            if self._is_behind:
+            if self._buffers_may_differ:
                 self._check_buffers()
             if self._reducer is None or not torch.is_grad_enabled():
                 return self.module(*args, **kwargs)
@@ -160,87 +159,87 @@ class DDP(InnerNames, Generic[WrappedModule]):
             self._end_forward()
         return result
 
-    # Compilers are kept out of both, by what torch's optimizers use: torch.compiler.disable loads the compiler at once.
+    # disable_dynamo, unlike torch.compiler.disable, doesn't load the compiler at once.
 
     @disable_dynamo
     def _watch_outputs(self, result: object, reducer: Reducer) -> None:
-        """Have the outputs say when their gradients begin to flow."""
+        """Hook the outputs, to notice when their gradients begin to flow."""
         outputs = find_outputs(result)
-        looks = self._options.find_unused_parameters and not self._is_skipping and self._group.world_size > 1
-        reducer.watch_outputs(outputs, find_unused(outputs, reducer.parameters) if looks else frozenset())
+        is_searching = self._options.find_unused_parameters and not self._in_no_sync and self._group.world_size > 1
+        reducer.watch_outputs(
+            outputs, find_unused_parameters(outputs, reducer.parameters) if is_searching else frozenset()
+        )
 
     @disable_dynamo
     def _prepare_forward(self) -> Reducer:
-        reducer = self._follow_changes() if torch.is_grad_enabled() else self._attached()
-        in_backward = current_backward() != -1  # a checkpoint's second forward must see what the first saw
+        reducer = self._refresh_reducer() if torch.is_grad_enabled() else self._get_reducer()
+        in_backward = current_backward_id() != -1  # a checkpoint's second forward must see the first one's buffers
         if self.training and self._options.broadcast_buffers and not in_backward:
-            if not self._is_skipping:
+            if not self._in_no_sync:
                 root = 0 if self._join is None else self._join.announce(Event.FORWARD)
                 self._broadcast_buffers(root)
-            self._is_behind = True
+            self._buffers_may_differ = True
         return reducer
 
     def _broadcast_buffers(self, root: int, when: str = "Before forward") -> None:
-        # `.data` leaves autograd's version counters alone, so that several forwards may come before one backward: batch
-        # norm's running statistics are kept for it, and not used. Nor is a buffer noticed that backward does use, and
-        # that differs from rank 0's when a second forward begins.
+        # `.data` leaves autograd's version counters alone, so that several forwards may precede one backward: autograd
+        # saves batch norm's running statistics without using them. So a buffer that backward does use, and that differs
+        # from rank 0's when a second forward begins, goes unnoticed, too.
         with add_error_context(
-            lambda: f"{when} {self._title()} gives all ranks the buffers of rank {root}.",
+            lambda: f"{when} {self._title()} broadcasts the buffers of rank {root}.",
             "In training mode every rank must call forward and backward as often as the others (see join()).",
         ):
             self._broadcast([buffer.data for buffer in self.module.buffers()], root, Deadline(self._group.timeout))
-        self._note_equal_buffers()
+        self._mark_buffers_equal()
 
     @disable_dynamo
     def _end_forward(self) -> None:
-        """Give all ranks the buffers of rank 0 after a forward that has no backward."""
-        if self._options.broadcast_buffers and not self._is_skipping and current_backward() == -1:
+        """Broadcast the buffers of rank 0 after a forward that has no backward."""
+        if self._options.broadcast_buffers and not self._in_no_sync and current_backward_id() == -1:
             root = 0 if self._join is None else self._join.announce(Event.FORWARD)
             self._broadcast_buffers(root, "After forward")
 
-    def _end_round(self, root: int) -> None:
-        """Give all ranks the same buffers once more: evaluation sends nothing, for one rank may do it alone."""
-        if self._options.broadcast_buffers:
-            self._broadcast_buffers(root, "After backward")
+    def _mark_buffers_equal(self) -> None:
+        self._buffers_may_differ = False
+        self._synced_versions = self._read_buffer_versions()
 
-    def _note_equal_buffers(self) -> None:
-        self._is_behind = False
-        self._given = self._count_buffer_changes()
-
-    def _count_buffer_changes(self) -> tuple[int, ...]:
-        counted = (buffer for buffer in self.module.buffers() if not buffer.is_inference())
-        return tuple(map(version_of, counted))
+    def _read_buffer_versions(self) -> tuple[int, ...]:
+        return tuple(version_of(buffer) for buffer in self.module.buffers() if not buffer.is_inference())
 
     @disable_dynamo
     def _check_buffers(self) -> None:
-        """Warn, in evaluation, if the last forward has changed buffers that no rank has given to the others."""
-        self._is_behind = False
-        if self._reducer is not None and self._group.world_size > 1 and self._given != self._count_buffer_changes():
+        """Warn, in evaluation, if the last forward has changed buffers that were not broadcast."""
+        self._buffers_may_differ = False
+        if (
+            self._reducer is not None
+            and self._group.world_size > 1
+            and self._synced_versions != self._read_buffer_versions()
+        ):
             warnings.warn(
-                f"rank {self._group.rank} evaluates {self._title()} with buffers of its own, as batch norm's running"
-                " statistics: they become equal when gradients are averaged, and those of the last forward in training"
-                " mode were not (no_sync(), or no backward). Call broadcast_parameters() on all ranks before.",
+                f"rank {self._group.rank} evaluates {self._title()} with buffers of its own, such as batch norm's"
+                " running statistics: they become equal when gradients are averaged, and those of the last forward in"
+                " training mode were not (no_sync(), or no backward). Call broadcast_parameters() on all ranks before.",
                 stacklevel=3,
             )
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Backwards inside the block add to this rank's own gradients, and send nothing; nor do forwards.
+        """Accumulate this rank's own gradients inside the block, and send nothing, neither in backward nor in forward.
 
         The first backward after the block averages all that was accumulated.
         """
-        before = self._is_skipping, self._follow_changes().is_syncing
-        self._is_skipping, self._attached().is_syncing = True, False
+        before = self._in_no_sync, self._refresh_reducer().is_syncing
+        self._in_no_sync, self._get_reducer().is_syncing = True, False
         try:
             yield
         finally:
-            self._is_skipping, self._attached().is_syncing = before
+            self._in_no_sync, self._get_reducer().is_syncing = before
 
     @contextlib.contextmanager
     def join(
         self, *, divide_by_initial_world_size: bool = False, throw_on_early_termination: bool = False
     ) -> Iterator[None]:
-        """A block for a training loop in which ranks may have different numbers of batches; all ranks enter it.
+        """Enter a block for a training loop in which ranks may have different numbers of batches; all ranks enter it.
 
         ::
 
@@ -250,22 +249,22 @@ class DDP(InnerNames, Generic[WrappedModule]):
                     loss_fn(ddp(inputs), labels).backward()
                     optimizer.step()
 
-        A rank whose loop has ended stays at the end of the block and helps the others. Averages are those of the ranks
-        that have a batch, as in one process with the batches that there are. Buffers come from the lowest of them. When
-        the block ends, all ranks have the parameters and buffers of the ranks that were last; a rank's optimizer has
+        A rank whose loop has ended stays at the end of the block and helps the others. Averages are over the ranks that
+        have a batch, as in one process with the batches that are left. Buffers come from the lowest of them. When the
+        block ends, all ranks have the parameters and buffers of the ranks that finished last; a rank's optimizer has
         made as many steps as the rank had batches.
 
-        Gradients of a rank that is done have no meaning. The module must not call collectives itself
-        (`SyncBatchNorm2d`), and other models of the group must not train inside the block. An exception inside the
-        block ends the group, for the others may count on this rank.
+        Gradients of a rank that is done are undefined. The module must not call collectives itself (`SyncBatchNorm2d`),
+        and other models of the group must not train inside the block. An exception inside the block aborts the group,
+        because the others may wait for this rank.
 
         Args:
             divide_by_initial_world_size: Divide by the number of all ranks, also of those without a batch, so that
                 every sample has the same weight from the first to the last step.
-            throw_on_early_termination: Raise on every rank once one has no batch left, in place of helping.
+            throw_on_early_termination: Raise on every rank as soon as one has no batch left, instead of helping.
 
         Raises:
-            RuntimeError: Some rank has no batch left, and ``throw_on_early_termination``. The group stays good.
+            RuntimeError: Some rank has no batch left, and ``throw_on_early_termination``. The group stays usable.
             CollectiveMismatchError: On every rank, when the ranks' steps differ.
         """
         for name, value in (
@@ -274,61 +273,61 @@ class DDP(InnerNames, Generic[WrappedModule]):
         ):
             if not isinstance(value, bool):
                 raise TypeError(f"{name} must be True or False, not {type(value).__name__}")
-        self._follow_changes()
+        self._refresh_reducer()
         if self._join is not None:
             raise RuntimeError("join() blocks of one DDP can't be nested: one around the training loop is enough")
         self._join = Join(
             self._group,
             self._title(),
-            share_buffers=self._broadcast_buffers,
-            help_round=lambda: self._follow_changes().reduce(is_idle=True),
-            share_model=self.broadcast_parameters,
+            broadcast_buffers=self._broadcast_buffers,
+            shadow_round=lambda: self._refresh_reducer().reduce(is_idle=True),
+            broadcast_model=self.broadcast_parameters,
             divides_by_all=divide_by_initial_world_size,
             throws=throw_on_early_termination,
         )
-        self._attached().before_round = self._join.begin_round
+        self._get_reducer().before_round = self._join.begin_round
         try:
             with self._join:
                 yield
         finally:
             self._join = None
-            self._attached().before_round = None
+            self._get_reducer().before_round = None
 
     def sync_gradients(self, *, timeout: float | None = None) -> None:
-        """Average the gradients as they are now, bucket after bucket; every rank must call.
+        """Average the present gradients, bucket after bucket; every rank must call.
 
-        Needed with ``overlap_comm=False``, and for gradients that were not made by ``backward()``. Averaging again
-        what is equal on all ranks gives the same values, to rounding, and costs the messages.
+        Needed with ``overlap_comm=False``, and for gradients that were not made by ``backward()``. Averaging gradients
+        again that are equal on all ranks gives the same values, to rounding, and costs the messages.
 
         Args:
-            timeout: Seconds for each bucket; None takes the group's.
+            timeout: Seconds for each bucket; None uses the group's.
 
         Raises:
-            CollectiveMismatchError: As backward does, for a gradient that only some ranks have.
-            DistributedError: What failed between the ranks. The group has failed.
+            CollectiveMismatchError: As in backward, for a gradient that only some ranks have.
+            DistributedError: Communication between the ranks failed. The group has failed.
         """
         self._sync_gradients(timeout, one_by_one=True)
 
     def overlapped_sync_gradients(self, *, timeout: float | None = None) -> None:
-        """`sync_gradients`, with all buckets under way at once: one is copied while others travel."""
+        """`sync_gradients` with all buckets under way at once: one is copied while others travel."""
         self._sync_gradients(timeout, one_by_one=False)
 
     def _sync_gradients(self, timeout: float | None, *, one_by_one: bool) -> None:
         limit = None if timeout is None else check_timeout(timeout)
-        self._follow_changes().reduce(limit, one_by_one=one_by_one)
+        self._refresh_reducer().reduce(limit, one_by_one=one_by_one)
 
     def broadcast_parameters(self, root: int = 0, *, timeout: float | None = None) -> None:
         """Overwrite every rank's parameters and buffers, in place, with those of rank ``root``; every rank must call.
 
         Args:
-            root: The rank whose values everyone gets.
-            timeout: Seconds; None takes the group's.
+            root: The source rank.
+            timeout: Seconds; None uses the group's.
         """
-        self._attached()
+        self._get_reducer()
         check_root(self._group, root, "root")
         deadline = Deadline(self._group.timeout if timeout is None else timeout)
         self._broadcast([*self.module.parameters(), *self.module.buffers()], root, deadline)
-        self._note_equal_buffers()
+        self._mark_buffers_equal()
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
         """The module's own state dict: files written with and without DDP are the same."""
@@ -339,30 +338,30 @@ class DDP(InnerNames, Generic[WrappedModule]):
 
         Every rank loads the same, or `broadcast_parameters` must follow.
         """
-        return self.module.load_state_dict(without_wrapper(state_dict, self.module), *args, **kwargs)
+        return self.module.load_state_dict(strip_module_prefix(state_dict, self.module), *args, **kwargs)
 
     def checkpoint_module(self) -> torch.nn.Module:
-        """The module that `save_distributed` saves when it is given this."""
+        """The module that `save_distributed` saves for this wrapper."""
         return self.module
 
     @property
     def saves_buffers(self) -> bool:
-        """Whether it is this rank whose buffers are saved: those that forward gives to all ranks."""
+        """Whether this rank's buffers are saved: those that forward broadcasts."""
         return self._group.rank == 0
 
     def __getstate__(self) -> dict[str, Any]:
-        """What pickles: all but what belongs to the group."""
+        """The picklable state, without attributes of the group."""
         state = dict(self.__dict__)
-        for name in _OF_THE_GROUP:
+        for name in _GROUP_ATTRIBUTES:
             state.pop(name, None)
         return {**state, "_reducer": None, "_unjoined_group": None}
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
-        twin = type(self).__new__(type(self))
-        memo[id(self)] = twin
-        twin.__dict__.update(copy.deepcopy(self.__getstate__(), memo))
-        twin._unjoined_group = self._unjoined_group if self._reducer is None else self._group  # noqa: SLF001
-        return twin
+        copied = type(self).__new__(type(self))
+        memo[id(self)] = copied
+        copied.__dict__.update(copy.deepcopy(self.__getstate__(), memo))
+        copied._pending_group = self._pending_group if self._reducer is None else self._group  # noqa: SLF001
+        return copied
 
     def __copy__(self) -> NoReturn:
         raise TypeError("two DDPs of one module would average its gradients twice: use copy.deepcopy")
@@ -373,62 +372,62 @@ class DDP(InnerNames, Generic[WrappedModule]):
         except DistributedError:
             raise
         except (TypeError, ValueError, RuntimeError):
-            check_supported(self.module, self._group)  # one may have been replaced: say which
+            check_supported(self.module, self._group)  # names a tensor that was replaced
             raise
 
     def _title(self) -> str:
-        return model_title(self._group, self._number)
+        return model_title(self._group, self._model_id)
 
     def _make_reducer(self) -> Reducer:
         trainable = {name: parameter for name, parameter in self.module.named_parameters() if parameter.requires_grad}
-        reducer = Reducer(trainable, self._group, self._options, model=self._number)
-        reference = weakref.ref(self)
+        reducer = Reducer(trainable, self._group, self._options, model_id=self._model_id)
+        reference, self_options = weakref.ref(self), self._options
 
-        def give_buffers(root: int) -> None:
-            alive = reference()
-            if alive is not None:
-                alive._end_round(root)  # noqa: SLF001 - a method of this class would keep the DDP
+        def broadcast_buffers(root: int) -> None:
+            ddp = reference()
+            if ddp is not None and self_options.broadcast_buffers:
+                ddp._broadcast_buffers(root, "After backward")  # noqa: SLF001 - a bound method would hold the DDP
 
-        reducer.after_round = give_buffers
+        reducer.after_round = broadcast_buffers
         return reducer
 
-    def _attached(self) -> Reducer:
+    def _get_reducer(self) -> Reducer:
         """The reducer; a copy joins its group first."""
         if self._reducer is None:
-            self._join_group(resolve_group(self._unjoined_group))
+            self._join_group(resolve_group(self._pending_group))
             assert self._reducer is not None
         return self._reducer
 
-    def _follow_changes(self) -> Reducer:
-        """Plan anew when parameters were frozen, unfrozen or changed their dtype, and refuse new ones."""
-        reducer = self._attached()
-        reducer.forget_failed_backward()
-        self._members.check_same(self._title())
+    def _refresh_reducer(self) -> Reducer:
+        """Rebuild the reducer if parameters were frozen, unfrozen or changed their dtype, and refuse new parameters."""
+        reducer = self._get_reducer()
+        reducer.discard_failed_round()
+        self._guard.check_unchanged(self._title())
         if not self._options.overlap_comm:
-            self._check_averaged(reducer)
+            self._check_gradients_averaged(reducer)
         reducer.check_owns_parameters()
-        if self._members.change_trainable() or not reducer.fits():
-            fresh = self._make_reducer()
-            fresh.continue_from(reducer)
-            self._reducer = reducer = fresh
+        if self._guard.requires_grad_changed() or not reducer.matches_parameters():
+            previous, reducer = reducer, self._make_reducer()
+            reducer.inherit_state(previous)
+            self._reducer = reducer
         return reducer
 
-    def _check_averaged(self, reducer: Reducer) -> None:
-        """Raise if an optimizer has stepped with gradients that nobody averaged."""
-        if self._members.have_changed() and reducer.has_own_gradients and not self._is_skipping:
-            reducer.has_own_gradients = False
+    def _check_gradients_averaged(self, reducer: Reducer) -> None:
+        """Raise if an optimizer has stepped with gradients that were not averaged."""
+        if self._guard.values_changed() and reducer.has_unreduced_gradients and not self._in_no_sync:
+            reducer.has_unreduced_gradients = False
             raise RuntimeError(
                 f"the parameters of {self._title()} have changed since backward, but their gradients were not averaged:"
-                " with overlap_comm=False call sync_gradients() before optimizer.step(), or the ranks' models drift"
-                " apart"
+                " with overlap_comm=False call sync_gradients() before optimizer.step(), otherwise the ranks' models"
+                " drift apart"
             )
 
 
-_OF_THE_GROUP = ("_group", "_members", "_join", "_is_skipping", "_number")
+_GROUP_ATTRIBUTES = ("_group", "_members", "_join", "_is_skipping", "_number")
 
 
 def _insert_module_prefix(ddp: DDP, state_dict: dict[str, Any], prefix: str, *_rest: object) -> None:
-    """Let a module that has a DDP inside load what its ``state_dict()`` gave: names without ``module.``."""
-    given = {name: state_dict.pop(name) for name in [name for name in state_dict if name.startswith(prefix)]}
-    own = without_wrapper({name.removeprefix(prefix): value for name, value in given.items()}, ddp.module)
-    state_dict.update({f"{prefix}module.{name}": value for name, value in own.items()})
+    """Add the ``module.`` that ``state_dict()`` leaves out, when a DDP inside another module is loaded."""
+    prefixed = {name: state_dict.pop(name) for name in [name for name in state_dict if name.startswith(prefix)]}
+    stripped = strip_module_prefix({name.removeprefix(prefix): value for name, value in prefixed.items()}, ddp.module)
+    state_dict.update({f"{prefix}module.{name}": value for name, value in stripped.items()})

@@ -1,4 +1,4 @@
-"""Every rank has the same model: its form is compared, its values come from one rank."""
+"""The same model on every rank: its structure is verified, and its values are broadcast."""
 
 from __future__ import annotations
 
@@ -13,9 +13,14 @@ from ferrodist.collectives.engines.select import engine_of
 from ferrodist.collectives.reduce import async_broadcast
 from ferrodist.collectives.reduce_op import ReduceOp, check_reduction
 from ferrodist.errors import UnsupportedOpError
-from ferrodist.parallel.ddp.bucket import plan_buckets
+from ferrodist.parallel.ddp.bucket import compute_bucket_assignment
 from ferrodist.parallel.module_guard import describe_owner
-from ferrodist.parallel.module_init import compare_forms, find_unsynchronised, write_obstacle
+from ferrodist.parallel.module_init import (
+    describe,
+    find_unsynchronised_batch_norm,
+    verify_across_ranks,
+    write_obstacle,
+)
 from ferrodist.tensor.dtensor import DTensor
 
 if TYPE_CHECKING:
@@ -26,36 +31,37 @@ if TYPE_CHECKING:
     from ferrodist.parallel.ddp.config import Options
 
 
-def check_same_form(
+def verify_module(
     module: torch.nn.Module, options: Options | None, group: Backend, deadline: Deadline, *, maker: str = "DDP"
 ) -> None:
     """Compare the module's parameters and buffers with those of rank 0; every rank of the group calls this.
 
-    Compared are their number, names, shapes, dtypes, memory and places, which parameters require grad, and the
-    maker's options.
+    Compared are their number, names, shapes, dtypes, layouts and devices, which parameters require grad, and the
+    options.
 
     Raises:
-        CollectiveMismatchError: On every rank, naming the first parameter or buffer that differs. The group stays good.
-        UnsupportedOpError, ValueError: On every rank, naming a parameter or buffer that collectives can't carry, one
-            that is lazy and has no shape yet, one that an FSDP has, or a distributed one. The group stays good.
+        CollectiveMismatchError: On every rank, naming the first parameter or buffer that differs. The group stays
+            usable.
+        UnsupportedOpError, ValueError: On every rank, naming a parameter or buffer that collectives can't send, or that
+            is lazy without a shape, owned by an FSDP, or a DTensor. The group stays usable.
     """
     options_lines = [f"the option {line}" for line in (options.describe() if options else ())]
     lines = [*options_lines, *_describe(module)]
-    compare_forms(
+    verify_across_ranks(
         lines,
         group,
         deadline,
         maker=maker,
         module=type(module).__name__,
         refusal=describe_owner(module.named_parameters())
-        or _find_distributed(module, maker)
-        or find_unsynchronised(module, group),
+        or _find_dtensor(module, maker)
+        or find_unsynchronised_batch_norm(module, group),
     )
     check_supported(module, group, maker=maker)
 
 
-def _find_distributed(module: torch.nn.Module, maker: str) -> str | None:
-    """A sentence about the first parameter or buffer that lies over a mesh; None when none does."""
+def _find_dtensor(module: torch.nn.Module, maker: str) -> str | None:
+    """A sentence about the first parameter or buffer that is a DTensor, or None."""
     for name, tensor in [*module.named_parameters(), *module.named_buffers()]:
         if isinstance(tensor, DTensor):
             return (
@@ -67,29 +73,25 @@ def _find_distributed(module: torch.nn.Module, maker: str) -> str | None:
 
 def _describe(module: torch.nn.Module) -> list[str]:
     parameters = [
-        f"{'' if parameter.requires_grad else 'frozen '}parameter {_form(name, parameter)}"
+        f"{'' if parameter.requires_grad else 'frozen '}parameter {_describe_tensor(name, parameter)}"
         for name, parameter in module.named_parameters()
     ]
-    return parameters + [f"buffer {_form(name, buffer)}" for name, buffer in module.named_buffers()]
+    return parameters + [f"buffer {_describe_tensor(name, buffer)}" for name, buffer in module.named_buffers()]
 
 
-def _form(name: str, tensor: torch.Tensor) -> str:
-    if is_lazy(tensor):
-        return f"{name!r} (lazy)"
-    if tensor.is_nested:  # which has no shape to tell, and is refused later
-        return f"{name!r} (nested)"
-    layout = "" if tensor.layout is torch.strided else f" and {tensor.layout}"
-    place = "" if tensor.device.type == "cpu" else f" on {tensor.device.type}"
-    fixed = write_obstacle(tensor)
-    return f"{name!r} of shape {tuple(tensor.shape)} and {tensor.dtype}{layout}{place}{fixed and ' that ' + fixed}"
+def _describe_tensor(name: str, tensor: torch.Tensor) -> str:
+    if is_lazy(tensor) or tensor.is_nested:
+        return describe(name, tensor)
+    obstacle = write_obstacle(tensor)
+    return f"{describe(name, tensor)}{' on meta' if tensor.is_meta else ''}{obstacle and ' that ' + obstacle}"
 
 
 def check_supported(module: torch.nn.Module, group: Backend, *, maker: str = "DDP") -> None:
-    """Raise for a parameter or buffer that can't be carried; all ranks do, where their modules have one form.
+    """Raise for a parameter or buffer that can't be sent; all ranks do, where their modules are the same.
 
     Raises:
-        UnsupportedOpError: The first such, named.
-        ValueError: One is lazy; it is named.
+        UnsupportedOpError: Naming the first such tensor.
+        ValueError: Naming a lazy one.
     """
     tensors: list[tuple[str, torch.Tensor]] = [
         (f"parameter {name!r}", parameter) for name, parameter in module.named_parameters()
@@ -125,19 +127,19 @@ def check_supported(module: torch.nn.Module, group: Backend, *, maker: str = "DD
 def broadcast_tensors(
     tensors: Sequence[torch.Tensor], root: int, group: Backend, *, max_bytes: float, deadline: Deadline
 ) -> None:
-    """Overwrite every rank's tensors with the root's, in messages of about ``max_bytes`` that carry one dtype each.
+    """Overwrite every rank's tensors with the root's, in messages of about ``max_bytes`` of one dtype each.
 
     Args:
-        tensors: Of equal shapes and dtypes on all ranks; any strides. Autograd sees nothing of it.
-        root: The rank whose values everyone gets.
+        tensors: Tensors of equal shapes and dtypes on all ranks, with any strides; autograd doesn't record the copy.
+        root: The source rank.
         group: The group, on all of whose ranks this is called.
-        max_bytes: Bounds the memory that is needed beside the tensors.
-        deadline: For all messages together.
+        max_bytes: Limit for the memory that is needed beside the tensors.
+        deadline: Deadline of all messages together.
     """
     if group.world_size == 1:
         return
     with torch.no_grad():
-        for bucket in plan_buckets(tensors, max_bytes):
+        for bucket in compute_bucket_assignment(tensors, max_bytes):
             timeout = deadline.remaining()
             with coalesce(group):
                 pending = [

@@ -21,7 +21,7 @@ import enum
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from ferrodist.parallel.module_guard import current_backward
+from ferrodist.parallel.module_guard import current_backward_id
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Sequence
@@ -145,7 +145,7 @@ class BackwardRun:
         self.trace = trace
         self.steps = steps
         self.num_done = 0
-        self.backward = current_backward()
+        self.backward = current_backward_id()
         self._used: set[int] = set()
 
     @property

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 def layout_of(tensor: torch.Tensor) -> DTensorSpec | None:
     """How a distributed tensor lies; None for a plain one."""
-    return tensor._layout if isinstance(tensor, DTensor) else None  # noqa: SLF001 - to look at one is no operator
+    return tensor._spec if isinstance(tensor, DTensor) else None  # noqa: SLF001 - to look at one is no operator
 
 
 def lie_alike(one: torch.Tensor, other: torch.Tensor) -> bool:
@@ -45,7 +45,7 @@ def part_of(tensor: torch.Tensor) -> torch.Tensor:
 
 def wrap_part(part: torch.Tensor, layout: DTensorSpec) -> DTensor:
     """The distributed tensor of which this rank has a part, in the part's dtype."""
-    lies = DTensorSpec.of(layout.mesh, layout.placements, layout.shape, part.dtype)
+    lies = DTensorSpec.make(layout.mesh, layout.placements, layout.shape, part.dtype)
     return DTensor._wrap(part, lies)  # noqa: SLF001 - from_local() is differentiable, and would keep the part's history
 
 
@@ -58,7 +58,7 @@ def cut_part(whole: torch.Tensor, layout: DTensorSpec | None) -> torch.Tensor:
     """This rank's part of a whole tensor that all ranks have; nothing is sent."""
     if layout is None:
         return whole
-    return redistribute_local(whole.detach(), layout.whole, layout)
+    return redistribute_local(whole.detach(), layout.replicated, layout)
 
 
 def describe_part(layout: DTensorSpec) -> str:

@@ -148,7 +148,7 @@ class FlatGradients:
             if gradient is None:
                 presence[:, place] = 0
             else:
-                assert lie_alike(gradient, full), "keep_gradients_placed sees to it"
+                assert lie_alike(gradient, full), "keep_grad_placements sees to it"
                 gradient = layout.flatten(place, part_of(gradient))
             for piece in layout.pieces(place):
                 start = piece.rank * layout.row_size + piece.offset

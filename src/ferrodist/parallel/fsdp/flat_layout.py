@@ -34,7 +34,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from ferrodist.collectives.arguments import offsets_of
-from ferrodist.tensor.local_shards import invert
+from ferrodist.tensor.local_shards import invert_order
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Sequence
@@ -143,7 +143,7 @@ class FlatLayout:
         shape, order = self.shapes[parameter], self.orders[parameter]
         if order is None:
             return elements.view(shape)
-        return elements.view([shape[dim] for dim in order]).permute(invert(order))
+        return elements.view([shape[dim] for dim in order]).permute(invert_order(order))
 
     def shape_piece(self, parameter: int, elements: torch.Tensor) -> torch.Tensor:
         """Elements of a piece in the shape in which optimizers see it.

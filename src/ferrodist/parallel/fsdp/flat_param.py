@@ -34,7 +34,7 @@ from ferrodist.parallel.fsdp.dtensor_params import cut_part, part_of, wrap_part
 from ferrodist.parallel.fsdp.flat_grad import FlatGradients
 from ferrodist.parallel.fsdp.flat_shard import as_piece, division_of
 from ferrodist.parallel.fsdp.memory import same_memory
-from ferrodist.tensor.dtensor import keep_gradients_placed
+from ferrodist.tensor.dtensor import keep_grad_placements
 from ferrodist.tensor.local_shards import FlatShard, annotate_flat_shard
 from ferrodist.torch_private.autograd import version_of
 from ferrodist.torch_private.modules import own_parameters
@@ -146,7 +146,7 @@ class FlatParameters:
             if full.requires_grad and self._on_gradient is not None and place not in self._hooked:
                 self._hooked.add(place)
                 if self.distributed[place] is not None:
-                    keep_gradients_placed(full)
+                    keep_grad_placements(full)
                 _watch(full, self._on_gradient)
         if not self._versions:
             self._versions = [version_of(full) for _, full in self._counted]
@@ -279,7 +279,7 @@ class FlatParameters:
         piece = FlatShard(
             shape=tuple(self.layout.shapes[place]),
             start=self.layout.piece(place, self._axes.shard_rank).start,
-            layout=self.distributed[place],
+            spec=self.distributed[place],
             num_shards=self.layout.num_shards,
             num_copies=1 if copies is None else copies.world_size,
             order=self.layout.orders[place],

@@ -31,8 +31,8 @@ from ferrodist.parallel.fsdp.optim_state_dict import OptimizerState
 from ferrodist.parallel.fsdp.scheduler import Schedule
 from ferrodist.parallel.fsdp.state_dict import ModelState
 from ferrodist.parallel.fsdp.wrap import plan_units
-from ferrodist.parallel.module_guard import Structure
-from ferrodist.parallel.wrapped_names import InnerNames, WrappedModule
+from ferrodist.parallel.module_guard import ModuleGuard
+from ferrodist.parallel.wrapped_names import TransparentWrapper, WrappedModule
 from ferrodist.wording import counted, with_article
 
 if TYPE_CHECKING:
@@ -90,7 +90,7 @@ _wrapped: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet()
 """Modules that belong to an FSDP: their parameters are pieces."""
 
 
-class FSDP(InnerNames, Generic[WrappedModule]):
+class FSDP(TransparentWrapper, Generic[WrappedModule]):
     """Train one module on several ranks, each of which holds a part of it; a drop-in for the module.
 
     Making it is a collective: every rank of the group gives the same module, whose parameters take rank 0's values. The
@@ -209,12 +209,12 @@ class FSDP(InnerNames, Generic[WrappedModule]):
         for unit in self._units:
             install_hooks(unit, self._schedule)
             unit.name_pieces(self._key)
-        self._structure = Structure(module)
+        self._guard = ModuleGuard(module, "FSDP", exchanges_parameters=True)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Call the module; every rank must."""
         root = self._units[0]
-        self._structure.check()
+        self._guard.check_unchanged(type(self.module).__name__)
         args, kwargs = self._precision.cast((args, kwargs))
         outside_of_compiler(self._schedule.before_call)(root)
         output, succeeded = None, False

@@ -21,13 +21,14 @@ from ferrodist.parallel.fsdp.memory import allocate_shards
 from ferrodist.parallel.fsdp.unit import Unit
 from ferrodist.parallel.module_guard import claim_parameters, describe_owner
 from ferrodist.parallel.module_init import (
-    compare_forms,
-    find_unsynchronised,
+    describe,
+    find_unsynchronised_batch_norm,
     has_meta_tensors,
     materialise,
+    verify_across_ranks,
     write_obstacle,
 )
-from ferrodist.tensor.dtensor import places_gradients
+from ferrodist.tensor.dtensor import is_grad_placement_hook
 from ferrodist.tensor.placement import Partial
 from ferrodist.torch_private.autograd import backward_hooks, has_accumulate_hooks
 from ferrodist.torch_private.modules import own_parameters
@@ -40,7 +41,7 @@ if TYPE_CHECKING:
     from ferrodist.parallel.fsdp.wrap import UnitPlan
     from ferrodist.tensor.spec import DTensorSpec
 
-_ADVICE = "Every rank of the group must make it, at the same place of its program."
+_ADVICE = "Every rank of the group must make it, at the same point of its program."
 
 
 def check_same_plan(
@@ -59,7 +60,7 @@ def check_same_plan(
     lines = [f"settings {settings}", *_describe(plans, root)]
     refusal = _refusal(plans, root, device, group)
     deadline = Deadline(group.timeout)
-    compare_forms(lines, group, deadline, maker="FSDP", module=type(root).__name__, refusal=refusal)
+    verify_across_ranks(lines, group, deadline, maker="FSDP", module=type(root).__name__, refusal=refusal)
     said = (find_gone(group), _find_places(plans))
     answers = all_gather_object(said, group=group, timeout=deadline.remaining())
     release_names(group, set.intersection(*(set(gone) for gone, _ in answers)))
@@ -90,26 +91,20 @@ def _describe(plans: Sequence[UnitPlan], root: torch.nn.Module) -> list[str]:
     for plan in plans:
         lines.append(f"unit {plan.name!r}")
         lines += [
-            f"{'' if parameter.requires_grad else 'frozen '}parameter {_form(name, parameter)}{_order(parameter)}"
+            f"{'' if parameter.requires_grad else 'frozen '}parameter {_describe_tensor(name, parameter)}"
             for name, parameter in plan.parameters.items()
         ]
-    return lines + [f"buffer {_form(name, buffer)}" for name, buffer in root.named_buffers()]
+    return lines + [f"buffer {_describe_tensor(name, buffer)}" for name, buffer in root.named_buffers()]
 
 
-def _form(name: str, tensor: torch.Tensor) -> str:
-    if is_lazy(tensor):
-        return f"{name!r}"
-    if tensor.is_nested:  # which has no shape to tell, and is refused later
-        return f"{name!r} (nested)"
-    layout = layout_of(tensor)
-    over = "" if layout is None else f", distributed as {layout} of {layout.mesh.shape} ranks"
-    place = f" on {tensor.device.type}" if tensor.is_cuda else ""
-    return f"{name!r} of shape {tuple(tensor.shape)} and {tensor.dtype}{over}{place}"
-
-
-def _order(parameter: torch.Tensor) -> str:
-    is_plain = not is_lazy(parameter) and layout_of(parameter) is None
-    return ", channels last" if is_plain and order_of(parameter) is not None else ""
+def _describe_tensor(name: str, tensor: torch.Tensor) -> str:
+    if is_lazy(tensor) or tensor.is_nested:
+        return describe(name, tensor)
+    spec = layout_of(tensor)
+    if spec is not None:
+        return f"{describe(name, tensor)}, distributed as {spec} of {spec.mesh.shape} ranks"
+    is_channels_last = isinstance(tensor, torch.nn.Parameter) and order_of(tensor) is not None
+    return f"{describe(name, tensor)}{', channels last' if is_channels_last else ''}"
 
 
 def _refusal(plans: Sequence[UnitPlan], root: torch.nn.Module, device: torch.device, group: Backend) -> str | None:
@@ -127,7 +122,7 @@ def _refusal(plans: Sequence[UnitPlan], root: torch.nn.Module, device: torch.dev
             return f"buffer {name!r}: {reason}"
         if obstacle := write_obstacle(part_of(buffer)):
             return f"buffer {name!r} {obstacle}, so nothing can be written to it: make it a clone()"
-    return find_unsynchronised(root, group)
+    return find_unsynchronised_batch_norm(root, group)
 
 
 def find_device(plans: Sequence[UnitPlan], root: torch.nn.Module, given: torch.device | str | None) -> torch.device:
@@ -179,7 +174,7 @@ def _parameter_refusal(parameter: torch.nn.Parameter) -> str | None:
 
 
 def _has_hooks(parameter: torch.Tensor) -> bool:
-    others = any(not places_gradients(hook) for hook in backward_hooks(parameter).values())
+    others = any(not is_grad_placement_hook(hook) for hook in backward_hooks(parameter).values())
     return others or has_accumulate_hooks(parameter)
 
 

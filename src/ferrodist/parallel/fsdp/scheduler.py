@@ -33,7 +33,7 @@ from ferrodist.collectives.all_to_all import barrier
 from ferrodist.errors import DistributedError, GroupAbortedError, UnsupportedOpError, add_error_context, describe_error
 from ferrodist.parallel.fsdp.backward_plan import Action, BackwardRun, ForwardTrace, Step, plan_backward
 from ferrodist.parallel.fsdp.unit import ADVICE, Unit, UnitState
-from ferrodist.parallel.module_guard import current_backward, find_outputs, find_tensors, hook_gradients
+from ferrodist.parallel.module_guard import current_backward_id, find_outputs, find_tensors, hook_gradients
 from ferrodist.torch_private.autograd import queue_callback
 from ferrodist.wording import counted
 
@@ -111,7 +111,7 @@ class Schedule:
             RuntimeError: This is inside of a forward or backward, or of summon_full_params().
             GroupAbortedError: An earlier backward failed on this rank, and the others count on it.
         """
-        is_in_backward = self._run is not None and current_backward() != -1
+        is_in_backward = self._run is not None and current_backward_id() != -1
         if self._trace is not None or is_in_backward or self.is_summoned:
             raise RuntimeError(
                 "this is for outside of forward, backward and summon_full_params(): call it before or after"
@@ -142,7 +142,7 @@ class Schedule:
         """Gather a unit, for its module is being called."""
         if self.is_summoned:
             return
-        if self._run is not None and current_backward() != -1:
+        if self._run is not None and current_backward_id() != -1:
             with self._failing_together():
                 unit.finish_gather()
             return
@@ -264,7 +264,7 @@ class Schedule:
             )
             with self._failing_together():
                 raise error
-        if self._run is not None and self._run.trace is not trace and self._run.backward != current_backward():
+        if self._run is not None and self._run.trace is not trace and self._run.backward != current_backward_id():
             self._end_cut_run(self._run)
         if self._run is None or self._run.trace is not trace:
             self._begin_run(trace)

@@ -24,7 +24,7 @@ from ferrodist.errors import (
     PipelineError,
     describe_error,
 )
-from ferrodist.parallel.module_init import compare_forms
+from ferrodist.parallel.module_init import verify_across_ranks
 from ferrodist.parallel.pipeline.microbatch import Losses, LossReduction, Microbatches, Outputs, split_batch
 from ferrodist.parallel.pipeline.runtime import Executor, StepInputs
 from ferrodist.parallel.pipeline.schedule.build import PipelineSchedule, resolve_schedule
@@ -33,7 +33,7 @@ from ferrodist.parallel.pipeline.split import Stages, find_shared
 from ferrodist.parallel.pipeline.stage import Stage, find_edges
 from ferrodist.parallel.pipeline.state_dict import StateDictMapper
 from ferrodist.parallel.pipeline.tied_weights import TiedParameters
-from ferrodist.parallel.wrapped_names import InnerNames
+from ferrodist.parallel.wrapped_names import TransparentWrapper
 from ferrodist.torch_private.modules import own_modules
 from ferrodist.wording import counted, with_article
 
@@ -109,7 +109,7 @@ class StepScope:
         )
 
 
-class Pipeline(InnerNames):
+class Pipeline(TransparentWrapper):
     """A model in stages, of which each rank has some; batches flow through them in microbatches.
 
     Making it is a collective: every rank of the group makes it with the same arguments, but for the stages of other
@@ -419,7 +419,7 @@ class Pipeline(InnerNames):
         except ValueError as error:
             refusal = refusal or str(error)
         deadline = Deadline(self._parent.timeout)
-        compare_forms(lines, self._parent, deadline, maker="Pipeline", module="model", refusal=refusal)
+        verify_across_ranks(lines, self._parent, deadline, maker="Pipeline", module="model", refusal=refusal)
         return found
 
 

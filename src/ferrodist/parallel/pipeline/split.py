@@ -20,11 +20,12 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
 
-from ferrodist.collectives.arguments import check_integer, group_and_timeout
+from ferrodist.arguments import check_int
+from ferrodist.collectives.arguments import group_and_timeout
 from ferrodist.collectives.objects import broadcast_object
 from ferrodist.deadline import Deadline
 from ferrodist.errors import UnsupportedOpError
-from ferrodist.parallel.module_init import compare_forms
+from ferrodist.parallel.module_init import verify_across_ranks
 from ferrodist.parallel.pipeline.measure import measure_times
 from ferrodist.parallel.pipeline.state_dict import unwrap
 from ferrodist.torch_private.modules import own_buffers, own_modules, own_parameters
@@ -377,7 +378,7 @@ def _find_on_rank_0(
             failure = error
     refusal = None if failure is None else str(failure)
     try:
-        compare_forms(lines, group, deadline, maker="split_sequential", module="Sequential", refusal=refusal)
+        verify_across_ranks(lines, group, deadline, maker="split_sequential", module="Sequential", refusal=refusal)
     except UnsupportedOpError:
         if failure is not None:
             raise failure from failure.__cause__
@@ -435,7 +436,7 @@ def _children_of(model: torch.nn.Sequential) -> Children:
 
 
 def _check_num_stages(num_stages: int, num_children: int) -> int:
-    num_stages = check_integer(num_stages, "num_stages")
+    num_stages = check_int("num_stages", num_stages)
     if not 1 <= num_stages <= num_children:
         raise ValueError(
             f"a Sequential of {counted(num_children, 'child')} has from 1 to {counted(num_children, 'stage')},"
@@ -451,7 +452,7 @@ def _check_counts(balance: Sequence[int], num_stages: int, num_children: int) ->
             f"balance must be Balance.PARAMETERS, Balance.TIMES or for each stage how many children it gets, not"
             f" {balance!r}"
         )
-    counts = tuple(check_integer(count, "a number of children") for count in balance)
+    counts = tuple(check_int("a number of children", count) for count in balance)
     if len(counts) != num_stages or min(counts) < 1 or sum(counts) != num_children:
         raise ValueError(
             f"{list(counts)} does not divide {counted(num_children, 'child')} into"

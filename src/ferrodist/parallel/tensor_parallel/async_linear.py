@@ -11,7 +11,7 @@ from torch.nn import functional
 from ferrodist.collectives.all_gather import async_all_gather, async_reduce_scatter
 from ferrodist.tensor.dtensor import DTensor
 from ferrodist.tensor.placement import Partial, Replicate, Shard
-from ferrodist.tensor.redistribute import note_move
+from ferrodist.tensor.redistribute import record_move
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -90,7 +90,7 @@ class _GatherAndMultiply(torch.autograd.Function):
         for place, piece in enumerate(_gather_pieces(x, mesh, chunks)):
             mine = parts[:, place].reshape(p * t, *grad.shape[1:])
             grad_piece = mine @ weight
-            note_move(grad_piece, mesh, Partial(), Shard(0))
+            record_move(grad_piece, mesh, Partial(), Shard(0))
             sent.append(async_reduce_scatter(grad_piece, group=mesh.group))
             grad_weight.addmm_(mine.reshape(-1, mine.shape[-1]).t(), piece.reshape(-1, piece.shape[-1]))
         grad_x = torch.cat([pending.wait() for pending in sent]).movedim(0, -2)
@@ -103,7 +103,7 @@ def _gather_pieces(x: torch.Tensor, mesh: DeviceMesh, chunks: int) -> Iterator[t
     first = x.movedim(-2, 0)
     pieces = [piece.contiguous() for piece in first.chunk(chunks)]
     for piece in pieces:
-        note_move(piece, mesh, Shard(0), Replicate())
+        record_move(piece, mesh, Shard(0), Replicate())
     pending = async_all_gather(pieces[0], group=mesh.group)
     for place in range(chunks):
         piece = pending.wait()

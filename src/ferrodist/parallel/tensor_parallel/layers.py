@@ -13,7 +13,7 @@ from torch import nn
 from torch.nn import functional
 
 from ferrodist.parallel.tensor_parallel.module_io import ShardedForward
-from ferrodist.parallel.tensor_parallel.parallelize import apply_style, check_mesh, divide
+from ferrodist.parallel.tensor_parallel.parallelize import apply_style, check_mesh, shard_module
 from ferrodist.parallel.tensor_parallel.styles import (
     ColumnParallel,
     IOPlacements,
@@ -87,7 +87,7 @@ class ParallelAttention(nn.Module):
         # The input is made whole once, for the three of them, and so are the gradients of it.
         shared = ColumnParallel() if self._sharing == 1 else Style()
         for layer, style in ((self.queries, ColumnParallel()), (self.keys, shared), (self.values, shared)):
-            divide(layer, mesh, {"": style})
+            shard_module(layer, mesh, {"": style})
         apply_style(self.output, mesh, RowParallel(outputs=given), Shard(-1))
         self.forward = ShardedForward(self.forward, mesh, IOPlacements(wanted=Replicate()), given)  # type: ignore[method-assign]
 

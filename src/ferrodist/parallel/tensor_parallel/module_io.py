@@ -19,11 +19,11 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ferrodist.parallel.module_guard import current_backward
+from ferrodist.parallel.module_guard import current_backward_id
 from ferrodist.tensor.dtensor import DTensor
 from ferrodist.tensor.placement import Partial, Placement, Replicate
-from ferrodist.tensor.plain_tensors import BACKWARD, INSIDE, is_plain
-from ferrodist.tensor.replica_check import WholeTensors
+from ferrodist.tensor.plain_tensors import ACTIVE_CHECK, BACKWARD_CHECKS, is_plain
+from ferrodist.tensor.replica_check import ReplicaCheck
 from ferrodist.wording import counted, with_article
 
 if TYPE_CHECKING:
@@ -71,7 +71,7 @@ def _replaced(value: Any, names: Sequence[Any], made: Sequence[Any]) -> Any:
     return other
 
 
-def find_distributed(value: Any) -> list[DTensor]:
+def find_dtensors(value: Any) -> list[DTensor]:
     """The distributed tensors in a value."""
     found: list[DTensor] = []
     map_tensors(lambda tensor: found.append(tensor) if isinstance(tensor, DTensor) else None, value)
@@ -105,7 +105,7 @@ class ShardedForward:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Compute the module."""
-        is_plain = self._given is not None and not find_distributed([args, kwargs])
+        is_plain = self._given is not None and not find_dtensors([args, kwargs])
         names = self._names
         args = tuple(
             self._prepare(value, self._wanted(place, names[place] if place < len(names) else ""))
@@ -133,9 +133,9 @@ class ShardedForward:
         def prepare(tensor: torch.Tensor) -> DTensor:
             if not isinstance(tensor, DTensor):
                 shape = tensor.shape if isinstance(given, Replicate | Partial) else None
-                inside = INSIDE.get()
+                inside = ACTIVE_CHECK.get()
                 if self._given is None and inside is not None and tensor.numel():
-                    inside.note("the forward", tensor, self._mesh)
+                    inside.record("the forward", tensor, self._mesh)
                 tensor = DTensor.from_local(tensor, self._mesh, given, shape=shape)
             # Also where nothing moves: then gradients, which may be partial, are brought to lie as the input here.
             return tensor if wanted is None else tensor.redistribute(wanted)
@@ -180,14 +180,14 @@ class ReplicatedForward:
         model: What the model's modules have in common.
     """
 
-    def __init__(self, forward: Callable[..., Any], path: str, model: WholeModel) -> None:
+    def __init__(self, forward: Callable[..., Any], path: str, model: ParallelModel) -> None:
         functools.update_wrapper(self, forward)
         self._forward, self._path, self._model = forward, path, model
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Compute the module."""
         model = self._model
-        if (caller := INSIDE.get()) is not model.plain:
+        if (caller := ACTIVE_CHECK.get()) is not model.plain:
             with model.inside(self._path):
                 return self._compute_from_outside(args, kwargs, is_of_code=caller is not None)
         outer, model.plain.path = model.plain.path, self._path
@@ -198,7 +198,7 @@ class ReplicatedForward:
 
     def _compute_from_outside(self, args: Any, kwargs: Any, *, is_of_code: bool) -> Any:
         """Compute what is called from outside of all others, or by the model's own code, as `generate` is."""
-        gathers = self._model.gathers and not find_distributed([args, kwargs])
+        gathers = self._model.gathers and not find_dtensors([args, kwargs])
         spread = functools.partial(self._spread, is_of_code=is_of_code)
         args, kwargs = map_tensors(spread, args), map_tensors(spread, kwargs)
         result = map_tensors(self._note_result, self._forward(*args, **kwargs))
@@ -209,17 +209,17 @@ class ReplicatedForward:
             return tensor
         mesh = self._model.mesh
         made = DTensor.from_local(tensor, mesh, [Replicate()] * mesh.ndim, shape=tensor.shape)
-        self._model.plain.note("the forward", tensor, mesh, is_due=is_of_code)
+        self._model.plain.record("the forward", tensor, mesh, is_due=is_of_code)
         return made
 
     def _note_result(self, tensor: torch.Tensor) -> torch.Tensor:
         """Have the ranks compare what the model's code made and returns plain: perhaps no operator has taken it."""
         if is_plain(tensor):
-            self._model.plain.note("the result", tensor, self._model.mesh)
+            self._model.plain.record("the result", tensor, self._model.mesh)
         return tensor
 
 
-class WholeModel:
+class ParallelModel:
     """What the modules of a model that is parallel as a whole have in common.
 
     Args:
@@ -230,21 +230,21 @@ class WholeModel:
 
     def __init__(self, mesh: DeviceMesh, *, gathers: bool, checks: bool) -> None:
         self.mesh, self.gathers, self.checks = mesh, gathers, checks
-        self.plain = WholeTensors(mesh, at_once=checks)
+        self.plain = ReplicaCheck(mesh, immediate=checks)
         """The plain tensors that modules' forwards make."""
-        self.backward = WholeTensors(mesh, at_once=checks)
+        self.backward = ReplicaCheck(mesh, immediate=checks)
         """Those that gradients take."""
-        mesh.parent.attachments.setdefault(BACKWARD, {})[mesh.identity] = self.backward
+        mesh.parent.attachments.setdefault(BACKWARD_CHECKS, {})[mesh.identity] = self.backward
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> WholeModel:
+    def __deepcopy__(self, memo: dict[int, Any]) -> ParallelModel:
         """The same for a copy of the model."""
-        made = memo[id(self)] = WholeModel(self.mesh, gathers=self.gathers, checks=self.checks)
+        made = memo[id(self)] = ParallelModel(self.mesh, gathers=self.gathers, checks=self.checks)
         return made
 
     @contextlib.contextmanager
     def inside(self, path: str) -> Iterator[None]:
         """Inside, the forward of the module of that path runs."""
-        if current_backward() == -1:
+        if current_backward_id() == -1:
             self.backward.forget()  # of a backward that raised
         with self._counting(self.plain):
             self.plain.path = path
@@ -253,23 +253,23 @@ class WholeModel:
     @contextlib.contextmanager
     def around(self) -> Iterator[None]:
         """Inside, a method runs that calls forwards from outside of all others."""
-        with self._counting(WholeTensors(self.mesh, at_once=self.checks)):
+        with self._counting(ReplicaCheck(self.mesh, immediate=self.checks)):
             yield
 
     @staticmethod
     @contextlib.contextmanager
-    def _counting(plain: WholeTensors) -> Iterator[None]:
+    def _counting(plain: ReplicaCheck) -> Iterator[None]:
         """Inside, plain tensors count as whole, and the ranks compare them at the end."""
-        before = INSIDE.set(plain)
+        before = ACTIVE_CHECK.set(plain)
         try:
             yield
             plain.compare()
         finally:
             plain.forget()
-            INSIDE.reset(before)
+            ACTIVE_CHECK.reset(before)
 
 
-class WholeMethod:
+class GatheredMethod:
     """A method of a model that calls its forwards and works on what they keep, as caches are: ``generate``.
 
     Args:
@@ -277,7 +277,7 @@ class WholeMethod:
         model: What the model's modules have in common.
     """
 
-    def __init__(self, method: Callable[..., Any], model: WholeModel) -> None:
+    def __init__(self, method: Callable[..., Any], model: ParallelModel) -> None:
         functools.update_wrapper(self, method)
         self._method, self._model = method, model
 

@@ -13,12 +13,17 @@ from torch import nn
 from ferrodist.deadline import Deadline
 from ferrodist.errors import UnsupportedOpError
 from ferrodist.mesh import DeviceMesh
-from ferrodist.parallel.module_init import compare_forms, materialise
+from ferrodist.parallel.module_init import materialise, verify_across_ranks
 from ferrodist.parallel.tensor_parallel.async_linear import AsyncTPLinear
-from ferrodist.parallel.tensor_parallel.module_io import ReplicatedForward, ShardedForward, WholeMethod, WholeModel
+from ferrodist.parallel.tensor_parallel.module_io import (
+    GatheredMethod,
+    ParallelModel,
+    ReplicatedForward,
+    ShardedForward,
+)
 from ferrodist.parallel.tensor_parallel.plan import check_values, describe_plan, parameter_placements, resolve_plan
 from ferrodist.parallel.tensor_parallel.styles import ColumnParallel, Style
-from ferrodist.tensor.dtensor import DTensor, keep_gradients_placed
+from ferrodist.tensor.dtensor import DTensor, keep_grad_placements
 from ferrodist.tensor.factories import distribute
 from ferrodist.tensor.placement import Replicate
 from ferrodist.torch_private.modules import own_buffers, own_parameters
@@ -29,7 +34,7 @@ if TYPE_CHECKING:
     from ferrodist.tensor.placement import Placement
 
 
-def take_whole_states(module: nn.Module) -> None:
+def accept_full_state_dicts(module: nn.Module) -> None:
     """Have ``load_state_dict`` of a module, or of one in it, take plain whole tensors too, of which rank 0's count."""
     for one in module.modules():
         one.register_load_state_dict_pre_hook(_distribute_values)  # type: ignore[no-untyped-call]
@@ -51,7 +56,7 @@ def _place_gradients(module: nn.Module, *_: Any) -> None:
     parameters: dict[str, torch.Tensor | None] = {**own_parameters(module)}
     for own in parameters.values():
         if isinstance(own, DTensor):
-            keep_gradients_placed(own)
+            keep_grad_placements(own)
 
 
 _Module = TypeVar("_Module", bound=nn.Module)
@@ -109,15 +114,15 @@ def parallelize(
     if not isinstance(module, nn.Module):
         raise TypeError(f"parallelize takes a torch.nn.Module, not {type(module).__name__}")
     settings = f"gathers_outputs={gathers_outputs}, check={check}"
-    styles = divide(module, mesh, plan, settings=settings, init=init)
-    model = WholeModel(mesh, gathers=gathers_outputs, checks=check)
+    styles = shard_module(module, mesh, plan, settings=settings, init=init)
+    model = ParallelModel(mesh, gathers=gathers_outputs, checks=check)
     for path, one in module.named_modules():
         if path in styles:
             _prepare(one, mesh, styles[path])
         if type(one).forward is not nn.Module.forward:
             one.forward = ReplicatedForward(one.forward, path, model)
         if callable(getattr(type(one), "generate", None)):
-            one.generate = WholeMethod(one.generate, model)
+            one.generate = GatheredMethod(one.generate, model)
     return module
 
 
@@ -134,11 +139,11 @@ def apply_style(module: nn.Module, mesh: DeviceMesh, style: Style, given: Placem
         TypeError, ValueError, CollectiveMismatchError: As for `parallelize`.
     """
     check_mesh(mesh)
-    divide(module, mesh, {"": style}, settings=f"plain inputs {given}")
+    shard_module(module, mesh, {"": style}, settings=f"plain inputs {given}")
     _prepare(module, mesh, style, given)
 
 
-def divide(
+def shard_module(
     module: nn.Module,
     mesh: DeviceMesh,
     plan: Mapping[str, Style],
@@ -175,13 +180,13 @@ def divide(
     deadline = Deadline(mesh.group.timeout)
     name = type(module).__name__
     try:
-        compare_forms(lines, mesh.group, deadline, maker="parallelize", module=name, refusal=refusal)
+        verify_across_ranks(lines, mesh.group, deadline, maker="parallelize", module=name, refusal=refusal)
     except UnsupportedOpError:
         if failure is not None:
             raise failure from None
         raise
     _distribute(module, mesh, placements, init)
-    take_whole_states(module)
+    accept_full_state_dicts(module)
     return styles
 
 
@@ -214,7 +219,7 @@ def _distribute(
             if own not in made:
                 divided = distribute(getattr(owner, key).detach(), mesh, placements[own])
                 made[own] = nn.Parameter(divided, requires_grad=own.requires_grad)
-                keep_gradients_placed(made[own])
+                keep_grad_placements(made[own])
             setattr(owner, key, made[own])  # modules may keep lists of theirs, which they then renew
         for key, buffer in buffers.items():
             if buffer is not None and not isinstance(buffer, DTensor):

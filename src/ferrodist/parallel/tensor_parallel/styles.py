@@ -83,7 +83,7 @@ def _refuse(style: Style, *names: str) -> None:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _OfLinear(Style):
+class _LinearStyle(Style):
     def check(self, name: str, module: nn.Module) -> None:
         """Raise unless it is a linear layer."""
         if not isinstance(module, nn.Linear):
@@ -92,7 +92,7 @@ class _OfLinear(Style):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ColumnParallel(_OfLinear):
+class ColumnParallel(_LinearStyle):
     """A linear layer divided by its outputs: the weight (O, C) is (O/p, C) on each rank, the output (B, T, O/p).
 
     The input is whole on each rank: forward sends nothing where it comes so, and gathers it where it comes in parts;
@@ -131,7 +131,7 @@ class ColumnParallel(_OfLinear):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class RowParallel(_OfLinear):
+class RowParallel(_LinearStyle):
     """A linear layer divided by its inputs: the weight (O, C) is (O, C/p) on each rank, so is the input (B, T, C/p).
 
     Each rank has a part of a sum, which forward folds by one allreduce, or one reduce_scatter; backward sends nothing,

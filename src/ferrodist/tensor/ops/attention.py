@@ -1,7 +1,7 @@
-"""Scaled dot-product attention: the batch and the heads may be divided, the sequences are whole.
+"""Scaled dot-product attention: the batch and the heads may be sharded, sequences are replicated.
 
-With grouped queries each head of keys and values serves several heads of queries. These stay together where the ranks
-divide the fewer heads evenly. One head of keys and values for all is whole on every rank, and its gradients are sums.
+With grouped queries each head of keys and values serves several heads of queries, which stay together if the ranks
+shard the fewer heads evenly. A single head of keys and values is replicated, and its gradients are partial sums.
 """
 
 from __future__ import annotations
@@ -12,90 +12,83 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ferrodist.collectives.reduce_op import ReduceOp
-from ferrodist.tensor.op_strategy import EinsumPattern, Letters, OpRule, strategies_of
+from ferrodist.tensor.op_strategy import EinsumPattern, Labels, OpRule, einsum_strategies, rule_table
 from ferrodist.tensor.placement import Shard
-from ferrodist.torch_private.operators import private_aten
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from ferrodist.tensor.op_strategy import LocalFunction, OpCall, OpStrategy
 
-    from ferrodist.tensor.op_strategy import OpCall, OpStrategy
-    from ferrodist.tensor.spec import DTensorSpec
-
-_aten = torch.ops.aten
 _BATCH, _HEAD = "b", "h"
 
 
-def _letters(call: OpCall, first: int) -> tuple[Letters, Letters, list[Letters]]:
-    """Of the queries, whose number among the inputs is given, of the keys and values, and of the mask."""
+def _labels(call: OpCall, first: int) -> tuple[Labels, Labels, list[Labels]]:
+    """The labels of the queries, of the keys and values, and of the mask; ``first`` is the queries' index."""
     queries, keys = call.inputs[first], call.inputs[first + 1]
-    one_for_all = keys.shape[1] == 1 != queries.shape[1]
-    masks: list[Letters] = []
+    is_shared = keys.shape[1] == 1 != queries.shape[1]
+    masks: list[Labels] = []
     if call["attn_mask"] is not None:
         shape = call["attn_mask"].shape
-        letters = [_BATCH, _HEAD] if len(shape) == 4 else []
-        masks = [[*[letter if size > 1 else None for letter, size in zip(letters, shape, strict=False)], None, None]]
-    return [_BATCH, _HEAD, None, None], [_BATCH, None if one_for_all else _HEAD, None, None], masks
+        labels = [_BATCH, _HEAD] if len(shape) == 4 else []
+        masks = [[*[label if size > 1 else None for label, size in zip(labels, shape, strict=False)], None, None]]
+    return [_BATCH, _HEAD, None, None], [_BATCH, None if is_shared else _HEAD, None, None], masks
 
 
-def _choices(call: OpCall, first: int, pattern: EinsumPattern, axis: int) -> list[OpStrategy]:
-    """The choices of a pattern that keep the heads of queries with theirs of keys."""
+def _strategies(call: OpCall, first: int, pattern: EinsumPattern, axis: int) -> list[OpStrategy]:
+    """The strategies of a pattern that keep heads of queries together with theirs of keys."""
     queries, keys = call.inputs[first], call.inputs[first + 1]
-    choices = strategies_of(pattern, call, axis)
+    strategies = einsum_strategies(pattern, call, axis)
     if keys.shape[1] in (1, queries.shape[1]):
-        return choices
-    before = [choice.inputs[first] for choice in call.chosen]
-    num_parts = call.mesh.shape[axis] * math.prod(
+        return strategies
+    before = [strategy.inputs[first] for strategy in call.selected]
+    num_shards = call.mesh.shape[axis] * math.prod(
         size for size, placement in zip(call.mesh.shape, before, strict=False) if placement == Shard(1)
     )
-    is_even = keys.shape[1] % num_parts == 0
+    is_even = keys.shape[1] % num_shards == 0
     return [
-        choice
-        for choice in choices
-        if not isinstance(placement := choice.inputs[first], Shard)
+        strategy
+        for strategy in strategies
+        if not isinstance(placement := strategy.inputs[first], Shard)
         or placement.dim != 1
         or (is_even and placement.blocks == 1)
     ]
 
 
-def _forward_choices(call: OpCall, axis: int) -> list[OpStrategy]:
-    queries, keys, masks = _letters(call, 0)
+def _forward_strategies(call: OpCall, axis: int) -> list[OpStrategy]:
+    queries, keys, masks = _labels(call, 0)
     pattern = EinsumPattern(inputs=[queries, keys, keys, *masks], outputs=[queries, queries[:3]])
-    return _choices(call, 0, pattern, axis)
+    return _strategies(call, 0, pattern, axis)
 
 
-def _backward_choices(call: OpCall, axis: int) -> list[OpStrategy]:
-    queries, keys, masks = _letters(call, 1)
+def _backward_strategies(call: OpCall, axis: int) -> list[OpStrategy]:
+    queries, keys, masks = _labels(call, 1)
     pattern = EinsumPattern(
         inputs=[queries, queries, keys, keys, queries, queries[:3], *masks],
         outputs=[queries, keys, keys],
-        folds={_HEAD: ReduceOp.SUM} if keys[1] is None else {},
+        reductions={_HEAD: ReduceOp.SUM} if keys[1] is None else {},
         linear=((0,),),
     )
-    return _choices(call, 1, pattern, axis)
+    return _strategies(call, 1, pattern, axis)
 
 
-def _of_nothing(
-    call: OpCall, inputs: Sequence[DTensorSpec], outputs: Sequence[DTensorSpec]
-) -> Callable[..., Any] | None:
-    """A rank without heads or samples has empty results, and zero gradients: torch's kernel divides by their number."""
-    del call
-    if all(0 not in layout.local_shape for layout in inputs):
+def _handle_empty(call: OpCall) -> LocalFunction | None:
+    """Empty results, or zero gradients, on a rank without heads or samples: torch's kernel divides by their number."""
+    if all(0 not in spec.local_shape for spec in call.placed_inputs):
         return None
-    made = [(layout.local_shape, layout.dtype) for layout in outputs]
+    forms = [(spec.local_shape, spec.dtype) for spec in call.outputs]
 
-    def compute(*given: Any, **named: Any) -> list[torch.Tensor]:
-        del given, named
-        return [torch.zeros(shape, dtype=dtype, device="cpu") for shape, dtype in made]
+    def compute(*_: Any, **__: Any) -> list[torch.Tensor]:
+        return [torch.zeros(shape, dtype=dtype, device="cpu") for shape, dtype in forms]
 
     return compute
 
 
-RULES: dict[torch._ops.OpOverload, OpRule] = {
-    private_aten.scaled_dot_product_flash_attention_for_cpu.default: OpRule(
-        choices=_forward_choices, local=_of_nothing
+RULES = rule_table(
+    (
+        OpRule(strategies=_forward_strategies, local=_handle_empty),
+        "_scaled_dot_product_flash_attention_for_cpu.default",
     ),
-    private_aten.scaled_dot_product_flash_attention_for_cpu_backward.default: OpRule(
-        choices=_backward_choices, local=_of_nothing
+    (
+        OpRule(strategies=_backward_strategies, local=_handle_empty),
+        "_scaled_dot_product_flash_attention_for_cpu_backward.default",
     ),
-}
+)

@@ -1,4 +1,4 @@
-"""Convolutions: the batch and the output channels may be divided, and the input channels, over which is summed."""
+"""Convolutions: the batch, the output channels and the input channels, which are summed, may be sharded."""
 
 from __future__ import annotations
 
@@ -7,85 +7,80 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ferrodist.collectives.reduce_op import ReduceOp
-from ferrodist.tensor.op_strategy import EinsumPattern, Letters, OpRule, strategies_of
+from ferrodist.tensor.op_strategy import EinsumPattern, Labels, OpRule, einsum_strategies
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Mapping, Sequence
 
-    from ferrodist.tensor.op_strategy import OpCall, OpStrategy
+    from ferrodist.tensor.op_strategy import LocalFunction, OpCall, OpStrategy
     from ferrodist.tensor.spec import DTensorSpec
 
 _aten = torch.ops.aten
 _BATCH, _IN, _OUT = "n", "i", "o"
 
 
-def _letters(call: OpCall, weight: DTensorSpec) -> tuple[Letters, Letters, Letters]:
-    """Of the input, the weight and the output; channels of several groups are whole."""
+def _labels(call: OpCall, weight: DTensorSpec) -> tuple[Labels, Labels, Labels]:
+    """The labels of the input, the weight and the output; channels of several groups are not sharded."""
     space = [None] * (weight.ndim - 2)
     channels = [_IN, _OUT] if call["groups"] == 1 else [None, None]
-    of_weight = channels if call["transposed"] else channels[::-1]
-    return [_BATCH, channels[0], *space], [*of_weight, *space], [_BATCH, channels[1], *space]
+    weight_channels = channels if call["transposed"] else channels[::-1]
+    return [_BATCH, channels[0], *space], [*weight_channels, *space], [_BATCH, channels[1], *space]
 
 
-def _forward_choices(call: OpCall, axis: int) -> list[OpStrategy]:
-    tensor, weight, output = _letters(call, call.inputs[1])
-    biases: list[Letters] = [] if call["bias"] is None else [output[1:2]]
+def _forward_strategies(call: OpCall, axis: int) -> list[OpStrategy]:
+    tensor, weight, output = _labels(call, call.inputs[1])
+    biases: list[Labels] = [] if call["bias"] is None else [output[1:2]]
     pattern = EinsumPattern(
         inputs=[tensor, weight, *biases],
         outputs=[output],
-        folds={_IN: ReduceOp.SUM},
+        reductions={_IN: ReduceOp.SUM},
         linear=((0, 2), (1, 2)) if biases else ((0,), (1,)),
-        added=(2,),
+        addends=(2,),
     )
-    return strategies_of(pattern, call, axis)
+    return einsum_strategies(pattern, call, axis)
 
 
-def _backward_choices(call: OpCall, axis: int) -> list[OpStrategy]:
-    tensor, weight, output = _letters(call, call.inputs[2])
+def _backward_strategies(call: OpCall, axis: int) -> list[OpStrategy]:
+    tensor, weight, output = _labels(call, call.inputs[2])
     wanted = call["output_mask"]
     outputs = [one for one, want in zip((tensor, weight, output[1:2]), wanted, strict=True) if want]
     pattern = EinsumPattern(
         inputs=[output, tensor, weight],
         outputs=outputs,
-        folds={_BATCH: ReduceOp.SUM, _OUT: ReduceOp.SUM},
-        # The gradient of the bias is that of the output, which ranks that divide the input channels have whole.
-        settled=(_IN,),
+        reductions={_BATCH: ReduceOp.SUM, _OUT: ReduceOp.SUM},
+        # The bias's gradient is a sum of the output's, which is replicated over ranks that shard the input channels.
+        cross_rank=(_IN,),
         linear=((0,),),
     )
-    return strategies_of(pattern, call, axis)
+    return einsum_strategies(pattern, call, axis)
 
 
-def _bias_size(call: OpCall, inputs: Sequence[DTensorSpec], outputs: Sequence[DTensorSpec]) -> Mapping[str, Any]:
-    del outputs
-    return {} if call["bias_sizes"] is None else {"bias_sizes": [inputs[0].local_shape[1]]}
+def _local_bias_size(call: OpCall) -> Mapping[str, Any]:
+    return {} if call["bias_sizes"] is None else {"bias_sizes": [call.placed_inputs[0].local_shape[1]]}
 
 
-def _of_nothing(
-    call: OpCall, inputs: Sequence[DTensorSpec], outputs: Sequence[DTensorSpec]
-) -> Callable[..., Any] | None:
-    """A rank without channels or samples has results of nothing, which torch refuses to compute for some of them."""
-    if all(0 not in layout.local_shape for layout in inputs):
+def _handle_empty(call: OpCall) -> LocalFunction | None:
+    """Zeros on a rank without channels or samples, for which torch refuses to compute some results."""
+    if all(0 not in spec.local_shape for spec in call.placed_inputs):
         return None
-    made = [(layout.local_shape, layout.dtype) for layout in outputs]
+    forms = [(spec.local_shape, spec.dtype) for spec in call.outputs]
     wanted: Sequence[bool] = call.arguments.get("output_mask", ())
 
-    def forward(
-        tensor: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, *given: Any, **named: Any
-    ) -> torch.Tensor:
-        del tensor, weight, given, named
-        zeros = torch.zeros(made[0][0], dtype=made[0][1], device="cpu")
+    def forward(_: torch.Tensor, __: torch.Tensor, bias: torch.Tensor | None, *___: Any, **____: Any) -> torch.Tensor:
+        zeros = torch.zeros(forms[0][0], dtype=forms[0][1], device="cpu")
         return zeros if bias is None else zeros + bias.view(-1, *[1] * (zeros.dim() - 2))
 
-    def backward(grad: torch.Tensor, *given: Any, **named: Any) -> list[torch.Tensor | None]:
-        del given, named
-        zeros = iter([torch.zeros(shape, dtype=dtype, device="cpu") for shape, dtype in made])
-        found = [next(zeros) if want else None for want in wanted[:2]]
-        return [*found, grad.sum([0, *range(2, grad.dim())]) if wanted[2] else None]
+    def backward(grad: torch.Tensor, *_: Any, **__: Any) -> list[torch.Tensor | None]:
+        zeros = iter([torch.zeros(shape, dtype=dtype, device="cpu") for shape, dtype in forms])
+        grads = [next(zeros) if want else None for want in wanted[:2]]
+        return [*grads, grad.sum([0, *range(2, grad.dim())]) if wanted[2] else None]
 
     return backward if wanted else forward
 
 
 RULES: dict[torch._ops.OpOverload, OpRule] = {
-    _aten.convolution.default: OpRule(choices=_forward_choices, local=_of_nothing),
-    _aten.convolution_backward.default: OpRule(choices=_backward_choices, arguments=_bias_size, local=_of_nothing),
+    _aten.convolution.default: OpRule(strategies=_forward_strategies, local=_handle_empty),
+    _aten.convolution_backward.default: OpRule(
+        strategies=_backward_strategies, arguments=_local_bias_size, local=_handle_empty
+    ),
 }

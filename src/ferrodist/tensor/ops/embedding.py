@@ -1,4 +1,4 @@
-"""Rows of a table by their numbers, and the table's gradient."""
+"""Embeddings, which look up rows of a table, and the table's gradient."""
 
 from __future__ import annotations
 
@@ -7,59 +7,57 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ferrodist.collectives.reduce_op import ReduceOp
-from ferrodist.tensor.op_strategy import EinsumPattern, OpRule, OpStrategy, strategies_of
+from ferrodist.tensor.op_strategy import EinsumPattern, OpRule, OpStrategy, einsum_strategies
 from ferrodist.tensor.placement import Partial, Replicate, Shard
-from ferrodist.tensor.spec import compute_range
+from ferrodist.tensor.spec import local_range
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Hashable, Sequence
+    from collections.abc import Hashable
 
-    from ferrodist.tensor.op_strategy import OpCall
-    from ferrodist.tensor.spec import DTensorSpec
+    from ferrodist.tensor.op_strategy import LocalFunction, OpCall
 
 _aten = torch.ops.aten
 
-# [Note: a divided vocabulary]
-# A table that is Shard(0) is not gathered: each rank looks up the rows that it has and takes zeros for the others, so
-# that the results add up to the rows. Its gradient is made in the same division. The backward operator does not see the
-# table, and a gradient that is whole on all ranks would be right too, but as large as all of the table. So the forward
-# operator leaves a remark in the recipes of the group, under the table's shape, of which axes divide the vocabulary.
-# The remark decides how a gradient lies, never what it is: where a whole table has the shape of a divided one, its
-# gradient comes divided too, and is gathered where it is used.
+# [Note: a sharded vocabulary]
+# A table that is Shard(0) is not gathered: each rank looks up its own rows and gives zeros for the others, so that the
+# results add up to the rows. The table's gradient is computed with the same sharding. The backward operator does not
+# see the table, and a replicated gradient would be right too, but as large as the full table. So the forward operator
+# records in the group's dispatch cache, under the table's shape, which axes shard the vocabulary. The record decides
+# the gradient's placements, never its value: if a replicated table has the shape of a sharded one, its gradient is
+# sharded too, and gathered where it is used.
 
 
-def _remark(call: OpCall, shape: tuple[int, ...], axis: int) -> tuple[object, ...]:
+def _record_key(call: OpCall, shape: tuple[int, ...], axis: int) -> tuple[object, ...]:
     return ("vocabulary", call.mesh.identity, shape, axis)
 
 
-def _leave_remark(recipes: dict[Any, Any], remark: tuple[object, ...]) -> None:
-    """Leave a remark, and forget recipes of gradients that were made without it."""
-    if remark not in recipes:
+def _record_sharding(cache: dict[Any, Any], key: tuple[object, ...]) -> None:
+    """Record that an axis shards a vocabulary, and drop the cached backward calls that were made without knowing."""
+    if key not in cache:
         backward = id(_aten.embedding_dense_backward.default)
-        for key in [key for key in recipes if key[0] == backward]:
-            del recipes[key]
-        recipes[remark] = True
+        for stale in [one for one in cache if one[0] == backward]:
+            del cache[stale]
+        cache[key] = True
 
 
-def _choices(call: OpCall, axis: int) -> list[OpStrategy]:
+def _strategies(call: OpCall, axis: int) -> list[OpStrategy]:
     weight, indices = call.inputs
-    places = [("i", dim) for dim in range(indices.ndim)]
-    pattern = EinsumPattern(inputs=[[None, "d"], places], outputs=[[*places, "d"]], linear=((0,),))
-    divided = weight.placements[axis] == Shard(0)
-    choices = strategies_of(pattern, call, axis)
-    if divided:
-        _leave_remark(weight.recipes, _remark(call, weight.shape, axis))
-        choices.append(OpStrategy((Shard(0), Replicate()), (Partial(),)))
-    return choices
+    tokens = [("i", dim) for dim in range(indices.ndim)]
+    pattern = EinsumPattern(inputs=[[None, "d"], tokens], outputs=[[*tokens, "d"]], linear=((0,),))
+    strategies = einsum_strategies(pattern, call, axis)
+    if weight.placements[axis] == Shard(0):
+        _record_sharding(weight.dispatch_cache, _record_key(call, weight.shape, axis))
+        strategies.append(OpStrategy((Shard(0), Replicate()), (Partial(),)))
+    return strategies
 
 
-def _look_up(call: OpCall, inputs: Sequence[DTensorSpec], outputs: Sequence[DTensorSpec]) -> Callable[..., Any] | None:
-    """Rows that this rank has, and zeros for the others."""
-    del outputs
-    if Shard(0) not in inputs[0].placements:
+def _look_up(call: OpCall) -> LocalFunction | None:
+    """Look up this rank's rows, with zeros for the others."""
+    weight_spec, operator = call.placed_inputs[0], call.operator
+    if Shard(0) not in weight_spec.placements:
         return None
-    start, end = compute_range(inputs[0], 0)
-    num_rows = inputs[0].shape[0]
+    start, end = local_range(weight_spec, 0)
+    num_rows = weight_spec.shape[0]
 
     def look_up(weight: torch.Tensor, indices: torch.Tensor, *_: Any) -> torch.Tensor:
         if indices.numel() and not 0 <= int(indices.min()) <= int(indices.max()) < num_rows:
@@ -67,46 +65,47 @@ def _look_up(call: OpCall, inputs: Sequence[DTensorSpec], outputs: Sequence[DTen
         if start == end:
             return weight.new_zeros((*indices.shape, weight.shape[1]))
         missing = (indices < start) | (indices >= end)
-        rows: torch.Tensor = call.operator(weight, (indices - start).masked_fill_(missing, 0))
+        rows: torch.Tensor = operator(weight, (indices - start).masked_fill_(missing, 0))
         return rows.masked_fill_(missing.unsqueeze(-1), 0)
 
     return look_up
 
 
-def _backward_choices(call: OpCall, axis: int) -> list[OpStrategy]:
+def _backward_strategies(call: OpCall, axis: int) -> list[OpStrategy]:
     grad, indices = call.inputs
-    places = [("i", dim) for dim in range(indices.ndim)]
-    # By how often a number is there its gradient is scaled: all of them must be known.
-    folds: dict[Hashable, ReduceOp] = {} if call["scale_grad_by_freq"] else dict.fromkeys(places, ReduceOp.SUM)
-    pattern = EinsumPattern(inputs=[[*places, "d"], places], outputs=[[None, "d"]], folds=folds, linear=((0,),))
-    choices = strategies_of(pattern, call, axis)
-    divided = OpStrategy((Replicate(), Replicate()), (Shard(0),))
-    if _remark(call, (call["num_weights"], grad.shape[-1]), axis) in grad.recipes:
-        choices.insert(0, divided)
-    return choices
+    tokens = [("i", dim) for dim in range(indices.ndim)]
+    # A row's gradient may be scaled by the row's frequency, which needs all tokens.
+    reductions: dict[Hashable, ReduceOp] = {} if call["scale_grad_by_freq"] else dict.fromkeys(tokens, ReduceOp.SUM)
+    pattern = EinsumPattern(
+        inputs=[[*tokens, "d"], tokens], outputs=[[None, "d"]], reductions=reductions, linear=((0,),)
+    )
+    strategies = einsum_strategies(pattern, call, axis)
+    if _record_key(call, (call["num_weights"], grad.shape[-1]), axis) in grad.dispatch_cache:
+        strategies.insert(0, OpStrategy((Replicate(), Replicate()), (Shard(0),)))
+    return strategies
 
 
-def _backward(call: OpCall, inputs: Sequence[DTensorSpec], outputs: Sequence[DTensorSpec]) -> Callable[..., Any] | None:
-    """The rows that this rank has of the gradient."""
-    del inputs
-    if Shard(0) not in outputs[0].placements:
+def _local_gradient(call: OpCall) -> LocalFunction | None:
+    """The gradient of this rank's rows."""
+    (output,), operator = call.outputs, call.operator
+    if Shard(0) not in output.placements:
         return None
-    start, end = compute_range(outputs[0], 0)
+    start, end = local_range(output, 0)
     padding, by_frequency = call["padding_idx"], call["scale_grad_by_freq"]
 
     def backward(grad: torch.Tensor, indices: torch.Tensor, *_: Any) -> torch.Tensor:
         if start == end:
             return grad.new_zeros((0, grad.shape[-1]))
         missing = (indices < start) | (indices >= end) | (indices == padding)
-        # A row more is for what others have.
+        # An extra row takes the gradients of other ranks' rows.
         rows = (indices - start).masked_fill_(missing, end - start)
-        found: torch.Tensor = call.operator(grad, rows, end - start + 1, end - start, by_frequency)
+        found: torch.Tensor = operator(grad, rows, end - start + 1, end - start, by_frequency)
         return found[: end - start]
 
     return backward
 
 
 RULES: dict[torch._ops.OpOverload, OpRule] = {
-    _aten.embedding.default: OpRule(choices=_choices, local=_look_up),
-    _aten.embedding_dense_backward.default: OpRule(choices=_backward_choices, local=_backward),
+    _aten.embedding.default: OpRule(strategies=_strategies, local=_look_up),
+    _aten.embedding_dense_backward.default: OpRule(strategies=_backward_strategies, local=_local_gradient),
 }

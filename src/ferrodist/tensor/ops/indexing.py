@@ -1,4 +1,4 @@
-"""Operators that pick elements by the numbers in another tensor, or place them so."""
+"""Operators that gather or scatter elements by indices."""
 
 from __future__ import annotations
 
@@ -8,76 +8,76 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ferrodist.collectives.reduce_op import ReduceOp
-from ferrodist.tensor.op_strategy import EinsumPattern, OpRule, strategies_of
-from ferrodist.tensor.ops.view import without_unasked_sums
+from ferrodist.tensor.op_strategy import EinsumPattern, OpRule, einsum_strategies, rule_table
+from ferrodist.tensor.ops.view import drop_needless_partials
 from ferrodist.tensor.spec import DTensorSpec
-from ferrodist.torch_private.operators import private_aten
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from ferrodist.tensor.op_strategy import Letters, OpCall, OpStrategy
+    from ferrodist.tensor.op_strategy import Labels, OpCall, OpStrategy
 
-_aten = torch.ops.aten
 _INDEX = "i"
-"""The letter of a dim that the numbers of an index lie along."""
+"""The label of the dim along which an index has its elements."""
 
 
-def _except(call: OpCall, dim: int, letter: str | None) -> list[Any]:
-    """The letters of the first input: its dims, but another one for that which is indexed."""
+def _replace_label(call: OpCall, dim: int, label: str | None) -> list[Any]:
+    """The labels of the first input: its dims, but another label for the indexed one."""
     ndim = call.inputs[0].ndim
-    return [letter if place == dim % max(ndim, 1) else place for place in range(ndim)]
+    return [label if other == dim % max(ndim, 1) else other for other in range(ndim)]
 
 
 def _index_select(call: OpCall, axis: int) -> list[OpStrategy]:
     dim = call["dim"]
     index = [_INDEX] * call.inputs[1].ndim
-    output = _except(call, dim, _INDEX if index else None)
-    pattern = EinsumPattern(inputs=[_except(call, dim, None), index], outputs=[output], linear=((0,),))
-    return without_unasked_sums(strategies_of(pattern, call, axis), call, axis)
+    output = _replace_label(call, dim, _INDEX if index else None)
+    pattern = EinsumPattern(inputs=[_replace_label(call, dim, None), index], outputs=[output], linear=((0,),))
+    return drop_needless_partials(einsum_strategies(pattern, call, axis), call, axis)
 
 
 def _index_add(call: OpCall, axis: int) -> list[OpStrategy]:
-    """Ranks that have some of the index each add theirs."""
+    """Strategies of an addition, to which ranks may contribute by different parts of the index."""
     dim = call["dim"]
-    letter = _INDEX if call.inputs[1].ndim and call.inputs[0].ndim else None
-    whole = _except(call, dim, None)
+    label = _INDEX if call.inputs[1].ndim and call.inputs[0].ndim else None
+    target = _replace_label(call, dim, None)
     pattern = EinsumPattern(
-        inputs=[whole, [letter] * call.inputs[1].ndim, _except(call, dim, letter)[: call.inputs[2].ndim]],
-        outputs=[whole],
-        folds={_INDEX: ReduceOp.SUM},
+        inputs=[target, [label] * call.inputs[1].ndim, _replace_label(call, dim, label)[: call.inputs[2].ndim]],
+        outputs=[target],
+        reductions={_INDEX: ReduceOp.SUM},
         linear=((0, 2),),
-        added=(0,),
+        addends=(0,),
     )
-    return strategies_of(pattern, call, axis)
+    return einsum_strategies(pattern, call, axis)
 
 
 def _index_copy(call: OpCall, axis: int) -> list[OpStrategy]:
-    whole = _except(call, call["dim"], None)
-    source = whole[: call.inputs[2].ndim]
-    pattern = EinsumPattern(inputs=[whole, [None] * call.inputs[1].ndim, source], outputs=[whole], linear=((0, 2),))
-    return strategies_of(pattern, call, axis)
+    target = _replace_label(call, call["dim"], None)
+    source = target[: call.inputs[2].ndim]
+    pattern = EinsumPattern(inputs=[target, [None] * call.inputs[1].ndim, source], outputs=[target], linear=((0, 2),))
+    return einsum_strategies(pattern, call, axis)
 
 
 def _index_fill(call: OpCall, axis: int) -> list[OpStrategy]:
-    whole = _except(call, call["dim"], None)
-    more: list[Letters] = [[] for _ in call.inputs[2:]]
-    pattern = EinsumPattern(inputs=[whole, [None] * call.inputs[1].ndim, *more], outputs=[whole])
-    return strategies_of(pattern, call, axis)
+    target = _replace_label(call, call["dim"], None)
+    value: list[Labels] = [[] for _ in call.inputs[2:]]
+    pattern = EinsumPattern(inputs=[target, [None] * call.inputs[1].ndim, *value], outputs=[target])
+    return einsum_strategies(pattern, call, axis)
 
 
-def _gathered(call: OpCall, axis: int) -> list[OpStrategy]:
-    """Beside the indexed dim, a dim may be divided where the index has as much of it as the tensor has."""
-    layout, index = call.inputs
-    letters = _shared(call, layout.shape, index.shape)
-    pattern = EinsumPattern(
-        inputs=[[None if one == _INDEX else one for one in letters], letters], outputs=[letters], linear=((0,),)
-    )
-    return without_unasked_sums(strategies_of(pattern, call, axis), call, axis)
+def _without_index(labels: Sequence[Any]) -> list[Any]:
+    return [None if label == _INDEX else label for label in labels]
 
 
-def _shared(call: OpCall, *shapes: Sequence[int]) -> list[Any]:
-    """The letters of an index: dims that are of one size in all of the shapes, and that which is indexed."""
+def _gather(call: OpCall, axis: int) -> list[OpStrategy]:
+    """Strategies of a gather: dims of which the index has as much as the tensor may be sharded."""
+    spec, index = call.inputs
+    labels = _shared_labels(call, spec.shape, index.shape)
+    pattern = EinsumPattern(inputs=[_without_index(labels), labels], outputs=[labels], linear=((0,),))
+    return drop_needless_partials(einsum_strategies(pattern, call, axis), call, axis)
+
+
+def _shared_labels(call: OpCall, *shapes: Sequence[int]) -> list[Any]:
+    """The labels of an index: the indexed dim, and dims of equal size in all of the shapes."""
     ndim = len(shapes[0])
     indexed = call["dim"] % max(ndim, 1)
     if not all(map(len, shapes)):
@@ -87,151 +87,136 @@ def _shared(call: OpCall, *shapes: Sequence[int]) -> list[Any]:
     ]
 
 
-def _scattered(call: OpCall, axis: int, *, folds: bool = False, linear: bool = False) -> list[OpStrategy]:
-    """``folds`` says whether what is placed is added to what is there, ``linear`` whether parts of sums stay such."""
-    layout, index, *source = call.inputs
-    letters = _shared(call, layout.shape, index.shape, *[one.shape for one in source if one.ndim])
-    if any(one.ndim and one.shape != index.shape for one in source) or not folds:
-        # More is there to be placed than there are numbers; or the last one of several that go to one place counts.
-        letters = [None if one == _INDEX else one for one in letters]
-    whole = [None if one == _INDEX else one for one in letters] if layout.ndim == index.ndim else [None] * layout.ndim
+def _scatter(call: OpCall, axis: int, *, adds: bool = False, is_linear: bool = False) -> list[OpStrategy]:
+    """Strategies of a scatter, which may add to what it finds, and keep partial sums."""
+    spec, index, *source = call.inputs
+    labels = _shared_labels(call, spec.shape, index.shape, *[one.shape for one in source if one.ndim])
+    if any(one.ndim and one.shape != index.shape for one in source) or not adds:
+        # The source is larger than the index; or the last of several elements for one index wins.
+        labels = _without_index(labels)
+    target = _without_index(labels) if spec.ndim == index.ndim else [None] * spec.ndim
     pattern = EinsumPattern(
-        inputs=[whole, letters, *[letters if one.ndim == index.ndim else [None] * one.ndim for one in source]],
-        outputs=[whole],
-        folds={_INDEX: ReduceOp.SUM} if folds else {},
-        linear=((0, 2),) if linear and source else (),
-        added=(0,),
+        inputs=[target, labels, *[labels if one.ndim == index.ndim else [None] * one.ndim for one in source]],
+        outputs=[target],
+        reductions={_INDEX: ReduceOp.SUM} if adds else {},
+        linear=((0, 2),) if is_linear and source else (),
+        addends=(0,),
     )
-    return strategies_of(pattern, call, axis)
+    return einsum_strategies(pattern, call, axis)
 
 
-def _index_letters(call: OpCall) -> tuple[list[Any], list[Letters], list[Any]]:
-    """The letters of an indexed tensor, of its indices, and of what the indices pick."""
-    layout: DTensorSpec = call["self"]
+_MASK_DTYPES = (torch.bool, torch.uint8)
+
+
+def _index_labels(call: OpCall) -> tuple[list[Any], list[Labels], list[Any]]:
+    """The labels of an indexed tensor, of its indices, and of the elements that the indices pick."""
+    spec: DTensorSpec = call["self"]
     given = list(call["indices"])
     indices = [one for one in given if isinstance(one, DTensorSpec)]
-    masks = [place for place, one in enumerate(given) if one is not None and one.dtype in (torch.bool, torch.uint8)]
-    if masks:
-        return _mask_letters(layout, given)
+    if any(one is not None and one.dtype in _MASK_DTYPES for one in given):
+        return _mask_labels(spec, given)
     ndim = max((one.ndim for one in indices), default=0)
     shape = [
-        max((one.shape[one.ndim - place] for one in indices if one.ndim >= place), default=1)
-        for place in range(ndim, 0, -1)
+        max((one.shape[one.ndim - back] for one in indices if one.ndim >= back), default=1)
+        for back in range(ndim, 0, -1)
     ]
     if any(0 in one.shape for one in indices):
         shape = [0] * ndim
-    letters: list[Letters] = [
+    labels: list[Labels] = [
         [
-            (_INDEX, ndim - place) if one.shape[one.ndim - place] == shape[ndim - place] else None
-            for place in range(one.ndim, 0, -1)
+            (_INDEX, ndim - back) if one.shape[one.ndim - back] == shape[ndim - back] else None
+            for back in range(one.ndim, 0, -1)
         ]
         for one in indices
     ]
-    places = [place for place, one in enumerate(given) if one is not None]
-    whole = [None if place in places else place for place in range(layout.ndim)]
+    indexed = [dim for dim, one in enumerate(given) if one is not None]
+    target = [None if dim in indexed else dim for dim in range(spec.ndim)]
     picked: list[Any] = [(_INDEX, dim) for dim in range(ndim)]
-    first = places[0] if places and places[-1] - places[0] + 1 == len(places) else 0
-    before = [place for place in range(layout.ndim) if place not in places and place < first]
-    after = [place for place in range(layout.ndim) if place not in places and place >= first]
-    return whole, letters, [*before, *picked, *after]
+    first = indexed[0] if indexed and indexed[-1] - indexed[0] + 1 == len(indexed) else 0
+    before = [dim for dim in range(spec.ndim) if dim not in indexed and dim < first]
+    after = [dim for dim in range(spec.ndim) if dim not in indexed and dim >= first]
+    return target, labels, [*before, *picked, *after]
 
 
-def _picks(arguments: Mapping[str, Any]) -> bool:
-    """Whether a mask says which elements are taken, or written each by a value of its own."""
+def _is_data_dependent(arguments: Mapping[str, Any]) -> bool:
+    """Whether a mask picks elements, or writes each by a value of its own."""
     given = [one for one in arguments["indices"] if one is not None]
-    if not any(one.dtype in (torch.bool, torch.uint8) for one in given):
+    if not any(one.dtype in _MASK_DTYPES for one in given):
         return False
     value = arguments.get("values")
-    is_one = value is not None and all(size == 1 for size in value.shape)
-    return len(given) != 1 or not is_one or bool(arguments.get("accumulate"))
+    is_scalar = value is not None and all(size == 1 for size in value.shape)
+    return len(given) != 1 or not is_scalar or bool(arguments.get("accumulate"))
 
 
-def _mask_letters(layout: DTensorSpec, given: Sequence[Any]) -> tuple[list[Any], list[Letters], list[Any]]:
-    """Where a mask says which elements are written: each element is by itself, for one value is for all."""
-    masks = [one for one in given if one is not None]
-    first = list(given).index(masks[0])
-    letters: list[Letters] = (
-        [[first + dim for dim in range(masks[0].ndim)]] if isinstance(masks[0], DTensorSpec) else []
-    )
-    whole: list[Any] = list(range(layout.ndim))
-    return whole, letters, []
+def _mask_labels(spec: DTensorSpec, given: Sequence[Any]) -> tuple[list[Any], list[Labels], list[Any]]:
+    """The labels if a mask says where one value is written: each element is independent."""
+    mask = next(one for one in given if one is not None)
+    first = list(given).index(mask)
+    labels: list[Labels] = [[first + dim for dim in range(mask.ndim)]] if isinstance(mask, DTensorSpec) else []
+    return list(range(spec.ndim)), labels, []
 
 
-def _indexed(call: OpCall, axis: int) -> list[OpStrategy]:
-    whole, letters, picked = _index_letters(call)
-    pattern = EinsumPattern(inputs=[whole, *letters], outputs=[picked], linear=((0,),))
-    return without_unasked_sums(strategies_of(pattern, call, axis), call, axis)
+def _index(call: OpCall, axis: int) -> list[OpStrategy]:
+    target, labels, picked = _index_labels(call)
+    pattern = EinsumPattern(inputs=[target, *labels], outputs=[picked], linear=((0,),))
+    return drop_needless_partials(einsum_strategies(pattern, call, axis), call, axis)
 
 
 def _index_put(call: OpCall, axis: int) -> list[OpStrategy]:
-    """What is added may be added by ranks that have some of the indices each."""
-    whole, letters, picked = _index_letters(call)
+    """Strategies of a write by indices; to an addition ranks may contribute by different parts of the indices."""
+    target, labels, picked = _index_labels(call)
     adds = call["accumulate"]
     if not adds:
-        letters = [[None if isinstance(one, tuple) else one for one in dims] for dims in letters]
+        labels = [[None if isinstance(one, tuple) else one for one in dims] for dims in labels]
     values = [call["values"]] if isinstance(call["values"], DTensorSpec) else []
-    # Values are as what the indices pick, with broadcasting.
-    sizes = dict(zip(whole, call["self"].shape, strict=True))
-    for dims, layout in zip(letters, call.inputs[1:], strict=False):
-        sizes.update({letter: size for letter, size in zip(dims, layout.shape, strict=True) if letter is not None})
-    given = []
-    for layout in values:
-        last = [letter if letter in sizes else None for letter in picked[len(picked) - layout.ndim :]]
-        last = [None] * (layout.ndim - len(last)) + last
-        given.append(
+    # Values have the dims of the picked elements, with broadcasting.
+    sizes = dict(zip(target, call["self"].shape, strict=True))
+    for dims, spec in zip(labels, call.inputs[1:], strict=False):
+        sizes.update({label: size for label, size in zip(dims, spec.shape, strict=True) if label is not None})
+    value_labels = []
+    for spec in values:
+        last = [label if label in sizes else None for label in picked[len(picked) - spec.ndim :]]
+        last = [None] * (spec.ndim - len(last)) + last
+        value_labels.append(
             [
-                letter if letter is not None and sizes[letter] == size else None
-                for letter, size in zip(last, layout.shape, strict=True)
+                label if label is not None and sizes[label] == size else None
+                for label, size in zip(last, spec.shape, strict=True)
             ]
         )
-    found = {letter for dims in letters for letter in dims if isinstance(letter, tuple)}
-    inputs = [whole, *letters, *given]
+    index_labels = {label for dims in labels for label in dims if isinstance(label, tuple)}
+    has_mask = any(one is not None and one.dtype in _MASK_DTYPES for one in call["indices"])
+    inputs = [target, *labels, *value_labels]
     pattern = EinsumPattern(
         inputs=inputs,
-        outputs=[whole],
-        folds=dict.fromkeys(found, ReduceOp.SUM) if adds else {},
-        linear=((0, len(inputs) - 1),) if values and not _is_mask(call) else (),
-        added=(0,),
+        outputs=[target],
+        reductions=dict.fromkeys(index_labels, ReduceOp.SUM) if adds else {},
+        linear=((0, len(inputs) - 1),) if values and not has_mask else (),
+        addends=(0,),
     )
-    return strategies_of(pattern, call, axis)
+    return einsum_strategies(pattern, call, axis)
 
 
-def _is_mask(call: OpCall) -> bool:
-    return any(one is not None and one.dtype in (torch.bool, torch.uint8) for one in call["indices"])
-
-
-_REDUCING = ("value", "reduce", "value_reduce")
-
-_TABLE: list[tuple[OpRule, Sequence[torch._ops.OpOverload]]] = [
-    (OpRule(choices=_index_select), (_aten.index_select.default,)),
-    (OpRule(choices=_index_add), (_aten.index_add.default, _aten.index_add_.default)),
-    (OpRule(choices=_index_copy), (_aten.index_copy.default, _aten.index_copy_.default)),
-    (OpRule(choices=_gathered), (_aten.gather.default,)),
-    (OpRule(choices=_indexed, picks=_picks), (_aten.index.Tensor, private_aten.unsafe_index.Tensor)),
+RULES = rule_table(
+    (OpRule(strategies=_index_select), "index_select.default"),
+    (OpRule(strategies=_index_add), "index_add.default index_add_.default"),
+    (OpRule(strategies=_index_copy), "index_copy.default index_copy_.default"),
+    (OpRule(strategies=_gather), "gather.default"),
+    (OpRule(strategies=_index, is_data_dependent=_is_data_dependent), "index.Tensor _unsafe_index.Tensor"),
     (
-        OpRule(choices=_index_fill),
-        [
-            getattr(packet, kind)
-            for packet in (_aten.index_fill, _aten.index_fill_)
-            for kind in ("int_Scalar", "int_Tensor")
-        ],
+        OpRule(strategies=_index_fill),
+        "index_fill.int_Scalar index_fill.int_Tensor index_fill_.int_Scalar index_fill_.int_Tensor",
     ),
-    (OpRule(choices=_index_put, picks=_picks), (_aten.index_put.default, _aten.index_put_.default)),
+    (OpRule(strategies=_index_put, is_data_dependent=_is_data_dependent), "index_put.default index_put_.default"),
     (
-        OpRule(choices=partial(_scattered, folds=True, linear=True)),
-        (_aten.scatter_add.default, _aten.scatter_add_.default),
+        OpRule(strategies=partial(_scatter, adds=True, is_linear=True)),
+        "scatter_add.default scatter_add_.default",
     ),
+    (OpRule(strategies=partial(_scatter, is_linear=True)), "scatter.src scatter_.src"),
     (
-        OpRule(choices=partial(_scattered, linear=True)),
-        (_aten.scatter.src, _aten.scatter_.src),
-    ),
-    (
-        OpRule(choices=_scattered),
+        OpRule(strategies=_scatter),
         (
-            *(getattr(packet, kind) for packet in (_aten.scatter, _aten.scatter_) for kind in _REDUCING),
-            *(_aten.scatter_reduce.two, _aten.scatter_reduce_.two),
+            "scatter.value scatter.reduce scatter.value_reduce scatter_.value scatter_.reduce scatter_.value_reduce"
+            " scatter_reduce.two scatter_reduce_.two"
         ),
     ),
-]
-
-RULES: dict[torch._ops.OpOverload, OpRule] = {operator: rule for rule, operators in _TABLE for operator in operators}
+)

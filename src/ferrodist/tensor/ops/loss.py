@@ -1,16 +1,13 @@
-"""The negative log-likelihood of classes: of inputs (N, C) or (C), and of images (N, C, H, W).
+"""Softmax, cross-entropy and elementwise losses, with their gradients.
 
-Where the classes are divided (a vocabulary over the ranks of an axis) nothing is sent: each rank gives the terms of the
-targets that are among its classes, and the result is their sum. With the softmax of `softmax` this is the cross-entropy
-of Megatron-LM's vocabulary-parallel layers (Shoeybi et al., 2019, section 3). A mean over a batch that is divided sends
-one number, the total weight.
+Softmax along a sharded dim reduces two numbers of each row over the ranks: the maximum and the sum of exponentials. Of
+R rows over n ranks each rank sends 2R(n-1)/n elements for either; the elements themselves are not sent. The gradient
+needs one such sum.
 
-Losses that compute each element by itself and fold them, and their gradients.
-
-Softmax and its kin. Along a divided dim two numbers of each row travel: its maximum, and the sum of exponentials.
-
-Of R rows over n ranks each sends 2R(n-1)/n elements for either of them; the elements themselves stay where they are.
-The gradient needs one such sum.
+The negative log-likelihood takes inputs (N, C), (C) or, for images, (N, C, H, W). If the classes are sharded, as a
+vocabulary is, nothing is sent: each rank gives the terms of the targets that are among its classes, and the result is
+their partial sum. With the softmax this is the cross-entropy of Megatron-LM's vocabulary-parallel layers (Shoeybi et
+al., 2019, section 3). A mean over a sharded batch sends one number, the total weight.
 """
 
 from __future__ import annotations
@@ -23,74 +20,71 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ferrodist.collectives.reduce_op import ReduceOp, accumulation_dtype
-from ferrodist.tensor.op_strategy import EinsumPattern, Letters, OpRule, OpStrategy, strategies_of
+from ferrodist.tensor.op_strategy import EinsumPattern, Labels, OpRule, OpStrategy, einsum_strategies, rule_table
 from ferrodist.tensor.ops.pointwise import broadcast_labels
-from ferrodist.tensor.ops.reduction import dividers, fold_over, positions
+from ferrodist.tensor.ops.reduction import cross_rank_reducer, local_indices
 from ferrodist.tensor.placement import Partial, Replicate, Shard
+from ferrodist.tensor.spec import sharding_axes
 from ferrodist.torch_private.operators import private_aten
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Mapping, Sequence
 
-    from ferrodist.tensor.op_strategy import OpCall
+    from ferrodist.tensor.op_strategy import LocalFunction, OpCall
     from ferrodist.tensor.spec import DTensorSpec
-
-_aten = torch.ops.aten
 
 
 class Reduction(IntEnum):
-    """What becomes of the elements' losses, as operators number it."""
+    """The ``reduction`` of a loss, in the numbers of torch's operators."""
 
     NONE = 0
     MEAN = 1
     SUM = 2
 
 
-def _folded_choices(call: OpCall, axis: int) -> list[OpStrategy]:
-    """Of a loss: the inputs are broadcast, and folded unless each element's loss is asked for."""
-    shapes = [layout.shape for layout in call.inputs]
+def _loss_strategies(call: OpCall, axis: int) -> list[OpStrategy]:
+    """Strategies of an elementwise loss: the inputs are broadcast, and reduced unless there is no reduction."""
+    shapes = [spec.shape for spec in call.inputs]
     ndim = max(map(len, shapes))
-    keeps = call["reduction"] == Reduction.NONE
+    is_elementwise = call["reduction"] == Reduction.NONE
     pattern = EinsumPattern(
         inputs=broadcast_labels(shapes, ndim),
-        outputs=[range(ndim) if keeps else ()],
-        folds={} if keeps else dict.fromkeys(range(ndim), ReduceOp.SUM),
+        outputs=[range(ndim) if is_elementwise else ()],
+        reductions={} if is_elementwise else dict.fromkeys(range(ndim), ReduceOp.SUM),
     )
-    return strategies_of(pattern, call, axis)
+    return einsum_strategies(pattern, call, axis)
 
 
-def _gradient_choices(call: OpCall, axis: int) -> list[OpStrategy]:
-    """Of a loss's gradient: the first input is the result's gradient, a number unless each element has its loss."""
-    shapes = [layout.shape for layout in call.inputs]
+def _loss_gradient_strategies(call: OpCall, axis: int) -> list[OpStrategy]:
+    """Strategies of an elementwise loss's gradient, whose first input is the gradient of the result."""
+    shapes = [spec.shape for spec in call.inputs]
     ndim = len(call.results[0].shape)
     pattern = EinsumPattern(inputs=broadcast_labels(shapes, ndim), outputs=[range(ndim)], linear=((0,),))
-    return strategies_of(pattern, call, axis)
+    return einsum_strategies(pattern, call, axis)
 
 
-def _broadcast(shapes: Sequence[Sequence[int]]) -> tuple[int, ...]:
-    return tuple(torch.broadcast_shapes(*shapes))  # type: ignore[no-untyped-call]
+def _is_sharded(spec: DTensorSpec) -> bool:
+    return any(isinstance(placement, Shard) for placement in spec.placements)
 
 
-def _is_divided_mean(call: OpCall, layouts: Sequence[DTensorSpec]) -> bool:
-    """Whether a mean is asked for of which this rank has a part: that is then divided by the size of the whole."""
-    return call["reduction"] == Reduction.MEAN and any(
-        isinstance(one, Shard) for layout in layouts for one in layout.placements
-    )
+def _is_sharded_mean(call: OpCall) -> bool:
+    """Whether this rank computes a mean's local sum, to be divided by the full size."""
+    return call["reduction"] == Reduction.MEAN and any(map(_is_sharded, call.placed_inputs))
 
 
-def _mean_as_sum(call: OpCall, inputs: Sequence[DTensorSpec], outputs: Sequence[DTensorSpec]) -> Mapping[str, Any]:
-    """Small floats are added up in float32, as the sum may be too large for them."""
-    small = accumulation_dtype(outputs[0].dtype) != outputs[0].dtype and outputs[0].ndim == 0
-    return {"reduction": int(Reduction.NONE if small else Reduction.SUM)} if _is_divided_mean(call, inputs) else {}
+def _mean_as_sum(call: OpCall) -> Mapping[str, Any]:
+    """Replace a mean by a sum, or by no reduction for small floats, whose sum may overflow: they are added up wide."""
+    output = call.outputs[0]
+    is_small = accumulation_dtype(output.dtype) != output.dtype and output.ndim == 0
+    return {"reduction": int(Reduction.NONE if is_small else Reduction.SUM)} if _is_sharded_mean(call) else {}
 
 
-def _mean_loss(
-    call: OpCall, inputs: Sequence[DTensorSpec], outputs: Sequence[DTensorSpec]
-) -> Callable[..., Any] | None:
-    if not _is_divided_mean(call, inputs):
+def _mean_loss(call: OpCall) -> LocalFunction | None:
+    if not _is_sharded_mean(call):
         return None
-    count = math.prod(_broadcast([layout.shape for layout in inputs]))
-    operator, result = call.operator, outputs[0].dtype
+    shape: Sequence[int] = torch.broadcast_shapes(*[spec.shape for spec in call.placed_inputs])  # type: ignore[no-untyped-call]
+    count = math.prod(shape)
+    operator, result = call.operator, call.outputs[0].dtype
     wide = accumulation_dtype(result)
 
     def mean(*given: Any, **named: Any) -> torch.Tensor:
@@ -100,12 +94,10 @@ def _mean_loss(
     return mean
 
 
-def _mean_gradient(
-    call: OpCall, inputs: Sequence[DTensorSpec], outputs: Sequence[DTensorSpec]
-) -> Callable[..., Any] | None:
-    if not _is_divided_mean(call, inputs):
+def _mean_gradient(call: OpCall) -> LocalFunction | None:
+    if not _is_sharded_mean(call):
         return None
-    count = math.prod(outputs[0].shape)
+    count = math.prod(call.outputs[0].shape)
     operator = call.operator
 
     def gradient(grad: torch.Tensor, *given: Any, **named: Any) -> Any:
@@ -114,76 +106,59 @@ def _mean_gradient(
     return gradient
 
 
-_loss_rule = OpRule(choices=_folded_choices, local=_mean_loss, arguments=_mean_as_sum)
-_gradient_rule = OpRule(choices=_gradient_choices, local=_mean_gradient, arguments=_mean_as_sum)
-
-RULES: dict[torch._ops.OpOverload, OpRule] = {
-    _aten.mse_loss.default: _loss_rule,
-    _aten.smooth_l1_loss.default: _loss_rule,
-    _aten.huber_loss.default: _loss_rule,
-    _aten.binary_cross_entropy.default: _loss_rule,
-    _aten.binary_cross_entropy_with_logits.default: _loss_rule,
-    _aten.soft_margin_loss.default: _loss_rule,
-    _aten.mse_loss_backward.default: _gradient_rule,
-    _aten.smooth_l1_loss_backward.default: _gradient_rule,
-    _aten.huber_loss_backward.default: _gradient_rule,
-    _aten.binary_cross_entropy_backward.default: _gradient_rule,
-    _aten.soft_margin_loss_backward.default: _gradient_rule,
-}
+def _class_dim(spec: DTensorSpec) -> int:
+    return min(1, spec.ndim - 1)
 
 
-def _class_dim(layout: DTensorSpec) -> int:
-    return min(1, layout.ndim - 1)
-
-
-def _letters(call: OpCall, place: int) -> tuple[Letters, Letters, list[Letters]]:
-    """The letters of the input, whose number is given, of the target after it, and of the weights if there are any."""
-    layout, target = call.inputs[place], call.inputs[place + 1]
-    dims = range(layout.ndim)
-    batch = [dim for dim in dims if dim != _class_dim(layout)] if layout.ndim > 1 else [None] * target.ndim
-    # Weights are whole: they are few, and any target may be any class.
+def _nll_labels(call: OpCall, index: int) -> tuple[Labels, Labels, list[Labels]]:
+    """The labels of the input at an index, of the target after it, and of the weights if there are any."""
+    spec, target = call.inputs[index], call.inputs[index + 1]
+    dims = range(spec.ndim)
+    batch = [dim for dim in dims if dim != _class_dim(spec)] if spec.ndim > 1 else [None] * target.ndim
+    # Weights are replicated: they are few, and any target may be any class.
     return dims, batch, [] if call["weight"] is None else [[None]]
 
 
-def _forward_choices(call: OpCall, axis: int) -> list[OpStrategy]:
-    dims, batch, weights = _letters(call, 0)
+def _nll_strategies(call: OpCall, axis: int) -> list[OpStrategy]:
+    dims, batch, weights = _nll_labels(call, 0)
     pattern = EinsumPattern(
         inputs=[dims, batch, *weights],
         outputs=[batch if call["reduction"] == Reduction.NONE else (), ()],
-        folds=dict.fromkeys(dims, ReduceOp.SUM),
+        reductions=dict.fromkeys(dims, ReduceOp.SUM),
         linear=((0,),),
     )
-    along = _class_dim(call.inputs[0])
-    choices = []
-    for choice in strategies_of(pattern, call, axis):
-        first = choice.inputs[0]
-        in_parts = call["reduction"] == Reduction.SUM and isinstance(first, Shard) and first.dim != along
-        choices.append(OpStrategy(choice.inputs, (choice.outputs[0], Partial() if in_parts else Replicate())))
-    return choices
+    class_dim = _class_dim(call.inputs[0])
+    strategies = []
+    for strategy in einsum_strategies(pattern, call, axis):
+        first = strategy.inputs[0]
+        is_partial = call["reduction"] == Reduction.SUM and isinstance(first, Shard) and first.dim != class_dim
+        total_weight = Partial() if is_partial else Replicate()
+        strategies.append(OpStrategy(strategy.inputs, (strategy.outputs[0], total_weight)))
+    return strategies
 
 
-def _backward_choices(call: OpCall, axis: int) -> list[OpStrategy]:
-    dims, batch, weights = _letters(call, 1)
-    grad: Letters = batch if call["reduction"] == Reduction.NONE else ()
+def _nll_gradient_strategies(call: OpCall, axis: int) -> list[OpStrategy]:
+    dims, batch, weights = _nll_labels(call, 1)
+    grad: Labels = batch if call["reduction"] == Reduction.NONE else ()
     pattern = EinsumPattern(inputs=[grad, dims, batch, *weights, ()], outputs=[dims], linear=((0,),))
-    choices = strategies_of(pattern, call, axis)
+    strategies = einsum_strategies(pattern, call, axis)
     if call["reduction"] == Reduction.MEAN:
-        return choices
-    # The total weight is not used, and may stay in parts.
-    now = call.inputs[-1].placements[axis]
-    return [OpStrategy((*choice.inputs[:-1], now), choice.outputs) for choice in choices]
+        return strategies
+    # The total weight is not used, and may stay partial.
+    current = call.inputs[-1].placements[axis]
+    return [OpStrategy((*strategy.inputs[:-1], current), strategy.outputs) for strategy in strategies]
 
 
-class _Terms:
-    """Which targets are among this rank's classes."""
+class _LocalClasses:
+    """The classes of this rank, among which it finds targets."""
 
-    def __init__(self, layout: DTensorSpec) -> None:
-        self.dim = _class_dim(layout)
-        self._num_classes = layout.shape[self.dim]
-        self._positions = positions(layout, self.dim) if dividers(layout, (self.dim,)) else None
+    def __init__(self, spec: DTensorSpec) -> None:
+        self.dim = _class_dim(spec)
+        self._num_classes = spec.shape[self.dim]
+        self._indices = local_indices(spec, self.dim) if sharding_axes(spec.placements, (self.dim,)) else None
 
     def find(self, target: torch.Tensor, ignore_index: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """For each target whether it counts, whether it is here, and the place of its class in this rank's part.
+        """For each target whether it counts, whether its class is local, and the local index of its class.
 
         Raises:
             IndexError: A target is no class.
@@ -193,164 +168,164 @@ class _Terms:
         if wrong.any():
             raise IndexError(f"Target {target[wrong][0].item()} is out of bounds.")
         known = torch.where(counts, target, 0).long()
-        if self._positions is None:
+        if self._indices is None:
             return counts, counts, known
-        if not self._positions.numel():
+        if not self._indices.numel():
             return counts, torch.zeros_like(counts), known
-        index = torch.searchsorted(self._positions, known).clamp_(max=len(self._positions) - 1)
-        return counts, counts & (self._positions[index] == known), index
+        index = torch.searchsorted(self._indices, known).clamp_(max=len(self._indices) - 1)
+        return counts, counts & (self._indices[index] == known), index
 
 
-def _weights(weight: torch.Tensor | None, target: torch.Tensor, counts: torch.Tensor, like: torch.Tensor) -> Any:
+def _target_weights(weight: torch.Tensor | None, target: torch.Tensor, counts: torch.Tensor, like: torch.Tensor) -> Any:
     """The weight of each target, 0 of those that don't count."""
     if weight is None:
         return counts.to(like.dtype)
     return torch.where(counts, weight[torch.where(counts, target, 0).long()].to(like.dtype), 0.0)
 
 
-def _nll_forward(
-    call: OpCall, inputs: Sequence[DTensorSpec], outputs: Sequence[DTensorSpec]
-) -> Callable[..., Any] | None:
-    del call
-    layout = inputs[0]
-    if not any(isinstance(placement, Shard) for placement in layout.placements):
+def _nll(call: OpCall) -> LocalFunction | None:
+    spec = call.placed_inputs[0]
+    if not _is_sharded(spec):
         return None
-    terms = _Terms(layout)
-    fold = fold_over(layout, dividers(layout, [dim for dim in range(layout.ndim) if dim != terms.dim]))
-    result = outputs[0].dtype
+    classes = _LocalClasses(spec)
+    batch_dims = [dim for dim in range(spec.ndim) if dim != classes.dim]
+    reduce = cross_rank_reducer(spec, sharding_axes(spec.placements, batch_dims))
+    result = call.outputs[0].dtype
     wide = accumulation_dtype(result)
 
     def forward(
         tensor: torch.Tensor, target: torch.Tensor, weight: torch.Tensor | None, reduction: int, ignore_index: int
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        counts, here, index = terms.find(target, ignore_index)
-        if tensor.shape[terms.dim]:
-            place = index.reshape(target.shape if tensor.dim() > 1 else ()).unsqueeze(terms.dim)
-            picked = tensor.gather(terms.dim, place).squeeze(terms.dim).reshape(target.shape).to(wide)
+        counts, is_local, index = classes.find(target, ignore_index)
+        if tensor.shape[classes.dim]:
+            index = index.reshape(target.shape if tensor.dim() > 1 else ()).unsqueeze(classes.dim)
+            picked = tensor.gather(classes.dim, index).squeeze(classes.dim).reshape(target.shape).to(wide)
         else:
             picked = torch.zeros(target.shape, dtype=wide, device="cpu")
-        weights = _weights(weight, target, counts, picked)
-        losses = torch.where(here, -picked * weights, 0.0)
+        weights = _target_weights(weight, target, counts, picked)
+        losses = torch.where(is_local, -picked * weights, 0.0)
         if reduction == Reduction.NONE:
             return losses.to(result), torch.zeros((), dtype=result, device="cpu")
         total = weights.sum()
         if reduction == Reduction.MEAN:
-            total = fold(total, ReduceOp.SUM)
+            total = reduce(total, ReduceOp.SUM)
             return (losses.sum() / total).to(result), total.to(result)
         return losses.sum().to(result), total.to(result)
 
     return forward
 
 
-def _nll_backward(
-    call: OpCall, inputs: Sequence[DTensorSpec], outputs: Sequence[DTensorSpec]
-) -> Callable[..., Any] | None:
-    del call
-    layout = inputs[1]
-    if not dividers(layout, (_class_dim(layout),)):
+def _nll_gradient(call: OpCall) -> LocalFunction | None:
+    spec = call.placed_inputs[1]
+    if not sharding_axes(spec.placements, (_class_dim(spec),)):
         return None
-    terms = _Terms(layout)
-    shape = outputs[0].local_shape
+    classes = _LocalClasses(spec)
+    shape = call.outputs[0].local_shape
 
     def backward(grad: torch.Tensor, tensor: torch.Tensor, target: torch.Tensor, *given: Any) -> torch.Tensor:
         weight, reduction, ignore_index, total_weight = given
-        counts, here, index = terms.find(target, ignore_index)
+        counts, is_local, index = classes.find(target, ignore_index)
         found = tensor.new_zeros(shape)
-        if not tensor.shape[terms.dim]:
+        if not tensor.shape[classes.dim]:
             return found
-        values = -_weights(weight, target, counts, tensor) * grad
+        values = -_target_weights(weight, target, counts, tensor) * grad
         if reduction == Reduction.MEAN:
             values = values / total_weight
-        values = torch.where(here, values, 0.0).to(tensor.dtype)
+        values = torch.where(is_local, values, 0.0).to(tensor.dtype)
         if tensor.dim() == 1:
             index, values = index.reshape(()), values.reshape(())
-        return found.scatter_(terms.dim, index.unsqueeze(terms.dim), values.unsqueeze(terms.dim))
+        return found.scatter_(classes.dim, index.unsqueeze(classes.dim), values.unsqueeze(classes.dim))
 
     return backward
 
 
-_nll_forward_rule = OpRule(choices=_forward_choices, local=_nll_forward)
-_nll_backward_rule = OpRule(choices=_backward_choices, local=_nll_backward)
-
-RULES |= {
-    _aten.nll_loss_forward.default: _nll_forward_rule,
-    _aten.nll_loss2d_forward.default: _nll_forward_rule,
-    _aten.nll_loss_backward.default: _nll_backward_rule,
-    _aten.nll_loss2d_backward.default: _nll_backward_rule,
-}
+def _softmax_strategies(linear: Sequence[Sequence[int]], call: OpCall, axis: int) -> list[OpStrategy]:
+    labels = range(call.inputs[0].ndim)
+    pattern = EinsumPattern(inputs=[labels] * len(call.inputs), outputs=[labels], linear=linear)
+    return einsum_strategies(pattern, call, axis)
 
 
-def _choices(linear: Sequence[Sequence[int]], call: OpCall, axis: int) -> list[OpStrategy]:
-    letters = range(call.inputs[0].ndim)
-    pattern = EinsumPattern(inputs=[letters] * len(call.inputs), outputs=[letters], linear=linear)
-    return strategies_of(pattern, call, axis)
+def _softmax_dim(call: OpCall) -> tuple[int, tuple[int, ...]]:
+    """The dim along which a softmax is computed, and the axes that shard it."""
+    spec = call.placed_inputs[0]
+    dim = call["dim"] % max(spec.ndim, 1)
+    return dim, sharding_axes(spec.placements, (dim,))
 
 
-def _divided_dim(call: OpCall, layout: DTensorSpec) -> tuple[int, tuple[int, ...]]:
-    """The dim along which it is computed, and the axes that divide it."""
-    dim = call["dim"] % max(layout.ndim, 1)
-    return dim, dividers(layout, (dim,))
-
-
-def _forward(call: OpCall, inputs: Sequence[DTensorSpec], outputs: Sequence[DTensorSpec]) -> Callable[..., Any] | None:
-    layout = inputs[0]
-    dim, axes = _divided_dim(call, layout)
+def _softmax(call: OpCall) -> LocalFunction | None:
+    spec, (dim, axes) = call.placed_inputs[0], _softmax_dim(call)
     if not axes:
         return None
-    fold = fold_over(layout, axes)
-    result = outputs[0].dtype
+    reduce = cross_rank_reducer(spec, axes)
+    result = call.outputs[0].dtype
     wide = accumulation_dtype(result)
-    is_empty = layout.local_shape[dim] == 0
-    rows = [1 if place == dim else size for place, size in enumerate(layout.local_shape)]
+    is_empty = spec.local_shape[dim] == 0
+    rows = [1 if other == dim else size for other, size in enumerate(spec.local_shape)]
     is_log = call.operator is private_aten.log_softmax.default
     is_safe = call.operator is private_aten.safe_softmax.default
 
-    def forward(tensor: torch.Tensor, *given: Any, **named: Any) -> torch.Tensor:
-        del given, named  # as in the layouts
+    def forward(tensor: torch.Tensor, *_: Any, **__: Any) -> torch.Tensor:
         elements = tensor.to(wide)
-        own = elements.new_full(rows, -math.inf) if is_empty else elements.amax(dim, keepdim=True)
-        largest = fold(own, ReduceOp.MAX)
+        local = elements.new_full(rows, -math.inf) if is_empty else elements.amax(dim, keepdim=True)
+        largest = reduce(local, ReduceOp.MAX)
         shifted = elements - largest
         exponentials = shifted.exp()
-        total = fold(exponentials.sum(dim, keepdim=True), ReduceOp.SUM)
+        total = reduce(exponentials.sum(dim, keepdim=True), ReduceOp.SUM)
         if is_log:
             return shifted.sub_(total.log_()).to(result)
         found = exponentials.div_(total)
-        # Rows of nothing but masked elements attend to nothing.
+        # Rows of masked elements alone attend to nothing.
         return (found.masked_fill_(largest == -math.inf, 0.0) if is_safe else found).to(result)
 
     return forward
 
 
-def _backward(call: OpCall, inputs: Sequence[DTensorSpec], outputs: Sequence[DTensorSpec]) -> Callable[..., Any] | None:
-    layout = inputs[0]
-    dim, axes = _divided_dim(call, layout)
+def _softmax_gradient(call: OpCall) -> LocalFunction | None:
+    spec, (dim, axes) = call.placed_inputs[0], _softmax_dim(call)
     if not axes:
         return None
-    fold = fold_over(layout, axes)
-    result = outputs[0].dtype
+    reduce = cross_rank_reducer(spec, axes)
+    result = call.outputs[0].dtype
     is_log = call.operator is private_aten.log_softmax_backward_data.default
 
-    def backward(grad: torch.Tensor, output: torch.Tensor, *given: Any) -> torch.Tensor:
-        del given  # as in the layouts
+    def backward(grad: torch.Tensor, output: torch.Tensor, *_: Any) -> torch.Tensor:
         wide = grad.to(accumulation_dtype(grad.dtype))
         if is_log:
-            total = fold(wide.sum(dim, keepdim=True), ReduceOp.SUM)
+            total = reduce(wide.sum(dim, keepdim=True), ReduceOp.SUM)
             return torch.addcmul(wide, output.to(wide.dtype).exp(), total, value=-1).to(result)
         weighted = wide * output
-        total = fold(weighted.sum(dim, keepdim=True), ReduceOp.SUM)
+        total = reduce(weighted.sum(dim, keepdim=True), ReduceOp.SUM)
         return torch.addcmul(weighted, output.to(wide.dtype), total, value=-1).to(result)
 
     return backward
 
 
-_forward_rule = OpRule(choices=partial(_choices, ()), local=_forward)
-_backward_rule = OpRule(choices=partial(_choices, ((0,),)), local=_backward)
-
-RULES |= {
-    private_aten.softmax.default: _forward_rule,
-    private_aten.log_softmax.default: _forward_rule,
-    private_aten.safe_softmax.default: _forward_rule,
-    private_aten.softmax_backward_data.default: _backward_rule,
-    private_aten.log_softmax_backward_data.default: _backward_rule,
-}
+RULES = rule_table(
+    (
+        OpRule(strategies=_loss_strategies, local=_mean_loss, arguments=_mean_as_sum),
+        (
+            "mse_loss.default smooth_l1_loss.default huber_loss.default binary_cross_entropy.default"
+            " binary_cross_entropy_with_logits.default soft_margin_loss.default"
+        ),
+    ),
+    (
+        OpRule(strategies=_loss_gradient_strategies, local=_mean_gradient, arguments=_mean_as_sum),
+        (
+            "mse_loss_backward.default smooth_l1_loss_backward.default huber_loss_backward.default"
+            " binary_cross_entropy_backward.default soft_margin_loss_backward.default"
+        ),
+    ),
+    (OpRule(strategies=_nll_strategies, local=_nll), "nll_loss_forward.default nll_loss2d_forward.default"),
+    (
+        OpRule(strategies=_nll_gradient_strategies, local=_nll_gradient),
+        "nll_loss_backward.default nll_loss2d_backward.default",
+    ),
+    (
+        OpRule(strategies=partial(_softmax_strategies, ()), local=_softmax),
+        "_softmax.default _log_softmax.default _safe_softmax.default",
+    ),
+    (
+        OpRule(strategies=partial(_softmax_strategies, ((0,),)), local=_softmax_gradient),
+        "_softmax_backward_data.default _log_softmax_backward_data.default",
+    ),
+)

@@ -1,9 +1,8 @@
-"""Layer and group normalisation: dims that are not normalised may be divided, and the weights' gradients are sums.
+"""Layer, group, batch and instance normalisation: dims that are not normalised together may be sharded.
 
-Batch normalisation, of which instance normalisation is made: channels may be divided, as each is normalised alone.
-
-What divides the batch is gathered in training, for the statistics are those of the whole batch. In evaluation nothing
-is folded, and batches stay divided.
+Batch normalisation, of which instance normalisation is made, normalises each channel alone, so channels may be sharded.
+In training the batch is gathered, as the statistics are the full batch's; in evaluation it stays sharded. The gradients
+of weights are partial sums over sharded dims.
 """
 
 from __future__ import annotations
@@ -14,87 +13,85 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ferrodist.collectives.reduce_op import ReduceOp
-from ferrodist.tensor.op_strategy import EinsumPattern, Letters, OpRule, strategies_of
+from ferrodist.tensor.op_strategy import EinsumPattern, Labels, OpRule, einsum_strategies, rule_table
 from ferrodist.torch_private.operators import private_aten
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
-    from ferrodist.tensor.op_strategy import OpCall, OpStrategy
+    from ferrodist.tensor.op_strategy import LocalFunction, OpCall, OpStrategy
     from ferrodist.tensor.spec import DTensorSpec
 
-_aten = torch.ops.aten
 _CHANNEL = "c"
 
 
-def _letters(layout: DTensorSpec, *, divides_batch: bool) -> Letters:
-    """Of a tensor (B, C, ...), or of one number for each channel (C)."""
-    if layout.ndim == 1:
+def _batch_labels(spec: DTensorSpec, *, shards_batch: bool) -> Labels:
+    """The labels of a tensor (B, C, ...), or of one number for each channel (C)."""
+    if spec.ndim == 1:
         return [_CHANNEL]
-    return [_CHANNEL if dim == 1 else dim if divides_batch else None for dim in range(layout.ndim)]
+    return [_CHANNEL if dim == 1 else dim if shards_batch else None for dim in range(spec.ndim)]
 
 
-def _batch_forward_choices(call: OpCall, axis: int) -> list[OpStrategy]:
+def _batch_forward_strategies(call: OpCall, axis: int) -> list[OpStrategy]:
     is_training = call.arguments.get("training", False)
-    first = _letters(call.inputs[0], divides_batch=not is_training)
+    first = _batch_labels(call.inputs[0], shards_batch=not is_training)
     pattern = EinsumPattern(
         inputs=[first, *[[_CHANNEL]] * (len(call.inputs) - 1)],
         outputs=[first, *[[_CHANNEL]] * (len(call.results) - 1)],
-        # Of evaluation no statistics come out that the batch takes part in.
-        settled=[letter for letter in first if letter not in (_CHANNEL, None)],
+        # Evaluation returns no statistics that depend on the batch.
+        cross_rank=[label for label in first if label not in (_CHANNEL, None)],
     )
-    return strategies_of(pattern, call, axis)
+    return einsum_strategies(pattern, call, axis)
 
 
-def _batch_backward_choices(call: OpCall, axis: int) -> list[OpStrategy]:
+def _batch_backward_strategies(call: OpCall, axis: int) -> list[OpStrategy]:
     pattern = EinsumPattern(
-        inputs=[_letters(layout, divides_batch=False) for layout in call.inputs],
+        inputs=[_batch_labels(spec, shards_batch=False) for spec in call.inputs],
         outputs=[
-            [_CHANNEL] if len(result.shape) == 1 else _letters(call.inputs[0], divides_batch=False)
+            [_CHANNEL] if len(result.shape) == 1 else _batch_labels(call.inputs[0], shards_batch=False)
             for result in call.results
         ],
         linear=((0,),),
     )
-    return strategies_of(pattern, call, axis)
+    return einsum_strategies(pattern, call, axis)
 
 
-def _forward(call: OpCall, inputs: Sequence[DTensorSpec], outputs: Sequence[DTensorSpec]) -> Callable[..., Any]:
-    """In evaluation torch's kernel returns no statistics, and says of meta tensors that it does.
+def _batch_forward(call: OpCall) -> LocalFunction:
+    """Run torch's kernel, which in evaluation returns no statistics, though on the meta device it does.
 
-    It takes no tensors without elements, as the part of a rank without channels is.
+    It takes no empty tensors, as the shard of a rank without channels is.
     """
-    operator = call.operator
-    is_empty = 0 in inputs[0].local_shape and 0 not in inputs[0].shape
-    expected = [(output.local_shape, output.dtype) for output in outputs]
+    operator, spec = call.operator, call.placed_inputs[0]
+    is_empty = 0 in spec.local_shape and 0 not in spec.shape
+    forms = [(output.local_shape, output.dtype) for output in call.outputs]
 
     def forward(*given: Any) -> list[torch.Tensor]:
         if is_empty:
-            return [torch.zeros(shape, dtype=dtype) for shape, dtype in expected]
+            return [torch.zeros(shape, dtype=dtype) for shape, dtype in forms]
         return [
             one.to(dtype) if one.shape == shape else torch.zeros(shape, dtype=dtype, device="cpu")
-            for one, (shape, dtype) in zip(operator(*given), expected, strict=True)
+            for one, (shape, dtype) in zip(operator(*given), forms, strict=True)
         ]
 
     return forward
 
 
-def _backward(call: OpCall, inputs: Sequence[DTensorSpec], outputs: Sequence[DTensorSpec]) -> Callable[..., Any] | None:
-    """Without channels the gradients are empty: torch's kernel divides by the number of elements."""
-    if 0 not in inputs[0].local_shape:
+def _batch_backward(call: OpCall) -> LocalFunction | None:
+    """Empty gradients on a rank without channels: torch's kernel divides by the number of elements."""
+    if 0 not in call.placed_inputs[0].local_shape:
         return None
-    made = [(output.local_shape, output.dtype) for output in outputs]
+    forms = [(output.local_shape, output.dtype) for output in call.outputs]
     wanted: Sequence[bool] = call["output_mask"]
 
-    def backward(*given: Any) -> list[torch.Tensor | None]:
-        del given
-        zeros = iter([torch.zeros(shape, dtype=dtype) for shape, dtype in made])
+    def backward(*_: Any) -> list[torch.Tensor | None]:
+        zeros = iter([torch.zeros(shape, dtype=dtype) for shape, dtype in forms])
         return [next(zeros) if want else None for want in wanted]
 
     return backward
 
 
-def _update(tensor: Any, weight: Any, bias: Any, *given: Any) -> tuple[Any, Any, Any]:
-    """Compute it, and write the new running statistics, which are the next two arguments."""
+def _update_statistics(tensor: Any, weight: Any, bias: Any, *given: Any) -> tuple[Any, Any, Any]:
+    """Normalise, and in training write the running statistics, which are the first two of the other arguments."""
     results = private_aten.native_batch_norm_legit_functional(tensor, weight, bias, *given)
     is_training = given[2]
     if is_training:
@@ -103,74 +100,55 @@ def _update(tensor: Any, weight: Any, bias: Any, *given: Any) -> tuple[Any, Any,
     return results[:3]  # type: ignore[no-any-return]
 
 
-_forward_rule = OpRule(choices=_batch_forward_choices, local=_forward)
-
-RULES: dict[torch._ops.OpOverload, OpRule] = {
-    private_aten.native_batch_norm_legit_functional.default: _forward_rule,
-    private_aten.native_batch_norm_legit_no_training.default: _forward_rule,
-    private_aten.native_batch_norm_legit.no_stats: _forward_rule,
-    _aten.native_batch_norm_backward.default: OpRule(choices=_batch_backward_choices, local=_backward),
-}
-
-DECOMPOSITIONS: dict[torch._ops.OpOverload, Callable[..., Any]] = {
-    private_aten.native_batch_norm_legit.default: _update
-}
+def _layer_labels(call: OpCall) -> list[int | None]:
+    """The labels of the input's dims, without those that are normalised."""
+    spec = call.inputs[0]
+    first = spec.ndim - len(call["normalized_shape"])
+    return [dim if dim < first else None for dim in range(spec.ndim)]
 
 
-def _layer_letters(call: OpCall) -> list[int | None]:
-    """The dims of the input; those that are normalised have no letter."""
-    layout = call.inputs[0]
-    first = layout.ndim - len(call["normalized_shape"])
-    return [dim if dim < first else None for dim in range(layout.ndim)]
-
-
-def _group_letters(call: OpCall) -> list[int | None]:
-    """The first dim only: groups of channels, and what is behind them, are normalised together."""
+def _group_labels(call: OpCall) -> list[int | None]:
+    """A label for the batch alone: groups of channels are normalised together with the dims after them."""
     return [0, *[None] * (call.inputs[0].ndim - 1)]
 
 
-def _forward_choices(letters: Callable[[OpCall], list[int | None]], call: OpCall, axis: int) -> list[OpStrategy]:
-    first = letters(call)
-    outputs: list[Letters] = [first[: len(result.shape)] for result in call.results]
-    weights: list[Letters] = [[None] * layout.ndim for layout in call.inputs[1:]]
-    return strategies_of(EinsumPattern(inputs=[first, *weights], outputs=outputs), call, axis)
+def _forward_strategies(labels: Callable[[OpCall], list[int | None]], call: OpCall, axis: int) -> list[OpStrategy]:
+    first = labels(call)
+    outputs: list[Labels] = [first[: len(result.shape)] for result in call.results]
+    weights: list[Labels] = [[None] * spec.ndim for spec in call.inputs[1:]]
+    return einsum_strategies(EinsumPattern(inputs=[first, *weights], outputs=outputs), call, axis)
 
 
-def _backward_choices(letters: Callable[[OpCall], list[int | None]], call: OpCall, axis: int) -> list[OpStrategy]:
-    first = letters(call)
+def _backward_strategies(labels: Callable[[OpCall], list[int | None]], call: OpCall, axis: int) -> list[OpStrategy]:
+    first = labels(call)
     weights = [call[name] is not None for name in ("weight", "bias") if name in call.arguments]
     num_full = len(call.inputs) - sum(weights)
-    inputs: list[Letters] = [first[: layout.ndim] for layout in call.inputs[:num_full]]
-    inputs += [[None] * layout.ndim for layout in call.inputs[num_full:]]
-    outputs: list[Letters] = [first] if call["output_mask"][0] else []
+    inputs: list[Labels] = [first[: spec.ndim] for spec in call.inputs[:num_full]]
+    inputs += [[None] * spec.ndim for spec in call.inputs[num_full:]]
+    outputs: list[Labels] = [first] if call["output_mask"][0] else []
     outputs += [[None] * len(result.shape) for result in call.results[len(outputs) :]]
     pattern = EinsumPattern(
         inputs=inputs,
         outputs=outputs,
-        folds=dict.fromkeys([letter for letter in first if letter is not None], ReduceOp.SUM),
+        reductions=dict.fromkeys([label for label in first if label is not None], ReduceOp.SUM),
         linear=((0,),),
     )
-    return strategies_of(pattern, call, axis)
+    return einsum_strategies(pattern, call, axis)
 
 
-def _local_batch(call: OpCall, inputs: Sequence[DTensorSpec], outputs: Sequence[DTensorSpec]) -> Mapping[str, Any]:
-    """Group normalisation is told the size of the batch."""
-    del call, outputs
-    return {"N": inputs[0].local_shape[0]}
+def _local_batch_size(call: OpCall) -> Mapping[str, Any]:
+    return {"N": call.placed_inputs[0].local_shape[0]}
 
 
 # [Note: statistics of small floats]
-# Of bfloat16 and float16 throughout torch's CPU kernel returns means and deviations of that type, and says float32 of
-# meta tensors. They are converted to what it says, which loses nothing, and back for the gradient.
+# For bfloat16 and float16 throughout, torch's CPU kernel returns means and deviations of that dtype, but float32 on the
+# meta device. They are converted to what the meta device says, which loses nothing, and back for the gradient.
 
 
-def _wide_statistics(
-    call: OpCall, inputs: Sequence[DTensorSpec], outputs: Sequence[DTensorSpec]
-) -> Callable[..., Any] | None:
+def _widen_statistics(call: OpCall) -> LocalFunction | None:
     """See [Note: statistics of small floats]."""
-    del inputs
     operator = call.operator
-    dtypes = [output.dtype for output in outputs]
+    dtypes = [output.dtype for output in call.outputs]
     if len(set(dtypes)) == 1:
         return None
 
@@ -180,14 +158,11 @@ def _wide_statistics(
     return forward
 
 
-def _narrow_statistics(
-    call: OpCall, inputs: Sequence[DTensorSpec], outputs: Sequence[DTensorSpec]
-) -> Callable[..., Any] | None:
+def _narrow_statistics(call: OpCall) -> LocalFunction | None:
     """See [Note: statistics of small floats]."""
-    del outputs
-    operator = call.operator
-    dtype, of_statistics, *of_weights = [layout.dtype for layout in (inputs[1], inputs[2], *inputs[4:])]
-    if of_statistics == dtype or any(one != dtype for one in of_weights):
+    operator, inputs = call.operator, call.placed_inputs
+    dtype, statistics, *weights = [spec.dtype for spec in (inputs[1], inputs[2], *inputs[4:])]
+    if statistics == dtype or any(one != dtype for one in weights):
         return None
 
     def backward(grad: torch.Tensor, tensor: torch.Tensor, *given: Any, **named: Any) -> Any:
@@ -197,9 +172,8 @@ def _narrow_statistics(
     return backward
 
 
-def _contiguous(call: OpCall, inputs: Sequence[DTensorSpec], outputs: Sequence[DTensorSpec]) -> Callable[..., Any]:
-    """Torch's kernel of group normalisation reads memory in order: its callers see to that by the whole's stride."""
-    del inputs, outputs
+def _contiguous(call: OpCall) -> LocalFunction:
+    """Call torch's kernel with contiguous shards: its callers check the full tensor's stride alone."""
     operator = call.operator
 
     def compute(*given: Any) -> Any:
@@ -208,15 +182,33 @@ def _contiguous(call: OpCall, inputs: Sequence[DTensorSpec], outputs: Sequence[D
     return compute
 
 
-RULES |= {
-    _aten.native_layer_norm.default: OpRule(choices=partial(_forward_choices, _layer_letters), local=_wide_statistics),
-    _aten.native_layer_norm_backward.default: OpRule(
-        choices=partial(_backward_choices, _layer_letters), local=_narrow_statistics
+RULES = rule_table(
+    (
+        OpRule(strategies=_batch_forward_strategies, local=_batch_forward),
+        (
+            "_native_batch_norm_legit_functional.default _native_batch_norm_legit_no_training.default"
+            " _native_batch_norm_legit.no_stats"
+        ),
     ),
-    _aten.native_group_norm.default: OpRule(
-        choices=partial(_forward_choices, _group_letters), arguments=_local_batch, local=_contiguous
+    (OpRule(strategies=_batch_backward_strategies, local=_batch_backward), "native_batch_norm_backward.default"),
+    (
+        OpRule(strategies=partial(_forward_strategies, _layer_labels), local=_widen_statistics),
+        "native_layer_norm.default",
     ),
-    _aten.native_group_norm_backward.default: OpRule(
-        choices=partial(_backward_choices, _group_letters), arguments=_local_batch, local=_contiguous
+    (
+        OpRule(strategies=partial(_backward_strategies, _layer_labels), local=_narrow_statistics),
+        "native_layer_norm_backward.default",
     ),
+    (
+        OpRule(strategies=partial(_forward_strategies, _group_labels), arguments=_local_batch_size, local=_contiguous),
+        "native_group_norm.default",
+    ),
+    (
+        OpRule(strategies=partial(_backward_strategies, _group_labels), arguments=_local_batch_size, local=_contiguous),
+        "native_group_norm_backward.default",
+    ),
+)
+
+DECOMPOSITIONS: dict[torch._ops.OpOverload, Callable[..., Any]] = {
+    private_aten.native_batch_norm_legit.default: _update_statistics
 }

@@ -1,12 +1,8 @@
-"""Operators that draw random numbers; `generators` says how they come to be the same on any mesh.
+"""Operators that draw random numbers, the same on any mesh.
 
-Random numbers that all ranks draw alike: those that one process would draw for the whole tensor.
-
-Every rank draws all of a tensor from its generator and keeps its part. That takes the time and the memory of the whole
-tensor on each rank, and gives the same bits on any mesh. The generators must be in the same state on all ranks of the
-mesh; each call compares them, which is one small exchange.
-
-Operators that make new tensors of the shape and dtype of others, whose elements they don't read.
+Every rank draws all numbers of the full tensor from its generator and keeps those of its shard. That takes the time and
+the memory of the full tensor on each rank, and gives the same bits on any mesh. The generators must be in the same
+state on all ranks of the mesh; each call compares them, in one small exchange.
 """
 
 from __future__ import annotations
@@ -17,32 +13,29 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ferrodist.collectives.engines.host import host_engine_of
-from ferrodist.errors import CollectiveMismatchError, UnsupportedOpError
-from ferrodist.tensor.op_strategy import OpRule, OpStrategy
-from ferrodist.tensor.ops.pointwise import overloads
+from ferrodist.errors import CollectiveMismatchError
+from ferrodist.tensor.op_strategy import OpRule, OpStrategy, all_replicated, keep_sharding, rule_table
 from ferrodist.tensor.placement import Partial, Replicate, Shard
 from ferrodist.tensor.redistribute import redistribute_local
-from ferrodist.tensor.spec import DTensorSpec
-from ferrodist.torch_private.operators import overload_name, schema_of
+from ferrodist.torch_private.operators import schema_of
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
-
     from ferrodist.mesh import DeviceMesh
-    from ferrodist.tensor.op_strategy import OpCall
+    from ferrodist.tensor.op_strategy import LocalFunction, OpCall
+    from ferrodist.tensor.spec import DTensorSpec
 
 
 def check_generators(mesh: DeviceMesh, generator: torch.Generator | None, name: str) -> None:
-    """Return if the generators of all ranks of the mesh are in one state; all of them call this.
+    """Raise unless the generators of all ranks of a mesh are in the same state; all of them call this.
 
     Args:
         mesh: The mesh.
-        generator: This rank's, or None for torch's default one. Ranks that are threads share that, so they would
-            draw from it in any order: they need generators of their own.
-        name: What is going to draw, for the error.
+        generator: This rank's generator, or None for torch's default one. Ranks that are threads share that one and
+            would draw from it in any order: they need generators of their own.
+        name: The operator's name, for the error.
 
     Raises:
-        CollectiveMismatchError: On all ranks: they are not.
+        CollectiveMismatchError: On all ranks: the states differ.
     """
     group = mesh.group
     if group.world_size == 1:
@@ -50,8 +43,8 @@ def check_generators(mesh: DeviceMesh, generator: torch.Generator | None, name: 
     state = (torch.default_generator if generator is None else generator).get_state()
     digest = hashlib.blake2b(state.numpy().tobytes(), digest_size=16).digest()
     engine = host_engine_of(group)
-    said = engine.share("random", digest, timeout=group.timeout, sequence=engine.reserve())
-    others = [rank for rank, other in zip(mesh.ranks, said, strict=True) if other != said[0]]
+    digests = engine.share("random", digest, timeout=group.timeout, sequence=engine.reserve())
+    others = [rank for rank, other in zip(mesh.ranks, digests, strict=True) if other != digests[0]]
     if others:
         raise CollectiveMismatchError(
             f"{name} draws the same numbers on all ranks, but the generators of ranks {', '.join(map(str, others))} are"
@@ -61,157 +54,91 @@ def check_generators(mesh: DeviceMesh, generator: torch.Generator | None, name: 
         )
 
 
-def part_of_whole(whole: torch.Tensor, layout: DTensorSpec) -> torch.Tensor:
-    """This rank's part of a tensor that every rank has all of; it may share memory with that."""
-    return redistribute_local(whole, layout.whole, layout)
+def local_of_full(full: torch.Tensor, spec: DTensorSpec) -> torch.Tensor:
+    """This rank's shard of a tensor that every rank has in full; it may share memory with that."""
+    return redistribute_local(full, spec.replicated, spec)
 
 
-_aten = torch.ops.aten
+def _empty_full(spec: DTensorSpec) -> torch.Tensor:
+    """Memory for the full tensor, with the full tensor's strides: these decide which element gets which number."""
+    return torch.empty_strided(spec.shape, spec.stride, dtype=spec.dtype, device="cpu")
 
 
-def shape_alone(call: OpCall, axis: int) -> list[OpStrategy]:
-    """As the input is divided, and whole where that is partial: nothing is moved."""
-    now = call.inputs[0].placements[axis]
-    return [OpStrategy((now,), (now if isinstance(now, Shard) else Replicate(),))]
-
-
-def all_whole(call: OpCall, axis: int) -> list[OpStrategy]:
-    """Nothing is divided: as what is drawn for an element depends on how many numbers those before it took."""
-    del axis
-    return [OpStrategy((Replicate(),) * len(call.inputs), (Replicate(),) * len(call.results))]
-
-
-def _fresh(call: OpCall, axis: int) -> list[OpStrategy]:
-    """Of shapes of their own: whole."""
-    return [OpStrategy((call.inputs[0].placements[axis],), (Replicate(),))]
-
-
-def _as_strided(tensor: Any, size: Sequence[int], stride: Sequence[int], storage_offset: int | None = None) -> Any:
-    """A view of memory: autograd takes such of whole tensors, for the gradient of what was written to a view."""
-    layout: DTensorSpec = tensor._layout
-    local = tensor._local
-    if any(placement != Replicate() for placement in layout.placements) or (
-        local.numel() > 1 and local.stride() != layout.stride
-    ):
-        raise UnsupportedOpError(
-            f"torch.as_strided is of memory, of which ranks have parts: {layout}; use views that name dims, or"
-            " as_strided on full_tensor()"
-        )
-    start = tensor.storage_offset()
-    offset = 0 if storage_offset is None else storage_offset - start
-    view = local.as_strided(size, stride, local.storage_offset() + offset)
-    result = DTensorSpec.of(layout.mesh, layout.placements, view.shape, layout.dtype, view.stride())
-    return type(tensor)._wrap_view(view, result, tensor, offset)
-
-
-RULES: dict[torch._ops.OpOverload, OpRule] = {
-    **{
-        operator: OpRule(choices=shape_alone)
-        for operator in (
-            _aten.zeros_like.default,
-            _aten.ones_like.default,
-            _aten.empty_like.default,
-            _aten.full_like.default,
-        )
-    },
-    **{
-        operator: OpRule(choices=_fresh)
-        for operator in (
-            _aten.new_zeros.default,
-            _aten.new_ones.default,
-            _aten.new_empty.default,
-            _aten.new_full.default,
-            _aten.new_empty_strided.default,
-        )
-    },
-}
-
-DECOMPOSITIONS: dict[torch._ops.OpOverload, Callable[..., Any]] = {_aten.as_strided.default: _as_strided}
-
-
-def _whole(layout: DTensorSpec) -> torch.Tensor:
-    """Memory for a whole tensor, which lies as the one of one process would: that decides who gets which number."""
-    return torch.empty_strided(layout.shape, layout.stride, dtype=layout.dtype, device="cpu")
-
-
-def _written(call: OpCall, axis: int) -> list[OpStrategy]:
-    """The first input stays as it is, others are whole. Parts of a sum can't be drawn."""
-    now = call.inputs[0].placements[axis]
-    if isinstance(now, Partial):
+def _in_place_strategies(call: OpCall, axis: int) -> list[OpStrategy]:
+    """The first input as it is, others replicated. Partial sums can't be drawn."""
+    current = call.inputs[0].placements[axis]
+    if isinstance(current, Partial):
         return []
-    return [OpStrategy((now, *[Replicate()] * (len(call.inputs) - 1)), (now,))]
+    return [OpStrategy((current, *[Replicate()] * (len(call.inputs) - 1)), (current,))]
 
 
-def _draw_in_place(call: OpCall, inputs: Sequence[DTensorSpec], outputs: Sequence[DTensorSpec]) -> Callable[..., Any]:
-    del outputs
-    layout, operator = inputs[0], call.operator
+def _draw_in_place(call: OpCall) -> LocalFunction:
+    spec, operator = call.placed_inputs[0], call.operator
 
     def draw(local: torch.Tensor, *others: Any, generator: torch.Generator | None = None) -> torch.Tensor:
-        check_generators(layout.mesh, generator, str(operator))
-        return local.copy_(part_of_whole(operator(_whole(layout), *others, generator=generator), layout))
+        check_generators(spec.mesh, generator, str(operator))
+        return local.copy_(local_of_full(operator(_empty_full(spec), *others, generator=generator), spec))
 
     return draw
 
 
-def _draw_alike(call: OpCall, inputs: Sequence[DTensorSpec], outputs: Sequence[DTensorSpec]) -> Callable[..., Any]:
-    layout, (output,), operator = inputs[0], outputs, call.operator
+def _draw_like(call: OpCall) -> LocalFunction:
+    spec, (output,), operator = call.placed_inputs[0], call.outputs, call.operator
     takes_generator = any(argument.name == "generator" for argument in schema_of(operator).arguments)
 
     def draw(_: torch.Tensor, *others: Any, **named: Any) -> torch.Tensor:
         generator = named.get("generator") if takes_generator else None
-        check_generators(layout.mesh, generator, str(operator))
-        return part_of_whole(operator(_whole(layout), *others, **named), output)
+        check_generators(spec.mesh, generator, str(operator))
+        return local_of_full(operator(_empty_full(spec), *others, **named), output)
 
     return draw
 
 
-def _draw_from_whole(call: OpCall, inputs: Sequence[DTensorSpec], outputs: Sequence[DTensorSpec]) -> Callable[..., Any]:
-    del outputs
-    layout, operator = inputs[0], call.operator
+def _draw_from_full(call: OpCall) -> LocalFunction:
+    spec, operator = call.placed_inputs[0], call.operator
 
     def draw(local: torch.Tensor, *others: Any, **named: Any) -> Any:
         generators = [one for one in (*others, *named.values()) if isinstance(one, torch.Generator)]
-        check_generators(layout.mesh, generators[0] if generators else None, str(operator))
-        return operator(_whole(layout).copy_(local), *others, **named)
+        check_generators(spec.mesh, generators[0] if generators else None, str(operator))
+        return operator(_empty_full(spec).copy_(local), *others, **named)
 
     return draw
 
 
-def _dropout(call: OpCall, axis: int) -> list[OpStrategy]:
-    whole = [OpStrategy((Replicate(),), (Replicate(),) * 2)]
-    now = call.inputs[0].placements[axis]
-    return [*whole, OpStrategy((now,), (now,) * 2)] if isinstance(now, Shard) else whole
+def _dropout_strategies(call: OpCall, axis: int) -> list[OpStrategy]:
+    replicated = [OpStrategy((Replicate(),), (Replicate(),) * 2)]
+    current = call.inputs[0].placements[axis]
+    return [*replicated, OpStrategy((current,), (current,) * 2)] if isinstance(current, Shard) else replicated
 
 
-def _drop(call: OpCall, inputs: Sequence[DTensorSpec], outputs: Sequence[DTensorSpec]) -> Callable[..., Any]:
-    layout, mask_layout, operator = inputs[0], outputs[1], call.operator
+def _dropout(call: OpCall) -> LocalFunction:
+    spec, mask_spec, operator = call.placed_inputs[0], call.outputs[1], call.operator
 
     def drop(local: torch.Tensor, p: float, train: bool | None) -> tuple[torch.Tensor, torch.Tensor]:  # noqa: FBT001
         if train is False:
             results: tuple[torch.Tensor, torch.Tensor] = operator(local, p, train)
             return results
-        check_generators(layout.mesh, None, str(operator))
+        check_generators(spec.mesh, None, str(operator))
         # The mask is drawn before anything is computed, from as many numbers as the tensor has elements.
-        mask = part_of_whole(operator(_whole(layout).fill_(1), p, train)[1], mask_layout)
+        mask = local_of_full(operator(_empty_full(spec).fill_(1), p, train)[1], mask_spec)
         return (local * mask).mul_(0.0 if p == 1 else 1 / (1 - p)), mask
 
     return drop
 
 
-_IN_PLACE = "bernoulli_ uniform_ normal_ exponential_ cauchy_ log_normal_ geometric_ random_"
-_ALIKE = "rand_like randn_like randint_like"
-
-RULES |= {
-    **{one: OpRule(choices=_written, local=_draw_in_place) for one in overloads(_IN_PLACE.split())},
-    **{
-        one: OpRule(choices=shape_alone, local=_draw_alike)
-        for one in overloads(_ALIKE.split())
-        if "Tensor" not in overload_name(one)
-    },
-    **{
-        one: OpRule(choices=all_whole, local=_draw_from_whole)
-        for one in (_aten.bernoulli.default, _aten.poisson.default, _aten.multinomial.default)
-    },
-    _aten.bernoulli.p: OpRule(choices=shape_alone, local=_draw_alike),
-    _aten.native_dropout.default: OpRule(choices=_dropout, local=_drop),
-}
+RULES = rule_table(
+    (
+        OpRule(strategies=_in_place_strategies, local=_draw_in_place),
+        "bernoulli_ uniform_ normal_ exponential_ cauchy_ log_normal_ geometric_ random_",
+    ),
+    (
+        OpRule(strategies=keep_sharding, local=_draw_like),
+        (
+            "rand_like randn_like randint_like.default randint_like.low_dtype randint_like.generator"
+            " randint_like.low_generator_dtype"
+        ),
+    ),
+    (OpRule(strategies=all_replicated, local=_draw_from_full), "bernoulli.default poisson.default multinomial.default"),
+    (OpRule(strategies=keep_sharding, local=_draw_like), "bernoulli.p"),
+    (OpRule(strategies=_dropout_strategies, local=_dropout), "native_dropout.default"),
+)

@@ -1,13 +1,7 @@
-"""Where the largest and smallest elements are, and operators that put a dim in order or run along it.
+"""Reductions of dims: sums, norms, variances, extrema, and operators that sort or accumulate along a dim.
 
-What rules that fold over the ranks themselves are made of: which ranks have parts of a dim, and where these lie.
-
-Operators that fold dims: sums and their kin, whose parts are folded by the same operation.
-
-Where a dim that goes is divided, the result is partial: of a sum by SUM, of a maximum by MAX. Operators whose parts
-make no such result fold over the ranks themselves, in `moments` and `extremes`.
-
-Variances, norms and logsumexp: where a dim that goes is divided, small tensors are reduced over its ranks.
+If a reduced dim is sharded, the result is partial: of a sum by SUM, of a maximum by MAX. Operators whose local results
+can't be combined so, such as norms, variances and argmax, reduce small tensors over the ranks themselves.
 """
 
 from __future__ import annotations
@@ -21,148 +15,304 @@ import torch
 
 from ferrodist.collectives.reduce import allreduce
 from ferrodist.collectives.reduce_op import ReduceOp, accumulation_dtype
-from ferrodist.tensor.op_strategy import EinsumPattern, OpRule, strategies_of
-from ferrodist.tensor.ops.pointwise import keeps_parts
-from ferrodist.tensor.ops.random import all_whole
+from ferrodist.tensor.op_strategy import EinsumPattern, OpRule, all_replicated, einsum_strategies, rule_table
+from ferrodist.tensor.ops.pointwise import cast_is_linear
 from ferrodist.tensor.placement import Partial, Replicate, Shard
-from ferrodist.tensor.redistribute import extreme, note_move
-from ferrodist.tensor.spec import contiguous_stride, take_part
-from ferrodist.torch_private.operators import private_aten
+from ferrodist.tensor.redistribute import extremum_identity, record_move
+from ferrodist.tensor.spec import contiguous_stride, shard_of, sharding_axes
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Sequence
+    from collections.abc import Callable, Sequence
 
-    from ferrodist.tensor.op_strategy import OpCall, OpStrategy
+    from ferrodist.tensor.op_strategy import LocalFunction, OpCall, OpStrategy
     from ferrodist.tensor.spec import DTensorSpec
-
-
-def dividers(layout: DTensorSpec, dims: Collection[int]) -> tuple[int, ...]:
-    """The axes that divide any of some dims."""
-    return tuple(
-        axis
-        for axis, placement in enumerate(layout.placements)
-        if isinstance(placement, Shard) and placement.dim in dims
-    )
-
-
-def fold_over(layout: DTensorSpec, axes: tuple[int, ...]) -> Callable[[torch.Tensor, ReduceOp], torch.Tensor]:
-    """What folds a tensor over the ranks along some axes of a layout's mesh, so that all of them have the result."""
-    if not axes:
-        return _same
-    part = layout.mesh_along(axes)
-    group = part.group
-
-    def fold(tensor: torch.Tensor, op: ReduceOp) -> torch.Tensor:
-        note_move(tensor, part, Partial(op), Replicate())
-        return allreduce(tensor, op, group=group)
-
-    return fold
-
-
-def _same(tensor: torch.Tensor, op: ReduceOp) -> torch.Tensor:
-    del op
-    return tensor
-
-
-def positions(layout: DTensorSpec, dim: int) -> torch.Tensor:
-    """Where in the whole dim the indices of this rank's part lie, in ascending order."""
-    num_ranks, coordinate = layout.mesh.shape, layout.coordinate
-    axes = dividers(layout, (dim,))
-    placements = [layout.placements[axis] for axis in axes]
-    blocks = [placement.blocks for placement in placements if isinstance(placement, Shard)]
-    cuts = zip(blocks, [num_ranks[axis] for axis in axes], [coordinate[axis] for axis in axes], strict=True)
-    return _positions(layout.shape[dim], tuple(cuts))
-
-
-@functools.lru_cache(maxsize=256)
-def _positions(size: int, cuts: tuple[tuple[int, int, int], ...]) -> torch.Tensor:
-    """One tensor for all calls that divide a dim alike, as a vocabulary: recipes keep it."""
-    found = torch.arange(size, device="cpu")
-    for blocks, num_ranks, at in cuts:
-        found = take_part(found, Shard(0, blocks), num_ranks, at)
-    return found
-
 
 _aten = torch.ops.aten
 
-_KEEP_ALL = (_aten.all.dims, _aten.any.dims)
-"""To these no dims mean none, and not all."""
+
+def cross_rank_reducer(spec: DTensorSpec, axes: tuple[int, ...]) -> Callable[[torch.Tensor, ReduceOp], torch.Tensor]:
+    """A function that allreduces a tensor over the ranks along some axes of a spec's mesh."""
+    if not axes:
+        return _return_tensor
+    mesh = spec.mesh_along(axes)
+    group = mesh.group
+
+    def reduce(tensor: torch.Tensor, op: ReduceOp) -> torch.Tensor:
+        record_move(tensor, mesh, Partial(op), Replicate())
+        return allreduce(tensor, op, group=group)
+
+    return reduce
+
+
+def _return_tensor(tensor: torch.Tensor, _: ReduceOp) -> torch.Tensor:
+    return tensor
+
+
+def local_indices(spec: DTensorSpec, dim: int) -> torch.Tensor:
+    """The indices in the full dim of this rank's elements, in ascending order."""
+    num_ranks, coordinate = spec.mesh.shape, spec.coordinate
+    axes = sharding_axes(spec.placements, (dim,))
+    placements = [spec.placements[axis] for axis in axes]
+    blocks = [placement.blocks for placement in placements if isinstance(placement, Shard)]
+    cuts = zip(blocks, [num_ranks[axis] for axis in axes], [coordinate[axis] for axis in axes], strict=True)
+    return _cached_indices(spec.shape[dim], tuple(cuts))
+
+
+@functools.lru_cache(maxsize=256)
+def _cached_indices(size: int, cuts: tuple[tuple[int, int, int], ...]) -> torch.Tensor:
+    """One tensor for all calls that shard a dim alike, such as a vocabulary: cached calls keep it."""
+    found = torch.arange(size, device="cpu")
+    for blocks, num_ranks, rank in cuts:
+        found = shard_of(found, Shard(0, blocks), num_ranks, rank)
+    return found
+
+
+_NO_DIMS_IS_NONE = (_aten.all.dims, _aten.any.dims)
+"""Operators that reduce no dims if given an empty list, where others reduce all."""
 
 
 def reduced_dims(call: OpCall) -> list[int]:
-    """The dims of the first input that an operator folds: those of ``dim``, or all."""
+    """The dims of the first input that an operator reduces: those of ``dim``, or all."""
     ndim = call.inputs[0].ndim
     dims = call.arguments.get("dim")
-    if dims is None or (dims == [] and call.operator not in _KEEP_ALL):
+    if dims is None or (dims == [] and call.operator not in _NO_DIMS_IS_NONE):
         return list(range(ndim))
     return [dim % max(ndim, 1) for dim in ([dims] if isinstance(dims, int) else dims) if ndim]
 
 
-def kept_labels(call: OpCall) -> list[int | None]:
-    """The letters of the result of a reduction whose input has the numbers of its dims as letters."""
-    gone = reduced_dims(call)
+def result_labels(call: OpCall) -> list[int | None]:
+    """The labels of a reduction's result, if the input's dims are labelled by their indices."""
+    reduced = reduced_dims(call)
     keepdim = call.arguments.get("keepdim", False)
-    return [None if dim in gone else dim for dim in range(call.inputs[0].ndim) if keepdim or dim not in gone]
+    return [None if dim in reduced else dim for dim in range(call.inputs[0].ndim) if keepdim or dim not in reduced]
 
 
-def is_cut_off(call: OpCall) -> bool:
-    """Whether elements are cast before they are folded to a dtype in which parts of them are no parts any more."""
+def _casts_inexactly(call: OpCall) -> bool:
+    """Whether elements are first cast to a dtype in which partial sums are not linear any more."""
     dtype = call.arguments.get("dtype")
-    return dtype is not None and not keeps_parts(call.inputs[0].dtype, dtype)
+    return dtype is not None and not cast_is_linear(call.inputs[0].dtype, dtype)
 
 
-def _folded(
-    op: ReduceOp, linear: Sequence[Sequence[int]], keeps: Sequence[ReduceOp], call: OpCall, axis: int
+def _reduction(
+    op: ReduceOp, linear: Sequence[Sequence[int]], commuting: Sequence[ReduceOp], call: OpCall, axis: int
 ) -> list[OpStrategy]:
-    is_cut = is_cut_off(call)
+    is_inexact = _casts_inexactly(call)
     pattern = EinsumPattern(
         inputs=[range(call.inputs[0].ndim)],
-        outputs=[kept_labels(call)],
-        folds=dict.fromkeys(reduced_dims(call), op),
-        linear=() if is_cut else linear,
-        keeps=() if is_cut else keeps,
+        outputs=[result_labels(call)],
+        reductions=dict.fromkeys(reduced_dims(call), op),
+        linear=() if is_inexact else linear,
+        commuting=() if is_inexact else commuting,
     )
-    return strategies_of(pattern, call, axis)
+    return einsum_strategies(pattern, call, axis)
 
 
-def _mean(call: OpCall, inputs: Sequence[DTensorSpec], outputs: Sequence[DTensorSpec]) -> Callable[..., Any] | None:
-    """The sum of this rank's part, divided by the size of the whole: parts need not be of one size."""
-    gone = reduced_dims(call)
-    if not dividers(inputs[0], gone):
+def _mean(call: OpCall) -> LocalFunction | None:
+    """This rank's sum divided by the full size, as shards may differ in size."""
+    (spec, output), reduced = (call.placed_inputs[0], call.outputs[0]), reduced_dims(call)
+    if not sharding_axes(spec.placements, reduced):
         return None
-    count = math.prod(inputs[0].shape[dim] for dim in gone)
-    result, shape = outputs[0].dtype, outputs[0].local_shape
+    count = math.prod(spec.shape[dim] for dim in reduced)
+    result, shape = output.dtype, output.local_shape
     wide = accumulation_dtype(result)
 
-    def mean(tensor: torch.Tensor, *given: Any, **named: Any) -> torch.Tensor:
-        del given, named  # as in the layouts
-        return (tensor.sum(gone, dtype=wide) / count).reshape(shape).to(result)
+    def mean(tensor: torch.Tensor, *_: Any, **__: Any) -> torch.Tensor:
+        return (tensor.sum(reduced, dtype=wide) / count).reshape(shape).to(result)
 
     return mean
 
 
-def _extremum(
-    op: ReduceOp, call: OpCall, inputs: Sequence[DTensorSpec], outputs: Sequence[DTensorSpec]
-) -> Callable[..., Any] | None:
-    """Of an empty part, for which torch has none, what every element of another part wins against."""
-    gone = reduced_dims(call)
-    if all(inputs[0].local_shape[dim] for dim in gone) or any(inputs[0].shape[dim] == 0 for dim in gone):
-        return None  # torch raises where the whole has no element
-    shape, dtype = outputs[0].local_shape, outputs[0].dtype
+def _empty_extremum(op: ReduceOp, call: OpCall) -> LocalFunction | None:
+    """The identity of the reduction for an empty shard, for which torch has no extremum."""
+    (spec, output), reduced = (call.placed_inputs[0], call.outputs[0]), reduced_dims(call)
+    if all(spec.local_shape[dim] for dim in reduced) or any(spec.shape[dim] == 0 for dim in reduced):
+        return None  # torch raises if the full tensor is empty
+    shape, dtype = output.local_shape, output.dtype
 
-    def neutral(tensor: torch.Tensor, *given: Any, **named: Any) -> torch.Tensor:
-        del given, named  # as in the layouts
-        return tensor.new_full(shape, extreme(op, dtype))
+    def identity(tensor: torch.Tensor, *_: Any, **__: Any) -> torch.Tensor:
+        return tensor.new_full(shape, extremum_identity(op, dtype))
 
-    return neutral
+    return identity
 
 
-def _rule(op: ReduceOp, *, linear: Sequence[Sequence[int]] = (), keeps: Sequence[ReduceOp] = ()) -> OpRule:
-    return OpRule(choices=partial(_folded, op, linear, keeps))
+def _rule(op: ReduceOp, *, linear: Sequence[Sequence[int]] = (), commuting: Sequence[ReduceOp] = ()) -> OpRule:
+    return OpRule(strategies=partial(_reduction, op, linear, commuting))
 
 
 def _extremum_rule(op: ReduceOp) -> OpRule:
-    return OpRule(choices=partial(_folded, op, (), (op,)), local=partial(_extremum, op))
+    return OpRule(strategies=partial(_reduction, op, (), (op,)), local=partial(_empty_extremum, op))
+
+
+def cross_rank_strategies(call: OpCall, axis: int) -> list[OpStrategy]:
+    """Any dim sharded, and replicated results if a reduced dim is: the local function reduces over the ranks."""
+    pattern = EinsumPattern(
+        inputs=[range(call.inputs[0].ndim)],
+        outputs=[result_labels(call)] * len(call.results),
+        cross_rank=reduced_dims(call),
+    )
+    return einsum_strategies(pattern, call, axis)
+
+
+def _variance(call: OpCall) -> LocalFunction | None:
+    """Variances and deviations: the mean over the ranks first, then the sum of squared deviations from it."""
+    spec, reduced = call.placed_inputs[0], reduced_dims(call)
+    axes = sharding_axes(spec.placements, reduced)
+    if not axes and 0 not in spec.local_shape:  # for an empty tensor torch warns
+        return None
+    reduce = cross_rank_reducer(spec, axes)
+    count = math.prod(spec.shape[dim] for dim in reduced)
+    name = call.operator.overloadpacket.__name__
+    dtypes = [output.dtype for output in call.outputs]
+    shape = call.outputs[0].local_shape
+
+    def variance(
+        tensor: torch.Tensor, *_: Any, correction: float | None = None, **__: Any
+    ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+        wide = tensor.to(accumulation_dtype(tensor.dtype))
+        mean = reduce(wide.sum(reduced, keepdim=True), ReduceOp.SUM) / count
+        deviations = wide - mean
+        squares = reduce(deviations.abs().square().sum(reduced), ReduceOp.SUM)
+        result = squares / max(count - (1 if correction is None else correction), 0)
+        first = (result.sqrt() if name.startswith("std") else result).reshape(shape).to(dtypes[0])
+        return (first, mean.reshape(shape).to(dtypes[1])) if name.endswith("mean") else first
+
+    return variance
+
+
+def _norm(call: OpCall) -> LocalFunction | None:
+    """The norm of the shards' norms."""
+    spec, reduced = call.placed_inputs[0], reduced_dims(call)
+    axes = sharding_axes(spec.placements, reduced)
+    if not axes:
+        return None
+    reduce = cross_rank_reducer(spec, axes)
+    result, shape = call.outputs[0].dtype, call.outputs[0].local_shape
+    wide = accumulation_dtype(result)
+    is_empty = any(spec.local_shape[dim] == 0 for dim in reduced)
+
+    def norm(tensor: torch.Tensor, ord: float = 2, *_: Any, **__: Any) -> torch.Tensor:  # noqa: A002 # torch's
+        if is_empty:
+            local = torch.full(shape, math.inf if ord < 0 else 0.0, dtype=wide, device="cpu")
+        else:
+            dtype = wide.to_complex() if tensor.is_complex() else wide
+            local = torch.linalg.vector_norm(tensor.to(dtype), ord, reduced).reshape(shape)
+        if math.isinf(ord):
+            full = reduce(local, ReduceOp.MAX if ord > 0 else ReduceOp.MIN)
+        elif ord == 0:
+            full = reduce(local, ReduceOp.SUM)
+        else:
+            full = reduce(local**ord, ReduceOp.SUM) ** (1 / ord)
+        return full.to(result)
+
+    return norm
+
+
+def _logsumexp(call: OpCall) -> LocalFunction | None:
+    spec, reduced = call.placed_inputs[0], reduced_dims(call)
+    axes = sharding_axes(spec.placements, reduced)
+    if not axes:
+        return None
+    reduce = cross_rank_reducer(spec, axes)
+    result, shape = call.outputs[0].dtype, call.outputs[0].local_shape
+    is_empty = any(spec.local_shape[dim] == 0 for dim in reduced)
+    kept = [1 if dim in reduced else size for dim, size in enumerate(spec.local_shape)]
+
+    def logsumexp(tensor: torch.Tensor, *_: Any, **__: Any) -> torch.Tensor:
+        wide = tensor.to(accumulation_dtype(result))
+        # The real parts decide the magnitude of complex exponentials.
+        real = wide.real if wide.is_complex() else wide
+        local = real.new_full(kept, -math.inf) if is_empty else real.amax(reduced, keepdim=True)
+        largest = reduce(local, ReduceOp.MAX)
+        shift = torch.where(largest.isinf(), 0.0, largest)  # infinities would give NaN
+        total = reduce((wide - shift).exp().sum(reduced, keepdim=True), ReduceOp.SUM)
+        return (total.log() + shift).reshape(shape).to(result)
+
+    return logsumexp
+
+
+_NO_INDEX = torch.iinfo(torch.int64).max
+
+
+def _find_extremum(op: ReduceOp, call: OpCall) -> LocalFunction | None:
+    """Each shard's extremum and its index in the full tensor; of equal ones the first, as in torch."""
+    spec, reduced, outputs = call.placed_inputs[0], reduced_dims(call), call.outputs
+    axes = sharding_axes(spec.placements, reduced)
+    if not axes or any(spec.shape[dim] == 0 for dim in reduced):  # torch raises for an empty tensor
+        return None
+    reduce = cross_rank_reducer(spec, axes)
+    dim = call["dim"]
+    full_indices = [local_indices(spec, dim) for dim in reduced]
+    full_strides = contiguous_stride([spec.shape[dim] for dim in reduced])
+    sizes = [spec.local_shape[dim] for dim in reduced]
+    shape = outputs[0].local_shape
+
+    def find(tensor: torch.Tensor, *_: Any, **__: Any) -> Any:
+        flat, along = (tensor.reshape(-1), 0) if dim is None else (tensor, dim)
+        if math.prod(sizes):
+            values, index = flat.max(along) if op is ReduceOp.MAX else flat.min(along)
+            local = torch.unravel_index(index, sizes)
+            offsets = [full[at] * step for full, at, step in zip(full_indices, local, full_strides, strict=True)]
+            index = torch.stack(offsets).sum(0)
+        else:
+            values = tensor.new_full(shape, extremum_identity(op, tensor.dtype))
+            index = torch.full(shape, _NO_INDEX, device="cpu")
+        values, index = values.reshape(shape), index.reshape(shape)
+        best = reduce(values, op)
+        # A NaN is the extremum wherever there is one.
+        is_best = (values == best) | (values != values)  # noqa: PLR0124
+        index = reduce(torch.where(is_best, index, _NO_INDEX), ReduceOp.MIN)
+        return (best, index) if len(outputs) == 2 else index
+
+    return find
+
+
+def _along_dim(linear: Sequence[Sequence[int]], call: OpCall, axis: int) -> list[OpStrategy]:
+    """Strategies of an operator that sorts or accumulates along a dim: all other dims may be sharded."""
+    ndim = call.inputs[0].ndim
+    along = call["dim"] % max(ndim, 1)
+    labels = [None if dim == along else dim for dim in range(ndim)]
+    pattern = EinsumPattern(
+        inputs=[labels], outputs=[labels] * len(call.results), linear=() if _casts_inexactly(call) else linear
+    )
+    return einsum_strategies(pattern, call, axis)
+
+
+def _full_dims(call: OpCall, axis: int) -> list[OpStrategy]:
+    """Strategies of a reduction that needs all of the reduced dims: all others may be sharded."""
+    reduced = reduced_dims(call)
+    labels = [None if dim in reduced else dim for dim in range(call.inputs[0].ndim)]
+    pattern = EinsumPattern(inputs=[labels], outputs=[result_labels(call)] * len(call.results))
+    return einsum_strategies(pattern, call, axis)
+
+
+RULES = rule_table(
+    (_rule(ReduceOp.SUM, linear=((0,),)), "sum.default sum.dim_IntList"),
+    (_rule(ReduceOp.SUM), "nansum.default count_nonzero.default count_nonzero.dim_IntList"),
+    (OpRule(strategies=partial(_reduction, ReduceOp.SUM, ((0,),), ()), local=_mean), "mean.default mean.dim"),
+    (_rule(ReduceOp.PRODUCT, commuting=(ReduceOp.PRODUCT,)), "prod.default prod.dim_int"),
+    (_extremum_rule(ReduceOp.MAX), "amax.default max.default"),
+    (_extremum_rule(ReduceOp.MIN), "amin.default min.default"),
+    (_rule(ReduceOp.MIN), "all.default all.dim all.dims _is_all_true.default"),
+    (_rule(ReduceOp.MAX), "any.default any.dim any.dims _is_any_true.default"),
+    (OpRule(strategies=all_replicated), "histc.default"),
+    (
+        OpRule(strategies=cross_rank_strategies, local=_variance),
+        "var.correction std.correction var_mean.correction std_mean.correction",
+    ),
+    (OpRule(strategies=cross_rank_strategies, local=_norm), "linalg_vector_norm.default"),
+    (OpRule(strategies=cross_rank_strategies, local=_logsumexp), "logsumexp.default"),
+    (OpRule(strategies=cross_rank_strategies, local=partial(_find_extremum, ReduceOp.MAX)), "argmax.default max.dim"),
+    (OpRule(strategies=cross_rank_strategies, local=partial(_find_extremum, ReduceOp.MIN)), "argmin.default min.dim"),
+    (OpRule(strategies=partial(_along_dim, ((0,),))), "cumsum.default"),
+    (
+        OpRule(strategies=partial(_along_dim, ())),
+        "cumprod.default cummax.default cummin.default logcumsumexp.default topk.default sort.default sort.stable",
+    ),
+    (
+        OpRule(strategies=_full_dims),
+        "median.default median.dim nanmedian.default nanmedian.dim kthvalue.default mode.default",
+    ),
+)
 
 
 def _both_extrema(tensor: Any, *, dim: int | None = None, keepdim: bool = False) -> tuple[Any, Any]:
@@ -170,142 +320,8 @@ def _both_extrema(tensor: Any, *, dim: int | None = None, keepdim: bool = False)
     return torch.amin(tensor, dims, keepdim), torch.amax(tensor, dims, keepdim)
 
 
-_sum_rule = _rule(ReduceOp.SUM, linear=((0,),))
-_mean_rule = OpRule(choices=partial(_folded, ReduceOp.SUM, ((0,),), ()), local=_mean)
-_count_rule = _rule(ReduceOp.SUM)
-_product_rule = _rule(ReduceOp.PRODUCT, keeps=(ReduceOp.PRODUCT,))
-_all_rule, _any_rule = _rule(ReduceOp.MIN), _rule(ReduceOp.MAX)
-_max_rule, _min_rule = _extremum_rule(ReduceOp.MAX), _extremum_rule(ReduceOp.MIN)
-
-RULES: dict[torch._ops.OpOverload, OpRule] = {
-    _aten.sum.default: _sum_rule,
-    _aten.sum.dim_IntList: _sum_rule,
-    _aten.nansum.default: _count_rule,
-    _aten.mean.default: _mean_rule,
-    _aten.mean.dim: _mean_rule,
-    _aten.count_nonzero.default: _count_rule,
-    _aten.count_nonzero.dim_IntList: _count_rule,
-    _aten.prod.default: _product_rule,
-    _aten.prod.dim_int: _product_rule,
-    _aten.amax.default: _max_rule,
-    _aten.max.default: _max_rule,
-    _aten.amin.default: _min_rule,
-    _aten.min.default: _min_rule,
-    _aten.all.default: _all_rule,
-    _aten.all.dim: _all_rule,
-    _aten.all.dims: _all_rule,
-    _aten.any.default: _any_rule,
-    _aten.any.dim: _any_rule,
-    _aten.any.dims: _any_rule,
-    private_aten.is_all_true.default: _all_rule,
-    private_aten.is_any_true.default: _any_rule,
-    _aten.histc.default: OpRule(choices=all_whole),
-}
-
-DECOMPOSITIONS: dict[torch._ops.OpOverload, Callable[..., Any]] = {_aten.aminmax.default: _both_extrema}
-
-
-def settled_choices(call: OpCall, axis: int) -> list[OpStrategy]:
-    """Any dim divided; the results are whole where one is that goes."""
-    kept = kept_labels(call)
-    pattern = EinsumPattern(
-        inputs=[range(call.inputs[0].ndim)], outputs=[kept] * len(call.results), settled=reduced_dims(call)
-    )
-    return strategies_of(pattern, call, axis)
-
-
-def _moments(call: OpCall, inputs: Sequence[DTensorSpec], outputs: Sequence[DTensorSpec]) -> Callable[..., Any] | None:
-    """The mean first, then the sum of the squares of what the elements differ from it."""
-    layout = inputs[0]
-    gone = reduced_dims(call)
-    axes = dividers(layout, gone)
-    if not axes and 0 not in layout.local_shape:  # of no elements torch warns
-        return None
-    fold = fold_over(layout, axes)
-    count = math.prod(layout.shape[dim] for dim in gone)
-    name = call.operator.overloadpacket.__name__
-    dtypes = [output.dtype for output in outputs]
-    shape = outputs[0].local_shape
-
-    def moments(
-        tensor: torch.Tensor, *given: Any, correction: float | None = None, **named: Any
-    ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
-        del given, named  # as in the layouts
-        wide = tensor.to(accumulation_dtype(tensor.dtype))
-        mean = fold(wide.sum(gone, keepdim=True), ReduceOp.SUM) / count
-        away = wide - mean
-        squares = fold(away.abs().square().sum(gone), ReduceOp.SUM)
-        variance = squares / max(count - (1 if correction is None else correction), 0)
-        first = (variance.sqrt() if name.startswith("std") else variance).reshape(shape).to(dtypes[0])
-        return (first, mean.reshape(shape).to(dtypes[1])) if name.endswith("mean") else first
-
-    return moments
-
-
-def _norm(call: OpCall, inputs: Sequence[DTensorSpec], outputs: Sequence[DTensorSpec]) -> Callable[..., Any] | None:
-    """The norm of the parts' norms."""
-    gone = reduced_dims(call)
-    axes = dividers(inputs[0], gone)
-    if not axes:
-        return None
-    fold = fold_over(inputs[0], axes)
-    result = outputs[0].dtype
-    wide = accumulation_dtype(result)
-    shape = outputs[0].local_shape
-    is_empty = any(inputs[0].local_shape[dim] == 0 for dim in gone)
-
-    def norm(tensor: torch.Tensor, ord: float = 2, *given: Any, **named: Any) -> torch.Tensor:  # noqa: A002 # torch's
-        del given, named  # as in the layouts
-        if is_empty:
-            own = torch.full(shape, math.inf if ord < 0 else 0.0, dtype=wide, device="cpu")
-        else:
-            own = torch.linalg.vector_norm(tensor.to(_same_kind(tensor, wide)), ord, gone).reshape(shape)
-        if math.isinf(ord):
-            found = fold(own, ReduceOp.MAX if ord > 0 else ReduceOp.MIN)
-        elif ord == 0:
-            found = fold(own, ReduceOp.SUM)
-        else:
-            found = fold(own**ord, ReduceOp.SUM) ** (1 / ord)
-        return found.to(result)
-
-    return norm
-
-
-def _same_kind(tensor: torch.Tensor, real: torch.dtype) -> torch.dtype:
-    """The dtype of real numbers, or the complex one of them for a complex tensor."""
-    return real.to_complex() if tensor.is_complex() else real
-
-
-def _logsumexp(
-    call: OpCall, inputs: Sequence[DTensorSpec], outputs: Sequence[DTensorSpec]
-) -> Callable[..., Any] | None:
-    gone = reduced_dims(call)
-    axes = dividers(inputs[0], gone)
-    if not axes:
-        return None
-    fold = fold_over(inputs[0], axes)
-    result = outputs[0].dtype
-    shape = outputs[0].local_shape
-    is_empty = any(inputs[0].local_shape[dim] == 0 for dim in gone)
-    kept = [1 if dim in gone else size for dim, size in enumerate(inputs[0].local_shape)]
-
-    def logsumexp(tensor: torch.Tensor, *given: Any, **named: Any) -> torch.Tensor:
-        del given, named  # as in the layouts
-        wide = tensor.to(accumulation_dtype(result))
-        # Of complex numbers the size of their exponentials is that of the real part's.
-        real = wide.real if wide.is_complex() else wide
-        own = real.new_full(kept, -math.inf) if is_empty else real.amax(gone, keepdim=True)
-        largest = fold(own, ReduceOp.MAX)
-        # Infinities would give NaN.
-        shift = torch.where(largest.isinf(), 0.0, largest)
-        total = fold((wide - shift).exp().sum(gone, keepdim=True), ReduceOp.SUM)
-        return (total.log() + shift).reshape(shape).to(result)
-
-    return logsumexp
-
-
 def _any_norm(tensor: Any, p: Any = 2, *dims: Any, dtype: Any = None) -> Any:
-    """``torch.norm``, which leaves the order out for the usual one; ``dims`` are the dims and keepdim."""
+    """``torch.norm``, whose order may be None; ``dims`` are the dims and keepdim."""
     return torch.linalg.vector_norm(tensor, 2 if p is None else p, *dims, dtype=dtype)
 
 
@@ -313,106 +329,11 @@ def _norm_each(tensors: Sequence[Any], ord: Any = 2, dtype: Any = None) -> list[
     return [torch.linalg.vector_norm(tensor, ord, dtype=dtype) for tensor in tensors]
 
 
-_moments_rule = OpRule(choices=settled_choices, local=_moments)
-
-RULES |= {
-    _aten.var.correction: _moments_rule,
-    _aten.std.correction: _moments_rule,
-    _aten.var_mean.correction: _moments_rule,
-    _aten.std_mean.correction: _moments_rule,
-    _aten.linalg_vector_norm.default: OpRule(choices=settled_choices, local=_norm),
-    _aten.logsumexp.default: OpRule(choices=settled_choices, local=_logsumexp),
-}
-
-DECOMPOSITIONS |= {
+DECOMPOSITIONS: dict[torch._ops.OpOverload, Callable[..., Any]] = {
+    _aten.aminmax.default: _both_extrema,
     _aten.norm.Scalar: _any_norm,
     _aten.norm.ScalarOpt_dim: _any_norm,
     _aten.norm.ScalarOpt_dim_dtype: _any_norm,
     _aten.norm.ScalarOpt_dtype: _any_norm,
     _aten._foreach_norm.Scalar: _norm_each,
-}
-
-_NOWHERE = torch.iinfo(torch.int64).max
-
-
-def _find(
-    op: ReduceOp, call: OpCall, inputs: Sequence[DTensorSpec], outputs: Sequence[DTensorSpec]
-) -> Callable[..., Any] | None:
-    """Each part's extremum and its place in the whole; of equal ones the first counts, as torch has it."""
-    layout = inputs[0]
-    gone = reduced_dims(call)
-    axes = dividers(layout, gone)
-    if not axes or any(layout.shape[dim] == 0 for dim in gone):  # of nothing there is none: torch raises
-        return None
-    fold = fold_over(layout, axes)
-    dim = call["dim"]
-    where = [positions(layout, dim) for dim in gone]
-    whole = contiguous_stride([layout.shape[dim] for dim in gone])
-    sizes = [layout.local_shape[dim] for dim in gone]
-    shape = outputs[0].local_shape
-
-    def find(tensor: torch.Tensor, *given: Any, **named: Any) -> Any:
-        del given, named  # as in the layouts
-        flat, along = (tensor.reshape(-1), 0) if dim is None else (tensor, dim)
-        if math.prod(sizes):
-            values, index = flat.max(along) if op is ReduceOp.MAX else flat.min(along)
-            parts = torch.unravel_index(index, sizes)
-            steps = [place[part] * step for place, part, step in zip(where, parts, whole, strict=True)]
-            index = torch.stack(steps).sum(0)
-        else:
-            values = tensor.new_full(shape, extreme(op, tensor.dtype))
-            index = torch.full(shape, _NOWHERE, device="cpu")
-        values, index = values.reshape(shape), index.reshape(shape)
-        best = fold(values, op)
-        # A NaN is the extremum wherever there is one.
-        is_best = (values == best) | (values != values)  # noqa: PLR0124
-        index = fold(torch.where(is_best, index, _NOWHERE), ReduceOp.MIN)
-        return (best, index) if len(outputs) == 2 else index
-
-    return find
-
-
-def _along(linear: Sequence[Sequence[int]], call: OpCall, axis: int) -> list[OpStrategy]:
-    """The dim that it runs along must be whole; the others may be divided."""
-    ndim = call.inputs[0].ndim
-    dim = call["dim"] % max(ndim, 1)
-    letters = [None if place == dim else place for place in range(ndim)]
-    pattern = EinsumPattern(
-        inputs=[letters], outputs=[letters] * len(call.results), linear=() if is_cut_off(call) else linear
-    )
-    return strategies_of(pattern, call, axis)
-
-
-def _picked(call: OpCall, axis: int) -> list[OpStrategy]:
-    """Reductions that need a whole dim."""
-    gone = reduced_dims(call)
-    letters = [None if dim in gone else dim for dim in range(call.inputs[0].ndim)]
-    pattern = EinsumPattern(inputs=[letters], outputs=[kept_labels(call)] * len(call.results))
-    return strategies_of(pattern, call, axis)
-
-
-_highest = OpRule(choices=settled_choices, local=partial(_find, ReduceOp.MAX))
-_lowest = OpRule(choices=settled_choices, local=partial(_find, ReduceOp.MIN))
-_cumsum_rule, _order_rule = OpRule(choices=partial(_along, ((0,),))), OpRule(choices=partial(_along, ()))
-_pick_rule = OpRule(choices=_picked)
-
-RULES |= {
-    _aten.argmax.default: _highest,
-    _aten.argmin.default: _lowest,
-    _aten.max.dim: _highest,
-    _aten.min.dim: _lowest,
-    _aten.cumsum.default: _cumsum_rule,
-    _aten.cumprod.default: _order_rule,
-    _aten.cummax.default: _order_rule,
-    _aten.cummin.default: _order_rule,
-    _aten.logcumsumexp.default: _order_rule,
-    _aten.topk.default: _order_rule,
-    _aten.sort.default: _order_rule,
-    _aten.sort.stable: _order_rule,
-    _aten.median.default: _pick_rule,
-    _aten.median.dim: _pick_rule,
-    _aten.nanmedian.default: _pick_rule,
-    _aten.nanmedian.dim: _pick_rule,
-    _aten.kthvalue.default: _pick_rule,
-    _aten.mode.default: _pick_rule,
 }

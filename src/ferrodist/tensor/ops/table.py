@@ -1,4 +1,4 @@
-"""All rules, by operator."""
+"""The rules of all operators."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 from ferrodist.tensor.ops import (
     attention,
     convolution,
+    creation,
     embedding,
     indexing,
     loss,
@@ -15,6 +16,8 @@ from ferrodist.tensor.ops import (
     pointwise,
     random,
     reduction,
+    scalar,
+    slicing,
     view,
 )
 
@@ -29,30 +32,25 @@ FAMILIES = (
     pointwise,
     matmul,
     reduction,
-    reduction,
-    reduction,
     view,
-    view,
+    slicing,
     indexing,
     embedding,
+    creation,
     random,
-    random,
-    matmul,
+    scalar,
     loss,
-    loss,
-    loss,
-    normalization,
     normalization,
     attention,
     convolution,
 )
-"""The modules of rules, in the order in which documents list them."""
+"""The modules of rules, in the order in which the operator table lists them."""
 
 RULES: dict[torch._ops.OpOverload, OpRule] = {}
-"""What operators do with divided tensors."""
+"""The rule of each operator that is computed on local shards."""
 
 DECOMPOSITIONS: dict[torch._ops.OpOverload, Callable[..., Any]] = {}
-"""Operators that are computed by others, on distributed tensors."""
+"""Functions that compute an operator by others, given distributed tensors."""
 
 for _family in FAMILIES:
     RULES.update(_family.RULES)

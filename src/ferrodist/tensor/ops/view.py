@@ -1,7 +1,4 @@
-"""Operators that cut dims, join tensors along a dim, or move elements along dims.
-
-Operators that name the same elements otherwise: other shapes, orders of dims, and repeated elements.
-"""
+"""Views: other shapes and orders of dims, and expanded dims."""
 
 from __future__ import annotations
 
@@ -13,434 +10,198 @@ import torch
 
 from ferrodist.collectives.reduce_op import ReduceOp
 from ferrodist.errors import UnsupportedOpError
-from ferrodist.tensor.op_strategy import EinsumPattern, OpRule, OpStrategy, strategies_of
+from ferrodist.tensor.op_strategy import EinsumPattern, OpRule, OpStrategy, einsum_strategies, rule_table
 from ferrodist.tensor.placement import PARTIAL_OPS, Partial, Replicate, Shard
-from ferrodist.torch_private.operators import private_aten
+from ferrodist.tensor.spec import DTensorSpec
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
-    from ferrodist.tensor.op_strategy import OpCall
+    from ferrodist.tensor.op_strategy import LocalFunction, OpCall
     from ferrodist.tensor.placement import Placement
-    from ferrodist.tensor.spec import DTensorSpec
 
 _aten = torch.ops.aten
-_OTHER_FOLDS = (ReduceOp.MIN, ReduceOp.MAX, ReduceOp.PRODUCT)
 
-Order = list[int | None]
-"""For each dim of a result, the dim of the input that it is, or None where it is none or has been cut."""
+EXTREMA_AND_PRODUCT = (ReduceOp.MIN, ReduceOp.MAX, ReduceOp.PRODUCT)
+
+DimMap = list[int | None]
+"""For each dim of a result, the dim of the input that it is, or None if it is new or has been cut."""
 
 
-def renamed(order: Callable[[OpCall], Sequence[int | None]], call: OpCall, axis: int) -> list[OpStrategy]:
-    """The ways of an operator that only places elements: each dim of its results is one of its input's, or none."""
-    results = len(call.results)
+def dim_map_strategies(dim_map: Callable[[OpCall], Sequence[int | None]], call: OpCall, axis: int) -> list[OpStrategy]:
+    """The strategies of an operator that only moves elements, given which dim of its input each result's dim is."""
     pattern = EinsumPattern(
         inputs=[range(call.inputs[0].ndim)],
-        outputs=[order(call)] * results,
+        outputs=[dim_map(call)] * len(call.results),
         linear=((0,),),
-        keeps=_OTHER_FOLDS,
+        commuting=EXTREMA_AND_PRODUCT,
     )
-    return without_unasked_sums(strategies_of(pattern, call, axis), call, axis)
+    return drop_needless_partials(einsum_strategies(pattern, call, axis), call, axis)
 
 
-def without_unasked_sums(choices: Sequence[OpStrategy], call: OpCall, axis: int) -> list[OpStrategy]:
-    """Leave out ways that make a divided tensor the parts of a sum, if these are not much fewer bytes in the end.
+def drop_needless_partials(strategies: Sequence[OpStrategy], call: OpCall, axis: int) -> list[OpStrategy]:
+    """Leave out strategies that turn a shard into a partial sum, unless that takes far fewer bytes in the end.
 
-    A divided dim that is cut may be gathered, once; or each rank may take zeros for what others have, and each result
-    is a sum that costs twice its bytes when it is read. That is for results that are a small part of the tensor, and
-    not for bools, as masks are: most operators on them need them whole.
+    If a sharded dim is cut, the tensor may be gathered once; or each rank may put zeros for the other ranks' elements,
+    and each result is a partial sum, which costs twice its bytes when it is read. The latter is for results that are a
+    small share of the tensor, and not for bools, as masks are: most operators need those replicated.
     """
-    divided = [layout for layout in call.inputs if isinstance(layout.placements[axis], Shard)]
-    results = sum(result.numel() for result in call.results)
-    small = 2 * results <= sum(math.prod(layout.shape) for layout in divided)
-    if small and not any(layout.dtype is torch.bool for layout in divided):
-        return list(choices)
+    sharded = [spec for spec in call.inputs if isinstance(spec.placements[axis], Shard)]
+    num_results = sum(result.numel() for result in call.results)
+    is_small = 2 * num_results <= sum(math.prod(spec.shape) for spec in sharded)
+    if is_small and not any(spec.dtype is torch.bool for spec in sharded):
+        return list(strategies)
     return [
-        choice
-        for choice in choices
+        strategy
+        for strategy in strategies
         if not any(
-            isinstance(layout.placements[axis], Shard) and isinstance(placement, Partial)
-            for layout, placement in zip(call.inputs, choice.inputs, strict=True)
+            isinstance(spec.placements[axis], Shard) and isinstance(placement, Partial)
+            for spec, placement in zip(call.inputs, strategy.inputs, strict=True)
         )
     ]
 
 
-def _dims(call: OpCall, *cut: int) -> Order:
-    """All dims of the input, but None for those that are cut."""
+def _transposed(call: OpCall) -> DimMap:
     ndim = call.inputs[0].ndim
-    gone = {dim % max(ndim, 1) for dim in cut}
-    return [None if dim in gone else dim for dim in range(ndim)]
-
-
-def _takes_all(call: OpCall) -> bool:
-    """Whether a slice, or the gradient of one, takes every element of the dim."""
-    dim = call["dim"]
-    return bool(call.results[0].shape[dim] == call.inputs[0].shape[dim])
-
-
-def _sliced(call: OpCall) -> Order:
-    return _dims(call) if _takes_all(call) else _dims(call, call["dim"])
-
-
-def _whole_slice(call: OpCall, inputs: Sequence[DTensorSpec], outputs: Sequence[DTensorSpec]) -> Mapping[str, Any]:
-    del inputs
-    ends = {"start": 0, "end": outputs[0].local_shape[call["dim"]], "step": 1} if _takes_all(call) else {}
-    sizes = {"input_sizes": list(outputs[0].local_shape)} if "input_sizes" in call.arguments else {}
-    return {**ends, **sizes}
-
-
-def _selected(call: OpCall) -> Order:
-    cut = call["dim"] % call.inputs[0].ndim
-    return [dim for dim in range(call.inputs[0].ndim) if dim != cut]
-
-
-def _inserted(call: OpCall) -> Order:
-    """Of the gradient of a select."""
-    order: Order = list(range(call.inputs[0].ndim))
-    order.insert(call["dim"] % (len(order) + 1), None)
-    return order
-
-
-def _diagonal(call: OpCall) -> Order:
-    ndim = call.inputs[0].ndim
-    gone = (call["dim1"] % ndim, call["dim2"] % ndim)
-    return [*(dim for dim in range(ndim) if dim not in gone), None]
-
-
-def _diagonal_backward(call: OpCall) -> Order:
-    order: Order = list(range(call.inputs[0].ndim - 1))
-    ndim = len(order) + 2
-    for dim in sorted((call["dim1"] % ndim, call["dim2"] % ndim)):
-        order.insert(dim, None)
-    return order
-
-
-def _unfolded(call: OpCall) -> Order:
-    return [*(_dims(call, call["dimension"]) if call.inputs[0].ndim else []), None]
-
-
-def _unfold_backward(call: OpCall) -> Order:
-    ndim = call.inputs[0].ndim - 1
-    if not ndim:
-        return []
-    cut = call["dim"] % ndim
-    return [None if dim == cut else dim for dim in range(ndim)]
-
-
-def _local_input_sizes(
-    call: OpCall, inputs: Sequence[DTensorSpec], outputs: Sequence[DTensorSpec]
-) -> Mapping[str, Any]:
-    del inputs
-    name = "input_sizes" if "input_sizes" in call.arguments else "input_size"
-    return {name: list(outputs[0].local_shape)}
-
-
-def _rolled(call: OpCall) -> Order:
-    dims = call["dims"]
-    return _dims(call, *(dims or range(call.inputs[0].ndim)))
-
-
-def _repeated(call: OpCall) -> Order:
-    repeats = call["repeats"]
-    more = len(repeats) - call.inputs[0].ndim
-    return [None] * more + [dim if repeats[more + dim] == 1 else None for dim in range(call.inputs[0].ndim)]
-
-
-def _padded(call: OpCall, axis: int) -> list[OpStrategy]:
-    """Dims that get longer, or shorter, are whole; parts of a sum are padded with zeros only."""
-    ndim, pad = call.inputs[0].ndim, call["pad"]
-    order = _dims(call, *[ndim - 1 - place // 2 for place, size in enumerate(pad) if size])
-    pattern = EinsumPattern(inputs=[range(ndim)], outputs=[order], linear=((0,),) if call["value"] == 0 else ())
-    return without_unasked_sums(strategies_of(pattern, call, axis), call, axis)
-
-
-# [Note: pieces of a divided dim]
-# A dim in equal blocks, each divided by itself, is cut between the blocks without anything moved: of the dim of
-# ``Shard(dim, blocks=3)`` three equal pieces are ``Shard(dim)`` each. The other way round, equal tensors that are
-# ``Shard(dim)``, joined along the dim, are ``Shard(dim, blocks=3)`` together. Both need parts of one size.
-
-
-def _divides(call: OpCall, axis: int, placement: Shard, place: int = 0) -> bool:
-    """Whether all ranks that divide the dim of an input have parts of one size."""
-    num_ranks = call.mesh.shape[axis] * math.prod(
-        size
-        for choice, size in zip(call.chosen, call.mesh.shape, strict=False)
-        if isinstance(before := choice.inputs[place], Shard) and before.dim == placement.dim
-    )
-    return call.inputs[place].shape[placement.dim] % (placement.blocks * num_ranks) == 0
-
-
-def _split(call: OpCall, axis: int) -> list[OpStrategy]:
-    layout, dim = call.inputs[0], call["dim"] % call.inputs[0].ndim
-    sizes = [result.shape[dim] for result in call.results]
-    order = _dims(call) if len(sizes) == 1 else _dims(call, dim)
-    choices = renamed(lambda _: order, call, axis)
-    now = layout.placements[axis]
-    if isinstance(now, Shard) and now.dim == dim and len(sizes) > 1 and len(set(sizes)) == 1 and sizes[0]:
-        blocks, rest = divmod(now.blocks, len(sizes))
-        if not rest and _divides(call, axis, now):
-            choices.append(OpStrategy((now,), (Shard(dim, blocks),) * len(sizes)))
-    return choices
-
-
-def _local_split(call: OpCall, inputs: Sequence[DTensorSpec], outputs: Sequence[DTensorSpec]) -> Mapping[str, Any]:
-    del inputs
-    dim = call["dim"]
-    sizes = [layout.local_shape[dim] for layout in outputs]
-    if "split_size" in call.arguments:
-        # One piece is more than a part has, where the dim is not cut.
-        return {"split_size": max(sizes[0], 1) if len(sizes) > 1 else max(call["split_size"], 1)}
-    return {"split_sizes": sizes}
-
-
-def _joined(call: OpCall, axis: int) -> list[OpStrategy]:
-    """Of tensors one after the other along a dim; empty ones of one dim may be among them."""
-    shapes = [layout.shape for layout in call.inputs]
-    ndim = call.results[0].ndim
-    dim = call["dim"] % max(ndim, 1)
-    letters: Order = [None if place == dim else place for place in range(ndim)]
-    inputs: list[Order] = [letters if len(shape) == ndim and shape != (0,) else [None] * len(shape) for shape in shapes]
-    choices = without_unasked_sums(strategies_of(_all_together(call, inputs, letters), call, axis), call, axis)
-    now = call.inputs[0].placements[axis]
-    if isinstance(now, Shard) and now.dim == dim:
-        alike = all(layout.shape == shapes[0] and layout.placements[axis] == now for layout in call.inputs)
-        if alike and all(_divides(call, axis, now, place) for place in range(len(shapes))):
-            choices.append(OpStrategy((now,) * len(shapes), (Shard(dim, now.blocks * len(shapes)),)))
-    return choices
-
-
-def _stacked(call: OpCall, axis: int) -> list[OpStrategy]:
-    order: Order = list(range(call.inputs[0].ndim))
-    inputs = [list(order)] * len(call.inputs)
-    order.insert(call["dim"] % (len(order) + 1), None)
-    return without_unasked_sums(strategies_of(_all_together(call, inputs, order), call, axis), call, axis)
-
-
-def _all_together(call: OpCall, inputs: Sequence[Order], output: Order) -> EinsumPattern:
-    """All inputs are parts that are folded, or none; not where elements are cast, which may lose some of a sum."""
-    alike = len({layout.dtype for layout in call.inputs}) == 1
-    return EinsumPattern(
-        inputs=inputs,
-        outputs=[output],
-        linear=(range(len(inputs)),) if alike else (),
-        keeps=_OTHER_FOLDS if alike else (),
-    )
-
-
-def _scattered(order: Callable[[OpCall], Order], call: OpCall, axis: int) -> list[OpStrategy]:
-    """A tensor with what a slice, select or diagonal takes replaced by another."""
-    taken = order(call)
-    letters = [dim if dim in taken else None for dim in range(call.inputs[0].ndim)]
-    if len(call.inputs) == 1:  # A plain number replaces one element.
-        return strategies_of(EinsumPattern(inputs=[letters], outputs=[letters]), call, axis)
-    pattern = EinsumPattern(inputs=[letters, taken], outputs=[letters], linear=((0, 1),))
-    return strategies_of(pattern, call, axis)
-
-
-def _order_of_slice_scatter(call: OpCall) -> Order:
-    whole = call.inputs[1].shape[call["dim"]] == call.inputs[0].shape[call["dim"]]
-    return _dims(call) if whole else _dims(call, call["dim"])
-
-
-def _slice_of_scatter(call: OpCall, inputs: Sequence[DTensorSpec], outputs: Sequence[DTensorSpec]) -> Mapping[str, Any]:
-    del inputs
-    if None in _order_of_slice_scatter(call):
-        return {}
-    return {"start": 0, "end": outputs[0].local_shape[call["dim"]], "step": 1}
-
-
-def _rule(order: Callable[[OpCall], Order], **more: Any) -> OpRule:
-    return OpRule(choices=partial(renamed, order), **more)
-
-
-_triangle_rule = _rule(lambda call: _dims(call, -2, -1))
-
-RULES: dict[torch._ops.OpOverload, OpRule] = {
-    _aten.slice.Tensor: _rule(_sliced, arguments=_whole_slice),
-    _aten.slice_backward.default: _rule(_sliced, arguments=_whole_slice),
-    _aten.select.int: _rule(_selected),
-    _aten.select_backward.default: _rule(_inserted, arguments=_local_input_sizes),
-    _aten.diagonal.default: _rule(_diagonal),
-    _aten.diagonal_backward.default: _rule(_diagonal_backward, arguments=_local_input_sizes),
-    _aten.unfold.default: _rule(_unfolded),
-    _aten.unfold_backward.default: _rule(_unfold_backward, arguments=_local_input_sizes),
-    _aten.unbind.int: _rule(_selected),
-    _aten.split.Tensor: OpRule(choices=_split, arguments=_local_split),
-    _aten.split_with_sizes.default: OpRule(choices=_split, arguments=_local_split),
-    _aten.unsafe_split.Tensor: OpRule(choices=_split, arguments=_local_split),
-    _aten.unsafe_split_with_sizes.default: OpRule(choices=_split, arguments=_local_split),
-    _aten.cat.default: OpRule(choices=_joined),
-    _aten.stack.default: OpRule(choices=_stacked),
-    _aten.constant_pad_nd.default: OpRule(choices=_padded, by_value=True),
-    _aten.flip.default: _rule(lambda call: _dims(call, *call["dims"])),
-    _aten.roll.default: _rule(_rolled),
-    _aten.repeat.default: _rule(_repeated),
-    _aten.tril.default: _triangle_rule,
-    _aten.triu.default: _triangle_rule,
-    _aten.tril_.default: _triangle_rule,
-    _aten.triu_.default: _triangle_rule,
-    _aten.slice_scatter.default: OpRule(
-        choices=partial(_scattered, _order_of_slice_scatter), arguments=_slice_of_scatter
-    ),
-    _aten.select_scatter.default: OpRule(choices=partial(_scattered, _selected)),
-    _aten.diagonal_scatter.default: OpRule(choices=partial(_scattered, _diagonal)),
-}
-
-
-def _transposed(call: OpCall) -> list[int | None]:
-    ndim = call.inputs[0].ndim
-    order: list[int | None] = list(range(ndim))
+    dims: DimMap = list(range(ndim))
     one, other = (0, -1) if call.operator is _aten.t.default else (call["dim0"], call["dim1"])
     if ndim:
-        order[one], order[other] = order[other], order[one]
-    return order
+        dims[one], dims[other] = dims[other], dims[one]
+    return dims
 
 
-def _permuted(call: OpCall) -> list[int | None]:
+def _permuted(call: OpCall) -> DimMap:
     ndim = call.inputs[0].ndim
     return [dim % ndim for dim in call["dims"]]
 
 
-def _unsqueezed(call: OpCall) -> list[int | None]:
+def _unsqueezed(call: OpCall) -> DimMap:
     ndim = call.inputs[0].ndim
-    order: list[int | None] = list(range(ndim))
-    order.insert(call["dim"] % (ndim + 1), None)
-    return order
+    dims: DimMap = list(range(ndim))
+    dims.insert(call["dim"] % (ndim + 1), None)
+    return dims
 
 
-def _squeezed(call: OpCall) -> list[int | None]:
-    layout = call.inputs[0]
+def _squeezed(call: OpCall) -> DimMap:
+    spec = call.inputs[0]
     given = call.arguments.get("dim")
-    dims = range(layout.ndim) if given is None else [given] if isinstance(given, int) else given
-    gone = {dim % max(layout.ndim, 1) for dim in dims}
-    return [dim for dim in range(layout.ndim) if dim not in gone or layout.shape[dim] != 1]
+    dims = range(spec.ndim) if given is None else [given] if isinstance(given, int) else given
+    squeezed = {dim % max(spec.ndim, 1) for dim in dims}
+    return [dim for dim in range(spec.ndim) if dim not in squeezed or spec.shape[dim] != 1]
 
 
-def _expanded(call: OpCall) -> list[int | None]:
+def _expanded(call: OpCall) -> DimMap:
     shape, result = call.inputs[0].shape, call.results[0].shape
     more = len(result) - len(shape)
     return [None] * more + [dim if shape[dim] == result[more + dim] else None for dim in range(len(shape))]
 
 
-def _squeeze_choices(call: OpCall, axis: int) -> list[OpStrategy]:
-    """A dim that goes has one element, which is on one rank only when it is divided: it must be whole."""
-    order = _squeezed(call)
+def _squeeze_strategies(call: OpCall, axis: int) -> list[OpStrategy]:
+    """A squeezed dim has one element, which only one rank has if the dim is sharded: it must be replicated."""
+    kept = _squeezed(call)
     return [
-        choice
-        for choice in renamed(_squeezed, call, axis)
-        if not isinstance(choice.inputs[0], Shard) or choice.inputs[0].dim in order
+        strategy
+        for strategy in dim_map_strategies(_squeezed, call, axis)
+        if not isinstance(strategy.inputs[0], Shard) or strategy.inputs[0].dim in kept
     ]
 
 
-def _squeeze(call: OpCall, inputs: Sequence[DTensorSpec], outputs: Sequence[DTensorSpec]) -> Callable[..., Any]:
-    """Squeeze the dims that go; a part may have others of one element."""
-    del inputs, outputs
-    order = _squeezed(call)
-    dims = [dim for dim in range(call.inputs[0].ndim) if dim not in order]
+def _squeeze(call: OpCall) -> LocalFunction:
+    """Squeeze the same dims as of the full tensor; a shard may have others of one element."""
+    kept = _squeezed(call)
+    dims = [dim for dim in range(call.inputs[0].ndim) if dim not in kept]
     return lambda local, *_: _aten.squeeze.dims(local, dims)
 
 
-def _local_size(call: OpCall, inputs: Sequence[DTensorSpec], outputs: Sequence[DTensorSpec]) -> Mapping[str, Any]:
-    del call, inputs
-    return {"size": list(outputs[0].local_shape)}
+def _local_size(call: OpCall) -> Mapping[str, Any]:
+    return {"size": list(call.outputs[0].local_shape)}
 
 
-# [Note: views of divided dims]
-# A view of another shape joins and cuts dims: (4, 6) as (24,), or as (2, 2, 6). What goes together is a group: some
-# dims of the input, and some of the output, with as many elements. Where a dim of the input is divided over n ranks,
-# the elements of a rank are every n-th part of B blocks of the group: B is what the dims before it come to, times the
-# blocks of the dim itself. The same is a division of a dim of the output when the output's dims before that one come to
-# a divisor of B, and what is then left of B are equal blocks of it that n divides. A dim that is a group of its own
-# stays divided as it is, evenly or not.
+# [Note: views of sharded dims]
+# A view of another shape flattens and splits dims: (4, 6) as (24,), or as (2, 2, 6). Dims of the input and of the
+# output that have the same elements form a group. If a dim of the input is sharded over n ranks, the elements of a rank
+# are every n-th part of B blocks of the group: B is the product of the group's dims before it, times the blocks of the
+# dim itself. That is also a sharding of a dim of the output if the product of the output's dims before that one divides
+# B, and n divides the blocks that are then left of it evenly. A dim that is a group by itself keeps its sharding,
+# evenly or not.
 
 
-def _groups(shape: Sequence[int], result: Sequence[int]) -> list[tuple[list[int], list[int]]]:
-    """The dims of the input and of the output that go together; dims of one element are in none."""
+def _dim_groups(shape: Sequence[int], result: Sequence[int]) -> list[tuple[list[int], list[int]]]:
+    """The groups of dims of the input and of the output with the same elements; dims of one element are in none."""
     groups = []
-    one = [dim for dim, size in enumerate(shape) if size != 1]
-    other = [dim for dim, size in enumerate(result) if size != 1]
-    while one or other:
-        here, there = ([one.pop(0)], [other.pop(0)]) if one and other else (one, other)
-        if not (one or other) and (not here or not there):
+    inputs = [dim for dim, size in enumerate(shape) if size != 1]
+    outputs = [dim for dim, size in enumerate(result) if size != 1]
+    while inputs or outputs:
+        before, after = ([inputs.pop(0)], [outputs.pop(0)]) if inputs and outputs else (inputs, outputs)
+        if not (inputs or outputs) and (not before or not after):
             break
-        while (left := math.prod(shape[dim] for dim in here)) != (right := math.prod(result[dim] for dim in there)):
+        while (left := math.prod(shape[dim] for dim in before)) != (right := math.prod(result[dim] for dim in after)):
             if left < right:
-                here.append(one.pop(0))
+                before.append(inputs.pop(0))
             else:
-                there.append(other.pop(0))
-        groups.append((here, there))
+                after.append(outputs.pop(0))
+        groups.append((before, after))
     return groups
 
 
-def _reshaped(call: OpCall, axis: int) -> list[OpStrategy]:
-    layout, result = call.inputs[0], call.results[0]
-    whole: list[Placement] = [Replicate(), *[Partial(op) for op in PARTIAL_OPS]]
-    choices = [OpStrategy((placement,), (placement,)) for placement in whole]
-    now = layout.placements[axis]
-    if isinstance(now, Shard) and 0 not in layout.shape:
-        then = _follow(call, axis, now, list(result.shape))
-        if then is not None:
-            choices.append(OpStrategy((now,), (then,)))
-    return choices
+def _reshape_strategies(call: OpCall, axis: int) -> list[OpStrategy]:
+    spec, result = call.inputs[0], call.results[0]
+    unsharded: list[Placement] = [Replicate(), *[Partial(op) for op in PARTIAL_OPS]]
+    strategies = [OpStrategy((placement,), (placement,)) for placement in unsharded]
+    current = spec.placements[axis]
+    if isinstance(current, Shard) and 0 not in spec.shape:
+        reshaped = _reshape_sharding(call, axis, current, list(result.shape))
+        if reshaped is not None:
+            strategies.append(OpStrategy((current,), (reshaped,)))
+    return strategies
 
 
-def _follow(call: OpCall, axis: int, now: Shard, result: list[int]) -> Shard | None:
-    """How a view is divided whose input is, or None where it is in no such way; see [Note: views of divided dims]."""
+def _reshape_sharding(call: OpCall, axis: int, placement: Shard, result: list[int]) -> Shard | None:
+    """The view's sharding given its input's, or None if there is none; see [Note: views of sharded dims]."""
     shape = list(call.inputs[0].shape)
-    found = [pair for pair in _groups(shape, result) if now.dim in pair[0]]
+    found = [group for group in _dim_groups(shape, result) if placement.dim in group[0]]
     if not found:
         return None
-    ((here, there),) = found
-    if len(here) == len(there) == 1:
-        return Shard(there[0], now.blocks)
-    for choice, num_ranks in zip(call.chosen, call.mesh.shape, strict=False):
-        (before,), (after,) = choice.inputs, choice.outputs
-        if isinstance(before, Shard) and isinstance(after, Shard) and before.dim in here:
-            shape[before.dim] //= num_ranks
-            result[after.dim] //= num_ranks
+    ((before, after),) = found
+    if len(before) == len(after) == 1:
+        return Shard(after[0], placement.blocks)
+    for strategy, num_ranks in zip(call.selected, call.mesh.shape, strict=False):
+        (input_,), (output,) = strategy.inputs, strategy.outputs
+        if isinstance(input_, Shard) and isinstance(output, Shard) and input_.dim in before:
+            shape[input_.dim] //= num_ranks
+            result[output.dim] //= num_ranks
     num_ranks = call.mesh.shape[axis]
-    if shape[now.dim] % (now.blocks * num_ranks):
+    if shape[placement.dim] % (placement.blocks * num_ranks):
         return None
-    blocks = now.blocks * math.prod(shape[dim] for dim in here[: here.index(now.dim)])
-    ways = []
-    for place, dim in enumerate(there):
-        before_it = math.prod(result[other] for other in there[:place])
-        if blocks % before_it == 0 and result[dim] % (blocks // before_it * num_ranks) == 0:
-            ways.append(Shard(dim, blocks // before_it))
-    return min(ways, key=lambda way: way.blocks, default=None)
+    blocks = placement.blocks * math.prod(shape[dim] for dim in before[: before.index(placement.dim)])
+    possible = []
+    for index, dim in enumerate(after):
+        outer = math.prod(result[other] for other in after[:index])
+        if blocks % outer == 0 and result[dim] % (blocks // outer * num_ranks) == 0:
+            possible.append(Shard(dim, blocks // outer))
+    return min(possible, key=lambda shard: shard.blocks, default=None)
 
 
-def _reshape(call: OpCall, inputs: Sequence[DTensorSpec], outputs: Sequence[DTensorSpec]) -> Callable[..., Any]:
-    """A part may lie otherwise in memory than the whole's stride says, so that its view takes a copy."""
-    del call, inputs, outputs
+def _reshape(call: OpCall) -> LocalFunction:
+    """Reshape a shard, which may have other strides than the full tensor, so that its view is a copy."""
+    del call
     return torch.reshape
 
 
-_RENAMED = [
-    ("t.default transpose.int", _transposed),
-    ("permute.default", _permuted),
-    ("unsqueeze.default", _unsqueezed),
-]
-
-
-def _overload(name: str) -> torch._ops.OpOverload:
-    packet, overload = name.split(".")
-    found: torch._ops.OpOverload = getattr(getattr(_aten, packet), overload)
-    return found
-
-
-_reshape_rule = OpRule(choices=_reshaped, arguments=_local_size, local=_reshape)
-
-RULES |= {
-    **{_overload(name): OpRule(choices=partial(renamed, order)) for names, order in _RENAMED for name in names.split()},
-    **{
-        _overload(name): OpRule(choices=_squeeze_choices, local=_squeeze)
-        for name in ("squeeze.default", "squeeze.dim", "squeeze.dims")
-    },
-    _aten.expand.default: OpRule(choices=partial(renamed, _expanded), arguments=_local_size),
-    _aten.view.default: _reshape_rule,
-    private_aten.unsafe_view.default: _reshape_rule,
-}
+RULES = rule_table(
+    (OpRule(strategies=partial(dim_map_strategies, _transposed)), "t.default"),
+    (OpRule(strategies=partial(dim_map_strategies, _transposed)), "transpose.int"),
+    (OpRule(strategies=partial(dim_map_strategies, _permuted)), "permute.default"),
+    (OpRule(strategies=partial(dim_map_strategies, _unsqueezed)), "unsqueeze.default"),
+    (OpRule(strategies=_squeeze_strategies, local=_squeeze), "squeeze.default"),
+    (OpRule(strategies=_squeeze_strategies, local=_squeeze), "squeeze.dim"),
+    (OpRule(strategies=_squeeze_strategies, local=_squeeze), "squeeze.dims"),
+    (OpRule(strategies=partial(dim_map_strategies, _expanded), arguments=_local_size), "expand.default"),
+    (
+        OpRule(strategies=_reshape_strategies, arguments=_local_size, local=_reshape),
+        "view.default _unsafe_view.default",
+    ),
+)
 
 
 def _reshape_alias(tensor: Any, size: Sequence[int], stride: Sequence[int]) -> Any:
@@ -451,4 +212,25 @@ def _reshape_alias(tensor: Any, size: Sequence[int], stride: Sequence[int]) -> A
     return view
 
 
-DECOMPOSITIONS: dict[torch._ops.OpOverload, Callable[..., Any]] = {_aten._reshape_alias.default: _reshape_alias}
+def _as_strided(tensor: Any, size: Sequence[int], stride: Sequence[int], storage_offset: int | None = None) -> Any:
+    """A view of memory: autograd takes views of replicated tensors, for the gradient of what is written to a view."""
+    spec: DTensorSpec = tensor._spec
+    local = tensor._local
+    if any(placement != Replicate() for placement in spec.placements) or (
+        local.numel() > 1 and local.stride() != spec.stride
+    ):
+        raise UnsupportedOpError(
+            f"torch.as_strided is of memory, of which ranks have parts: {spec}; use views that name dims, or"
+            " as_strided on full_tensor()"
+        )
+    start = tensor.storage_offset()
+    offset = 0 if storage_offset is None else storage_offset - start
+    view = local.as_strided(size, stride, local.storage_offset() + offset)
+    result = DTensorSpec.make(spec.mesh, spec.placements, view.shape, spec.dtype, view.stride())
+    return type(tensor)._wrap_view(view, result, tensor, offset)
+
+
+DECOMPOSITIONS: dict[torch._ops.OpOverload, Callable[..., Any]] = {
+    _aten._reshape_alias.default: _reshape_alias,
+    _aten.as_strided.default: _as_strided,
+}

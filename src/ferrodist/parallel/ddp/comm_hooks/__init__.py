@@ -1,17 +1,15 @@
-"""How DDP may reduce a bucket of gradients: functions from a `GradientBucket` to a `PendingCollective`.
+"""Communication hooks: functions from a `GradientBucket` to a `PendingCollective`, which reduce a bucket of gradients.
 
 ::
 
-    compression.py   allreduce, float16_compression, bfloat16_compression
+    compression.py   allreduce, float16_compression, bfloat16_compression; Continued, for collectives with later steps
     power_sgd.py     PowerSGD      low-rank matrices, with error feedback
     top_k.py         TopK          the largest elements, with error feedback
-    continued.py     Continued     what more is to be done when a collective has ended
-    residuals.py     Residuals     what PowerSGD and TopK have not sent so far
 
-A hook of one's own starts one or more collectives on ``bucket.tensor`` (all gradients, flat), ``bucket.gradients`` (one
+A custom hook starts one or more collectives on ``bucket.tensor`` (all gradients, flat), ``bucket.gradients`` (one
 tensor for each parameter) or copies of them, with ``group=bucket.group``, and returns a `PendingCollective` whose
-``wait()`` gives the average of each element, flat. It is called in the same order on all ranks, and so are the waits.
-Ranks compare hooks when a DDP is made: by name, or by what their method ``describe()`` gives, where they have one.
+``wait()`` returns the average of each element, flat. It is called in the same order on all ranks, and so are the waits.
+Ranks compare hooks when a DDP is made: by name, or by the text of their method ``describe()``, where they have one.
 """
 
 from __future__ import annotations

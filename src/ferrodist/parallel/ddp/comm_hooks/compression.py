@@ -1,9 +1,4 @@
-"""Reduce gradients as they are, or in 16 bits.
-
-What is to be done when a collective has ended, as a handle like the collective's own.
-
-What a hook has not sent of the gradients so far, which it adds to those of a later step (error feedback).
-"""
+"""Hooks that reduce gradients as they are or in 16 bits, and the parts of hooks with error feedback."""
 
 from __future__ import annotations
 
@@ -21,33 +16,33 @@ if TYPE_CHECKING:
 
     from ferrodist.parallel.ddp.bucket import GradientBucket
 
-_WIDE = (torch.float32, torch.float64)
+_COMPRESSED = (torch.float32, torch.float64)
 
 
 def allreduce(bucket: GradientBucket) -> PendingCollective[torch.Tensor]:
-    """What DDP does without a hook, to compare hooks with."""
+    """Average a bucket as DDP does without a hook, for comparison."""
     return async_allreduce(bucket.tensor, ReduceOp.MEAN, group=bucket.group, out=bucket.tensor)
 
 
 def bfloat16_compression(bucket: GradientBucket) -> PendingCollective[torch.Tensor]:
     """Round gradients to bfloat16, which has float32's range and 8 bits: half of float32's bytes.
 
-    Ranks' values are rounded, added up in float32, and their mean is rounded again. Other dtypes than float32 and
-    float64 travel as they are.
+    Ranks' values are rounded, added up in float32, and their mean is rounded again. Dtypes other than float32 and
+    float64 are sent as they are.
     """
-    return _in(torch.bfloat16, bucket)
+    return _allreduce_as(torch.bfloat16, bucket)
 
 
 def float16_compression(bucket: GradientBucket) -> PendingCollective[torch.Tensor]:
     """Round gradients to float16, which has 11 bits, and infinity from 65520 on; see `bfloat16_compression`."""
-    return _in(torch.float16, bucket)
+    return _allreduce_as(torch.float16, bucket)
 
 
-def _in(dtype: torch.dtype, bucket: GradientBucket) -> PendingCollective[torch.Tensor]:
-    if bucket.tensor.dtype not in _WIDE:
+def _allreduce_as(dtype: torch.dtype, bucket: GradientBucket) -> PendingCollective[torch.Tensor]:
+    if bucket.tensor.dtype not in _COMPRESSED:
         return allreduce(bucket)
-    small = bucket.tensor.to(dtype)
-    return async_allreduce(small, ReduceOp.MEAN, group=bucket.group, out=small)
+    rounded = bucket.tensor.to(dtype)
+    return async_allreduce(rounded, ReduceOp.MEAN, group=bucket.group, out=rounded)
 
 
 T = TypeVar("T")
@@ -55,13 +50,13 @@ S = TypeVar("S")
 
 
 class Continued(PendingCollective[T]):
-    """A collective whose result is made into another one by the first who waits for it.
+    """A collective followed by a function of its result, which the first waiter calls.
 
-    What is made of it may call collectives itself. All ranks then wait for their handles in one order, as DDP does.
+    The function may call collectives itself. All ranks then wait for their handles in one order, as DDP does.
 
     Args:
         first: The collective under way.
-        then: ``then(result)`` gives the result.
+        then: ``then(result)`` returns the final result.
     """
 
     def __init__(self, first: PendingCollective[S], then: Callable[[S], T]) -> None:
@@ -76,7 +71,7 @@ class Continued(PendingCollective[T]):
         return self._first.done()
 
     def wait(self, timeout: float | None = None) -> T:
-        """Block until the collective has ended, and give what is made of it; see `PendingCollective.wait`."""
+        """Block until the collective has ended, and return the final result; see `PendingCollective.wait`."""
         with self._lock:
             if self._steps is not None:
                 self._results.append(self._steps(timeout))
@@ -85,10 +80,10 @@ class Continued(PendingCollective[T]):
 
 
 class ErrorFeedback:
-    """A tensor for each parameter of one model, by the parameter's name; made of zeros when it is first asked for.
+    """Residuals of one model, by parameter names: the part of the gradients that a lossy hook has not sent so far.
 
     Args:
-        owner: How error messages call the hook.
+        owner: The hook's name in error messages.
     """
 
     def __init__(self, owner: str) -> None:
@@ -97,10 +92,10 @@ class ErrorFeedback:
         self._tensors: dict[str, torch.Tensor] = {}
 
     def bind(self, bucket: GradientBucket) -> None:
-        """Take note whose gradients these are.
+        """Bind the parameters of a bucket.
 
         Raises:
-            ValueError: Another model's had such a name.
+            ValueError: Another model has a parameter of one of their names.
         """
         for name, parameter in zip(bucket.names, bucket.parameters, strict=True):
             if self._parameters.setdefault(name, parameter) is not parameter:
@@ -109,8 +104,8 @@ class ErrorFeedback:
                     " each DDP a hook object of its own"
                 )
 
-    def find(self, name: str, like: torch.Tensor) -> torch.Tensor:
-        """The residual of a parameter, with shape and dtype of ``like``; zeros when they have changed."""
+    def residual(self, name: str, like: torch.Tensor) -> torch.Tensor:
+        """The residual of a parameter, shaped like ``like``; zeros at first, and when shape or dtype have changed."""
         found = self._tensors.get(name)
         if found is None or found.shape != like.shape or found.dtype is not like.dtype:
             found = self._tensors[name] = torch.zeros_like(like)

@@ -33,26 +33,26 @@ class _Matrix(NamedTuple):
 
 
 class PowerSGD:
-    """A communication hook that sends each matrix as two thin ones, whose product is near it.
+    """A communication hook that sends each matrix as two thin ones, whose product approximates it.
 
-    What a step leaves out is added to the next step's gradient (error feedback). A gradient of shape (n, a, b, ...) is
-    a matrix of n rows, where that dim is the outermost in memory. For n x m elements (n + m) * rank are sent. Vectors,
-    matrices that would not shrink, half-precision and complex gradients are averaged as they are, and so is everything
-    until ``start_step``. Each bucket with a matrix takes three messages.
+    The part that a step leaves out is added to the next step's gradient (error feedback). A gradient of shape (n, a, b,
+    ...) is a matrix of n rows, where n is the outermost dim in memory. For n x m elements (n + m) * rank are sent.
+    Vectors, matrices that would not shrink, half-precision and complex gradients are averaged as they are, and so are
+    all gradients until ``start_step``. Each bucket with a matrix takes three messages.
 
-    What was not sent waits while its parameter has no gradient on this rank. In a step whose average is not finite
-    nothing is added to it, and it is halved, as a gradient scaler halves its scale then. Otherwise it stays in units of
-    the scale at its time: when a scaler doubles its scale, what waits counts half.
+    A residual waits while its parameter has no gradient on this rank. In a step whose average is not finite nothing is
+    added to it, and it is halved, as a gradient scaler halves its scale then. Otherwise it stays in units of the scale
+    at its time: when a scaler doubles its scale, residuals count half.
 
-    The ranks compute the averages' product from equal bits. Processors of several kinds may round it differently: where
+    The ranks compute the product of the averages from equal bits. CPUs of several kinds may round it differently: where
     hosts differ, call ``broadcast_parameters`` now and then.
 
-    One object serves one DDP; it keeps as many elements again as there are gradients.
+    One object serves one DDP; it holds as many elements again as there are gradients.
 
     Args:
-        rank: Of the thin matrices.
-        start_step: Steps (calls for a bucket) that average everything.
-        seed: Of the first Q, equal on all ranks.
+        rank: The rank of the approximation.
+        start_step: Number of steps (calls for a bucket) that average everything.
+        seed: Seed of the first Q, equal on all ranks.
 
     Raises:
         TypeError, ValueError: An argument is wrong.
@@ -60,20 +60,20 @@ class PowerSGD:
     """
 
     def __init__(self, rank: int = 4, *, start_step: int = 10, seed: int = 0) -> None:
-        for name, value, least in (("rank", rank, 1), ("start_step", start_step, 0), ("seed", seed, 0)):
+        for name, value, minimum in (("rank", rank, 1), ("start_step", start_step, 0), ("seed", seed, 0)):
             if isinstance(value, bool) or not isinstance(value, int):
                 raise TypeError(f"{name} must be an integer, not {type(value).__name__}")
-            if value < least:
-                raise ValueError(f"{name} must be at least {least}, not {value}")
+            if value < minimum:
+                raise ValueError(f"{name} must be at least {minimum}, not {value}")
         self.rank = rank
         self.start_step = start_step
         self.seed = seed
         self._num_steps: dict[int, int] = {}  # of each bucket
-        self._rights: dict[str, torch.Tensor] = {}
+        self._right_factors: dict[str, torch.Tensor] = {}
         self._residuals = ErrorFeedback(self.describe())
 
     def describe(self) -> str:
-        """What ranks compare."""
+        """The text that ranks compare."""
         return f"PowerSGD(rank={self.rank}, start_step={self.start_step}, seed={self.seed})"
 
     def __call__(self, bucket: GradientBucket) -> PendingCollective[torch.Tensor]:
@@ -92,12 +92,12 @@ class PowerSGD:
                 if matrix.is_present:
                     matrix.gradient.add_(matrix.residual)  # from here on what is to be sent
                 torch.mm(matrix.gradient, matrix.right, out=matrix.left)
-            sent = _join([*lefts, *vectors])
+            sent = _flatten([*lefts, *vectors])
         first = async_allreduce(sent, ReduceOp.MEAN, group=bucket.group, out=sent)
 
         def finish(average: torch.Tensor) -> torch.Tensor:
             with torch.no_grad():
-                _part(average, [*lefts, *vectors])
+                _unflatten_into(average, [*lefts, *vectors])
                 _finish(bucket, matrices)
             return bucket.tensor
 
@@ -114,33 +114,33 @@ class PowerSGD:
                 matrices.append(
                     _Matrix(
                         flat,
-                        self._residuals.find(name, flat),
+                        self._residuals.residual(name, flat),
                         name not in bucket.absent,
                         flat.new_empty(rows, self.rank),
-                        self._right(name, flat),
+                        self._right_factor(name, flat),
                     )
                 )
             else:
                 others.append(gradient)
         return matrices, others
 
-    def _right(self, name: str, gradient: torch.Tensor) -> torch.Tensor:
-        found = self._rights.get(name)
+    def _right_factor(self, name: str, gradient: torch.Tensor) -> torch.Tensor:
+        found = self._right_factors.get(name)
         form = ((gradient.shape[1], self.rank), gradient.dtype, gradient.device)
         if found is None or (tuple(found.shape), found.dtype, found.device) != form:
             generator = torch.Generator().manual_seed(self.seed)
             found = torch.randn(gradient.shape[1], self.rank, generator=generator, dtype=gradient.dtype, device="cpu")
-            found = self._rights[name] = found.to(gradient.device)
+            found = self._right_factors[name] = found.to(gradient.device)
         return found
 
 
 def _finish(bucket: GradientBucket, matrices: Sequence[_Matrix]) -> None:
-    """Second half of the algorithm: Q, the product, and what it leaves out."""
+    """Second half of the algorithm: Q, the product, and the residual."""
     for matrix in matrices:
         matrix.left.copy_(torch.linalg.qr(matrix.left).Q)
     rights = [torch.mm(matrix.gradient.t(), matrix.left) for matrix in matrices]
-    sent = _join(rights)
-    _part(async_allreduce(sent, ReduceOp.MEAN, group=bucket.group, out=sent).wait(), rights)
+    sent = _flatten(rights)
+    _unflatten_into(async_allreduce(sent, ReduceOp.MEAN, group=bucket.group, out=sent).wait(), rights)
     for matrix, right in zip(matrices, rights, strict=True):
         product = torch.mm(matrix.left, right.t())
         if product.isfinite().all():
@@ -156,18 +156,18 @@ def _finish(bucket: GradientBucket, matrices: Sequence[_Matrix]) -> None:
 
 
 def _as_matrix(gradient: torch.Tensor) -> torch.Tensor:
-    """A view whose elements are in the order of memory: rows of the outermost dim, (0, 0) or one row if it has none."""
+    """View a gradient with its elements in memory order: rows of the outermost dim, or one row."""
     order = sorted(range(gradient.dim()), key=gradient.stride, reverse=True)
     rows = gradient.shape[order[0]] if len(order) > 1 else 1
     return gradient.permute(order).view(rows, gradient.numel() // rows if rows else 0)
 
 
-def _join(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Their elements, one after the other."""
+def _flatten(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Concatenate the tensors' elements."""
     return torch.cat([tensor.reshape(-1) for tensor in tensors])
 
 
-def _part(flat: torch.Tensor, tensors: Sequence[torch.Tensor]) -> None:
-    """Give the elements that `_join` joined back."""
+def _unflatten_into(flat: torch.Tensor, tensors: Sequence[torch.Tensor]) -> None:
+    """Copy concatenated elements back into the tensors."""
     for part, tensor in zip(torch.split(flat, [tensor.numel() for tensor in tensors]), tensors, strict=True):
         tensor.copy_(part.view(tensor.shape))

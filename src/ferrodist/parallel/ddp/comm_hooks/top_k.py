@@ -23,23 +23,23 @@ _MAX_ELEMENTS = 1 << 31
 
 
 class TopK:
-    """A communication hook that sends the elements of largest magnitude, and remembers the others for the next step.
+    """A communication hook that sends the elements of largest magnitude, and adds the others to the next step's.
 
     The elements of a bucket compete with each other. Each rank sends its own choice, values and 32-bit positions, to
     all: with p ranks a rank receives p * ratio * (size of an element + 4 bytes) for each element. They are added up in
     rank order, and divided by p. Half-precision and complex gradients are averaged as they are.
 
-    What was not sent waits while its parameter has no gradient on this rank. In a step whose average is not finite
-    nothing is added to it, and it is halved, as a gradient scaler halves its scale then. Otherwise it stays in units of
-    the scale at its time: when a scaler doubles its scale, what waits counts half.
+    A residual waits while its parameter has no gradient on this rank. In a step whose average is not finite nothing is
+    added to it, and it is halved, as a gradient scaler halves its scale then. Otherwise it stays in units of the scale
+    at its time: when a scaler doubles its scale, residuals count half.
 
-    One object serves one DDP; it keeps as many elements again as there are gradients.
+    One object serves one DDP; it holds as many elements again as there are gradients.
 
     Args:
         ratio: The share of a bucket's elements that is sent: above 0, at most 1. At least one is.
 
     Raises:
-        TypeError, ValueError: The ratio is none.
+        TypeError, ValueError: The ratio is not such a number.
         ValueError: By backward, when the object serves another DDP already.
     """
 
@@ -52,7 +52,7 @@ class TopK:
         self._residuals = ErrorFeedback(self.describe())
 
     def describe(self) -> str:
-        """What ranks compare."""
+        """The text that ranks compare."""
         return f"TopK(ratio={float(self.ratio)})"
 
     def __call__(self, bucket: GradientBucket) -> PendingCollective[torch.Tensor]:
@@ -62,18 +62,18 @@ class TopK:
         if flat.dtype not in (torch.float32, torch.float64) or not 0 < flat.numel() < _MAX_ELEMENTS:
             return allreduce(bucket)
         count = max(1, math.ceil(self.ratio * flat.numel()))
-        waiting = [
-            (gradient, self._residuals.find(name, gradient))
+        residuals = [
+            (gradient, self._residuals.residual(name, gradient))
             for name, gradient in zip(bucket.names, bucket.gradients, strict=True)
             if name not in bucket.absent
         ]
         with torch.no_grad():
-            for gradient, residual in waiting:
+            for gradient, residual in residuals:
                 gradient.add_(residual)
-            places = flat.abs().topk(count, sorted=False).indices
-            values = flat[places]
-            flat[places] = 0  # from here on what is not sent
-            sent = torch.cat([values.view(torch.uint8), places.to(torch.int32).view(torch.uint8)])
+            indices = flat.abs().topk(count, sorted=False).indices
+            values = flat[indices]
+            flat[indices] = 0  # from here on what is not sent
+            sent = torch.cat([values.view(torch.uint8), indices.to(torch.int32).view(torch.uint8)])
         size = values.numel() * values.element_size()
 
         def finish(gathered: torch.Tensor) -> torch.Tensor:
@@ -81,11 +81,11 @@ class TopK:
                 average = torch.zeros_like(flat)
                 for part in gathered.view(bucket.group.world_size, -1):
                     # Cloned, for a view as another dtype begins where that dtype may.
-                    chosen = part[size:].clone().view(torch.int32), part[:size].clone().view(flat.dtype)
-                    average.index_add_(0, *chosen)
+                    selected = part[size:].clone().view(torch.int32), part[:size].clone().view(flat.dtype)
+                    average.index_add_(0, *selected)
                 average.div_(bucket.group.world_size)
                 is_finite = average.isfinite().all()
-                for gradient, residual in waiting:
+                for gradient, residual in residuals:
                     if is_finite:
                         residual.copy_(gradient)
                     else:

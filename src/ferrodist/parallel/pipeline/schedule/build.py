@@ -6,7 +6,7 @@ import enum
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from ferrodist.collectives.arguments import check_integer
+from ferrodist.arguments import check_int
 from ferrodist.parallel.pipeline.schedule.dual_pipe_v import dual_pipe_v
 from ferrodist.parallel.pipeline.schedule.gpipe import breadth_first
 from ferrodist.parallel.pipeline.schedule.ir import PipelineSize, Schedule, actions_of_turns
@@ -105,9 +105,9 @@ def build_schedule(
     if stages_per_rank is None:
         stages_per_rank = recipe.stages_per_rank
     size = PipelineSize(
-        num_ranks=_at_least_one("num_ranks", num_ranks),
-        num_microbatches=_at_least_one("num_microbatches", num_microbatches),
-        stages_per_rank=_at_least_one("stages_per_rank", stages_per_rank),
+        num_ranks=check_int("num_ranks", num_ranks, min=1),
+        num_microbatches=check_int("num_microbatches", num_microbatches, min=1),
+        stages_per_rank=check_int("stages_per_rank", stages_per_rank, min=1),
     )
     if not recipe.is_any_number and stages_per_rank != recipe.stages_per_rank:
         raise ValueError(
@@ -165,10 +165,3 @@ def _stage_ranks(size: PipelineSize, *, is_v_shaped: bool) -> tuple[int, ...]:
     """The rank of each stage: around the ring again and again, or to the last rank and back."""
     once = range(size.num_ranks)
     return (*once, *reversed(once)) if is_v_shaped else (*once,) * size.stages_per_rank
-
-
-def _at_least_one(name: str, number: int) -> int:
-    number = check_integer(number, name)
-    if number < 1:
-        raise ValueError(f"{name} must be at least 1, not {number}")
-    return number

@@ -1,0 +1,325 @@
+#include "bindings/p2p.h"
+
+#include <nanobind/stl/pair.h>
+#include <nanobind/stl/shared_ptr.h>
+#include <nanobind/stl/tuple.h>
+#include <nanobind/stl/vector.h>
+
+#include <optional>
+
+#include "bindings/signal_check.h"
+#include "bindings/gil_release.h"
+#include "bindings/listener.h"
+#include "bindings/p2p_arguments.h"
+#include "bindings/tensor_p2p.h"
+#include "bindings/completion_listener.h"
+#include "engine/p2p_engine.h"
+
+namespace nb = nanobind;
+using namespace nb::literals;
+
+namespace ferrodist {
+
+namespace {
+
+// Python's view of a buffer, for as long as this lives.
+class Buffer {
+public:
+    Buffer() = default;
+    Buffer(const Buffer&) = delete;
+    Buffer& operator=(const Buffer&) = delete;
+    ~Buffer() { PyBuffer_Release(&view_); }
+
+    // False when it is not contiguous, or is read-only and may not be; no Python error is set.
+    bool open(nb::handle object, bool is_written) {
+        if (PyObject_GetBuffer(object.ptr(), &view_, is_written ? PyBUF_WRITABLE : PyBUF_SIMPLE) == 0) return true;
+        PyErr_Clear();
+        return false;
+    }
+    [[nodiscard]] std::byte* data() const noexcept { return static_cast<std::byte*>(view_.buf); }
+    [[nodiscard]] std::size_t size() const noexcept { return static_cast<std::size_t>(view_.len); }
+
+private:
+    Py_buffer view_{};
+};
+
+// A transfer that Python started. It keeps itself until it has ended and its end has been told.
+struct Request final : CompletionListener {
+    explicit Request(std::shared_ptr<P2PEngine> its_messenger) : messenger(std::move(its_messenger)) {}
+
+    std::shared_ptr<P2PEngine> messenger;
+    Buffer buffer;
+    std::optional<Send> send;
+    std::optional<Receive> receive;
+    std::vector<nb::object> callbacks;
+    PyObject* self = nullptr;
+
+    [[nodiscard]] Transfer& transfer() noexcept {
+        return send ? static_cast<Transfer&>(*send) : static_cast<Transfer&>(*receive);
+    }
+    [[nodiscard]] bool has_ended() noexcept { return transfer().has_ended.load(); }
+
+    void hear(Transfer& /*ended*/) override {}
+    void act() override;
+};
+
+void call(nb::handle function, nb::args arguments = nb::borrow<nb::args>(nb::make_tuple())) {
+    try {
+        function(*arguments);
+    } catch (nb::python_error& error) {
+        raise_later(error, function);
+    }
+}
+
+void Request::act() {
+    for (const nb::object& callback : std::exchange(callbacks, {})) call(callback);
+    Py_DECREF(self);
+}
+
+// Does what concerns Python of what has happened in the messenger. `tell(kind, rank, group, size)` hears of what ranks did
+// wrong, and of their ends.
+void do_work(P2PEngine& messenger, nb::handle tell) {
+    const SignalCheck::Working working;
+    const Work work = messenger.take_work();
+    for (Transfer* ended = work.first_ended; ended != nullptr;) {
+        CompletionListener& told = *static_cast<CompletionListener*>(ended->owner);
+        Transfer& heard = *std::exchange(ended, ended->next_ended);
+        told.hear(heard);
+        if (ended == nullptr || ended->owner != &told) told.act();
+    }
+    for (const PeerEvent& news : work.news) {
+        const std::uint64_t group = news.message ? news.message->tag.group : 0;
+        const std::size_t size = news.message ? news.message->size_kept() : 0;
+        call(tell, nb::borrow<nb::args>(nb::make_tuple(static_cast<int>(news.kind), news.rank, group, size)));
+    }
+}
+
+// Takes the sockets over, whatever comes of it.
+std::shared_ptr<P2PEngine> make_messenger(const P2PEngine::Settings& settings, int memory, int num_local,
+                                          const std::vector<int>& local_indexes, const std::vector<int>& sockets,
+                                          nb::object tell) {
+    P2PEngine::Ways ways{.rings = nullptr, .local_indexes = local_indexes, .sockets = {}};
+    for (const int number : sockets) ways.sockets.emplace_back(number);
+    const shm::RingLayout layout = shm::RingLayout::of(num_local);
+    ways.rings = std::make_shared<const shm::Rings>(
+        std::make_shared<const shm::Mapping>(memory, layout.size_bytes()), layout);
+    // Freed by whoever drops the last reference, which is Python.
+    return std::make_shared<P2PEngine>(settings, std::move(ways), [tell = std::move(tell)](P2PEngine& messenger) {
+        const nb::gil_scoped_acquire held;
+        do_work(messenger, tell);
+    });
+}
+
+// How it has ended, for Python: see `NativeBackend`.
+nb::object ending(const Transfer& transfer, std::size_t size_sent) {
+    return nb::make_tuple(static_cast<int>(transfer.outcome), transfer.peer, size_sent, transfer.reason);
+}
+
+nb::object quick_send(P2PEngine& self, nb::handle data, nb::handle dst, nb::handle tag, nb::handle timeout) {
+    if (!self.is_open()) return nb::none();
+    const auto rank = peer_in(dst, self.settings().rank, self.num_ranks(), false);
+    const auto number = small_number(tag);
+    const auto limit = seconds_of(timeout);
+    Buffer buffer;
+    if (!rank || !number || !limit || !buffer.open(data, false)) return nb::none();
+    const Tag whole{0, *number};
+    if (buffer.size() <= small_bytes && self.try_send(buffer.data(), buffer.size(), *rank, whole))
+        return nb::borrow(Py_True);
+    Send send(buffer.data(), buffer.size(), *rank, whole);
+    bool has_started = false;
+    {
+        const nb::gil_scoped_release released;
+        has_started = self.start_if_open(send);
+    }
+    if (!has_started) return nb::none();
+    await(self, send, *limit);
+    self.do_work();
+    return send.outcome == Outcome::done ? nb::borrow(Py_True) : ending(send, 0);
+}
+
+nb::object quick_recv(P2PEngine& self, nb::handle into, nb::handle src, nb::handle tag, nb::handle timeout) {
+    if (!self.is_open()) return nb::none();
+    const auto rank = peer_in(src, self.settings().rank, self.num_ranks(), true);
+    const auto number = small_number(tag);
+    const auto limit = seconds_of(timeout);
+    Buffer buffer;
+    if (!rank || !number || !limit || !buffer.open(into, true)) return nb::none();
+    Receive receive(buffer.data(), buffer.size(), *rank, Tag{0, *number});
+    if (buffer.size() > small_bytes || !self.start_if_open(receive, false)) {
+        const nb::gil_scoped_release released;
+        if (!self.start_if_open(receive, true)) {
+            return nb::object();  // made None below, with the interpreter
+        }
+    }
+    if (!receive.has_ended.load()) await(self, receive, *limit);
+    self.do_work();
+    if (receive.outcome == Outcome::done) return nb::steal(PyLong_FromLong(receive.peer));
+    return ending(receive, receive.size_sent);
+}
+
+nb::object start(const std::shared_ptr<P2PEngine>& self, nb::handle data, int peer, std::uint64_t group,
+                 std::uint64_t number, bool is_send) {
+    auto* request = new Request(self);
+    nb::object object = nb::cast(request, nb::rv_policy::take_ownership);
+    if (!request->buffer.open(data, !is_send)) throw nb::type_error("no contiguous buffer");
+    request->self = object.ptr();
+    const Tag tag{group, number};
+    if (is_send)
+        request->send.emplace(request->buffer.data(), request->buffer.size(), peer, tag);
+    else
+        request->receive.emplace(request->buffer.data(), request->buffer.size(), peer, tag);
+    request->transfer().owner = static_cast<CompletionListener*>(request);
+    request->transfer().is_watched = true;
+    Py_INCREF(request->self);
+    {
+        const nb::gil_scoped_release released;
+        if (is_send)
+            self->start(*request->send);
+        else
+            self->start(*request->receive);
+    }
+    self->do_work();
+    return object;
+}
+
+bool wait_for(Request& request, double timeout) {
+    bool has_ended = request.has_ended();
+    if (!has_ended) {
+        const GilRelease released;
+        has_ended = request.messenger->wait(request.transfer(), timeout);
+    }
+    request.messenger->do_work();
+    return has_ended;
+}
+
+bool cancel(Request& request) {
+    const nb::gil_scoped_release released;
+    return request.send ? request.messenger->cancel(*request.send) : request.messenger->cancel(*request.receive);
+}
+
+void add_callback(Request& request, nb::object callback) {
+    if (request.has_ended()) {
+        callback();
+        return;
+    }
+    request.callbacks.push_back(std::move(callback));
+    const nb::gil_scoped_release released;
+    request.messenger->listen(request.transfer());
+}
+
+}  // namespace
+
+void bind_messages(nb::module_& m) {
+    m.def(
+        "create_rings",
+        [](int num_ranks) {
+            const GilRelease released;
+            const shm::RingLayout layout = shm::RingLayout::of(num_ranks);
+            Descriptor memory = shm::create_memory("ferrodist-messages", layout.size_bytes());
+            shm::Rings(std::make_shared<const shm::Mapping>(memory.get(), layout.size_bytes()), layout).initialize();
+            return memory.release();
+        },
+        "num_ranks"_a,
+        "Make the memory through which the ranks of one host send messages; returns a descriptor, the caller's to close.");
+
+    nb::class_<Request>(m, "Request", "A transfer that was started.")
+        .def_prop_ro("peer", [](Request& self) { return self.transfer().peer; })
+        .def_prop_ro("tag_number", [](Request& self) { return self.transfer().tag.number; })
+        .def("done", &Request::has_ended)
+        .def("wait", &wait_for, "timeout"_a, "False when so many seconds have passed before its end.")
+        .def("cancel", &cancel)
+        .def("add_done_callback", &add_callback, "callback"_a)
+        .def(
+            "ending",
+            [](Request& self) { return ending(self.transfer(), self.receive ? self.receive->size_sent : 0); },
+            "Outcome, peer, size of the message, and the number of the reason.");
+
+    nb::class_<P2PEngine>(m, "P2PEngine", "A rank's messages.")
+        .def(nb::new_([](int rank, std::size_t eager_bytes, std::size_t max_unasked_bytes, bool is_crowded,
+                         std::uint32_t spin_micros, int memory, int num_local, const std::vector<int>& local_indexes,
+                         const std::vector<int>& sockets, nb::object tell) {
+                 const P2PEngine::Settings settings{.rank = rank,
+                                                    .eager_bytes = eager_bytes,
+                                                    .max_unasked_bytes = max_unasked_bytes,
+                                                    .is_crowded = is_crowded,
+                                                    .spin_micros = spin_micros};
+                 return make_messenger(settings, memory, num_local, local_indexes, sockets, std::move(tell));
+             }),
+             "rank"_a, "eager_bytes"_a, "max_unasked_bytes"_a, "is_crowded"_a, "spin_micros"_a, "memory"_a, "num_local"_a,
+             "local_indexes"_a, "sockets"_a, "tell"_a)
+        .def("quick_send", &quick_send, "data"_a.none(), "dst"_a.none(), "tag"_a.none(), "timeout"_a.none(),
+             "True when it has been sent, None when the long way must take the call, else how it has ended.")
+        .def(
+            "quick_recv",
+            [](P2PEngine& self, nb::handle into, nb::handle src, nb::handle tag, nb::handle timeout) {
+                nb::object result = quick_recv(self, into, src, tag, timeout);
+                return result.is_valid() ? result : nb::object(nb::none());
+            },
+            "into"_a.none(), "src"_a.none(), "tag"_a.none(), "timeout"_a.none(), "As `quick_send`; the rank that sent it.")
+        .def(
+            "try_send",
+            [](P2PEngine& self, const nb::bytes& data, int dst, std::uint64_t group, std::uint64_t number) {
+                return self.is_open() &&
+                       self.try_send(reinterpret_cast<const std::byte*>(data.c_str()), data.size(), dst, {group, number});
+            },
+            "data"_a, "dst"_a, "group"_a, "number"_a, "Whether a small message could be sent at once.")
+        .def(
+            "start_send",
+            [](const std::shared_ptr<P2PEngine>& self, nb::handle data, int dst, std::uint64_t group,
+               std::uint64_t number) { return start(self, data, dst, group, number, true); },
+            "data"_a, "dst"_a, "group"_a, "number"_a)
+        .def(
+            "start_recv",
+            [](const std::shared_ptr<P2PEngine>& self, nb::handle into, int src, std::uint64_t group,
+               std::uint64_t number) { return start(self, into, src, group, number, false); },
+            "into"_a, "src"_a, "group"_a, "number"_a)
+        .def(
+            "end_unmatched",
+            [](P2PEngine& self, Request& request, std::size_t reason) {
+                const nb::gil_scoped_release released;
+                return self.end_unmatched(*request.receive, reason);
+            },
+            "request"_a, "reason"_a)
+        .def(
+            "end_send",
+            [](P2PEngine& self, Request& request, std::size_t reason) {
+                const nb::gil_scoped_release released;
+                return self.end(*request.send, reason);
+            },
+            "request"_a, "reason"_a)
+        .def(
+            "parties",
+            [](P2PEngine& self) {
+                std::vector<std::tuple<bool, std::uint64_t, int>> found;
+                const nb::gil_scoped_release released;
+                for (const Party& party : self.parties()) found.emplace_back(party.is_send, party.group, party.peer);
+                return found;
+            },
+            "What is under way: whether it is a send, its group, and its peer as asked for.")
+        .def(
+            "fail",
+            [](P2PEngine& self, bool is_send, std::uint64_t group, int peer, std::size_t reason) {
+                self.fail({is_send, group, peer}, reason);
+            },
+            "is_send"_a, "group"_a, "peer"_a, "reason"_a, nb::call_guard<nb::gil_scoped_release>())
+        .def("open_group", &P2PEngine::open_group, "group"_a, "members"_a, nb::call_guard<nb::gil_scoped_release>())
+        .def("end_group", &P2PEngine::end_group, "group"_a, nb::call_guard<nb::gil_scoped_release>())
+        .def("forget_group", &P2PEngine::forget_group, "group"_a, nb::call_guard<nb::gil_scoped_release>())
+        .def("lose", &P2PEngine::lose, "rank"_a, nb::call_guard<nb::gil_scoped_release>())
+        .def("num_frames_to", &P2PEngine::num_frames_to, "rank"_a, nb::call_guard<nb::gil_scoped_release>())
+        .def("await_frames", &P2PEngine::await_frames, "rank"_a, "count"_a, "timeout"_a,
+             nb::call_guard<nb::gil_scoped_release>())
+        .def("fullest_source", &P2PEngine::fullest_source, "newest"_a, "size_kept"_a,
+             nb::call_guard<nb::gil_scoped_release>())
+        .def("close", &P2PEngine::close, nb::call_guard<nb::gil_scoped_release>())
+        .def("drain", &P2PEngine::drain, "timeout"_a, nb::call_guard<nb::gil_scoped_release>())
+        .def("abandon", [](const std::shared_ptr<P2PEngine>& self) {
+            self->abandon();
+            new std::shared_ptr<P2PEngine>(self);  // its lock and its thread are the parent's: never destroyed
+        });
+
+    bind_listener(m);
+    bind_tensor_messages(m);
+}
+
+}  // namespace ferrodist

@@ -1,0 +1,221 @@
+#include "collectives/data_movement.h"
+
+#include <numeric>
+
+#include "base/fresh_memory.h"
+#include "collectives/pipeline.h"
+#include "collectives/sizes.h"
+
+namespace ferrodist {
+
+namespace {
+
+shm::Call call_of(Operation operation, std::size_t count, DType dtype, int root = -1, int dim = -1) {
+    return {.operation = static_cast<std::uint8_t>(operation),
+            .dtype = static_cast<std::uint8_t>(dtype),
+            .dim = static_cast<std::int8_t>(dim),
+            .root = root,
+            .count = count};
+}
+
+std::size_t largest_of(std::span<const std::size_t> counts) {
+    return *std::max_element(counts.begin(), counts.end());
+}
+
+// Copies between a user's memory and a slot, unless they are the same place.
+void move_bytes(std::byte* out, const std::byte* source, std::size_t size) {
+    if (out != source) copy_bytes(out, source, size);
+}
+
+// all_gather, and gather where only the root has an `out`.
+void collect(Context& context, const shm::Call& call, std::byte* out, const std::byte* source,
+             std::span<const std::size_t> counts, DType dtype, const Deadline& deadline) {
+    const std::size_t element_size = size_of(dtype);
+    std::vector<std::size_t>& starts = context.starts;
+    find_starts(counts, starts);
+    const std::size_t largest = largest_of(counts);
+    const auto rank = static_cast<std::size_t>(context.rank);
+    const auto own_place = [&] { return out + starts[rank] * element_size; };
+    std::byte* payload = begin(context, call);
+    if (largest * element_size <= shm::max_inline_bytes) {
+        copy_bytes(payload, source, counts[rank] * element_size);
+        enter(context, deadline);
+        if (out == nullptr) return;
+        for (std::size_t r = 0; r < counts.size(); ++r)
+            copy_bytes(out + starts[r] * element_size, context.arrival_of(static_cast<int>(r)).payload.data(),
+                       counts[r] * element_size);
+        return;
+    }
+    expect_writes(out, starts.back() * element_size);
+    const std::size_t piece = elements_in(segment_bytes(largest * element_size, context.fabric.layout()), element_size);
+    const auto pieces_of = [&](std::size_t r) {
+        return Pieces{.count = counts[r], .element_size = element_size, .piece = piece};
+    };
+    // The parts differ in size; each rank offers the memory from where its own begins.
+    const std::size_t read_size = largest * element_size;
+    const bool is_read = call.root < 0 || read_size <= most_read_from_one_bytes;
+    const Offer offer = offer_source(context, call.root < 0 ? Operation::all_gather : Operation::gather, source,
+                                     counts[rank] * element_size, is_read ? read_size : 0);
+    exchange(
+        context, payload, offer, (largest + piece - 1) / piece,
+        [&](std::size_t k, std::byte* slot) {
+            const Pieces pieces = pieces_of(rank);
+            context.into_shared.copy(slot, source + pieces.offset_bytes(k), pieces.size_bytes(k));
+        },
+        [&](std::size_t k, int r) {
+            return Range{.size = call.root < 0 || r == call.root ? pieces_of(rank).size_bytes(k) : 0};
+        },
+        [&](std::size_t k, std::uint64_t number) {
+            if (out == nullptr) return;
+            for (std::size_t step = 0; step < counts.size(); ++step) {
+                const std::size_t r = (rank + step) % counts.size();
+                const Pieces pieces = pieces_of(r);
+                const std::byte* from = r == rank ? source + pieces.offset_bytes(k)
+                                                  : context.fabric.slot(static_cast<int>(r), number);
+                std::byte* to = r == rank ? own_place() + pieces.offset_bytes(k)
+                                          : out + starts[r] * element_size + pieces.offset_bytes(k);
+                move_bytes(to, from, pieces.size_bytes(k));
+            }
+        },
+        [&](const Sources& sources) {
+            if (out == nullptr) return;
+            for (std::size_t step = 1; step < counts.size(); ++step) {
+                const std::size_t r = (rank + step) % counts.size();
+                sources.copy(static_cast<int>(r), 0, out + starts[r] * element_size, counts[r] * element_size);
+            }
+            move_bytes(own_place(), source, counts[rank] * element_size);
+        },
+        deadline);
+}
+
+}  // namespace
+
+void barrier(Context& context, const Deadline& deadline) {
+    begin(context, {.operation = static_cast<std::uint8_t>(Operation::barrier)});
+    enter(context, deadline);
+}
+
+void broadcast(Context& context, std::byte* data, std::size_t count, DType dtype, int root, const Deadline& deadline) {
+    const std::size_t element_size = size_of(dtype);
+    const std::size_t size = count * element_size;
+    const bool is_root = context.rank == root;
+    std::byte* payload = begin(context, call_of(Operation::broadcast, count, dtype, root));
+    if (size <= shm::max_inline_bytes) {
+        if (is_root) copy_bytes(payload, data, size);
+        enter(context, deadline);
+        if (!is_root) copy_bytes(data, context.arrival_of(root).payload.data(), size);
+        return;
+    }
+    if (!is_root) expect_writes(data, size);
+    const Pieces pieces{.count = count,
+                        .element_size = element_size,
+                        .piece = elements_in(segment_bytes(size, context.fabric.layout()), element_size)};
+    const Offer offer = offer_source(context, Operation::broadcast, data, size, size <= most_read_from_one_bytes ? size : 0);
+    exchange(
+        context, payload, offer, pieces.num_segments(),
+        [&](std::size_t k, std::byte* slot) {
+            if (is_root) context.into_shared.copy(slot, data + pieces.offset_bytes(k), pieces.size_bytes(k));
+        },
+        [&](std::size_t k, int) { return Range{.size = is_root ? pieces.size_bytes(k) : 0}; },
+        [&](std::size_t k, std::uint64_t number) {
+            if (!is_root)
+                copy_bytes(data + pieces.offset_bytes(k), context.fabric.slot(root, number), pieces.size_bytes(k));
+        },
+        [&](const Sources& sources) {
+            if (!is_root) sources.copy(root, 0, data, size);
+        },
+        deadline);
+}
+
+void all_gather(Context& context, std::byte* out, const std::byte* source, std::span<const std::size_t> counts,
+                DType dtype, int dim, const Deadline& deadline) {
+    const std::size_t total = std::accumulate(counts.begin(), counts.end(), std::size_t{0});
+    collect(context, call_of(Operation::all_gather, total, dtype, -1, dim), out, source, counts, dtype, deadline);
+}
+
+void gather(Context& context, std::byte* out, const std::byte* source, std::span<const std::size_t> counts, DType dtype,
+            int root, const Deadline& deadline) {
+    const std::size_t total = std::accumulate(counts.begin(), counts.end(), std::size_t{0});
+    std::byte* target = context.rank == root ? out : nullptr;
+    collect(context, call_of(Operation::gather, total, dtype, root), target, source, counts, dtype, deadline);
+}
+
+void scatter(Context& context, std::byte* out, const std::byte* source, std::span<const std::size_t> counts,
+             DType dtype, int root, const Deadline& deadline) {
+    const std::size_t element_size = size_of(dtype);
+    std::vector<std::size_t>& starts = context.starts;
+    find_starts(counts, starts);
+    const std::size_t largest = largest_of(counts);
+    const bool is_root = context.rank == root;
+    std::byte* payload = begin(context, call_of(Operation::scatter, starts.back(), dtype, root));
+    const std::size_t slot_bytes = segment_bytes(largest * counts.size() * element_size, context.fabric.layout());
+    const std::size_t piece = elements_in(slot_bytes / counts.size(), element_size);
+    const std::size_t room = piece * element_size;
+    const auto pieces_of = [&](std::size_t r) {
+        return Pieces{.count = counts[r], .element_size = element_size, .piece = piece};
+    };
+    const auto own = static_cast<std::size_t>(context.rank);
+    expect_writes(out, counts[own] * element_size);
+    // Only the root has a source; no symmetric memory, for its ranks' tensors lie elsewhere.
+    Offer offer = offer_source(context, Operation::scatter, nullptr, 0, largest * element_size);
+    offer.own = source;
+    exchange(
+        context, payload, offer, (largest + piece - 1) / piece,
+        [&](std::size_t k, std::byte* slot) {
+            if (!is_root) return;
+            for (std::size_t r = 0; r < counts.size(); ++r) {
+                if (r == own) continue;
+                const Pieces pieces = pieces_of(r);
+                context.into_shared.copy(slot + r * room, source + starts[r] * element_size + pieces.offset_bytes(k),
+                                         pieces.size_bytes(k));
+            }
+        },
+        [&](std::size_t k, int r) {
+            const auto to = static_cast<std::size_t>(r);
+            return is_root ? Range{.offset = to * room, .size = pieces_of(to).size_bytes(k)} : Range{};
+        },
+        [&](std::size_t k, std::uint64_t number) {
+            const Pieces pieces = pieces_of(own);
+            const std::byte* from = is_root ? source + starts[own] * element_size + pieces.offset_bytes(k)
+                                            : context.fabric.slot(root, number) + own * room;
+            move_bytes(out + pieces.offset_bytes(k), from, pieces.size_bytes(k));
+        },
+        [&](const Sources& sources) {
+            if (is_root)
+                move_bytes(out, source + starts[own] * element_size, counts[own] * element_size);
+            else
+                sources.copy(root, starts[own] * element_size, out, counts[own] * element_size);
+        },
+        deadline);
+}
+
+std::vector<std::string> share(Context& context, std::string_view name, std::string_view data,
+                               const Deadline& deadline) {
+    std::byte* payload = begin(context, {.operation = static_cast<std::uint8_t>(Operation::share)});
+    std::memset(payload, 0, share_name_bytes);
+    std::memcpy(payload, name.data(), std::min(name.size(), share_name_bytes));
+    const std::uint64_t length = data.size();
+    std::vector<std::string> shared;
+    exchange(
+        context, payload + share_name_bytes, {}, 1,
+        [&](std::size_t, std::byte* slot) {
+            std::memcpy(slot, &length, sizeof length);
+            std::memcpy(slot + sizeof length, data.data(), data.size());
+        },
+        [&](std::size_t, int) { return Range{.size = sizeof length + data.size()}; },
+        [&](std::size_t, std::uint64_t number) {
+            for (int r = 0; r < context.num_ranks; ++r)
+                if (std::memcmp(context.arrival_of(r).payload.data(), payload, share_name_bytes) != 0)
+                    throw_mismatch(context);
+            for (int r = 0; r < context.num_ranks; ++r) {
+                const std::byte* slot = context.fabric.slot(r, number);
+                std::uint64_t size = 0;
+                std::memcpy(&size, slot, sizeof size);
+                shared.emplace_back(reinterpret_cast<const char*>(slot + sizeof size), size);
+            }
+        },
+        [](const Sources&) {}, deadline);
+    return shared;
+}
+
+}  // namespace ferrodist

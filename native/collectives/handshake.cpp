@@ -1,0 +1,29 @@
+#include "collectives/handshake.h"
+
+#include <cstring>
+
+namespace ferrodist {
+
+void meet_peers(Context& context, const Deadline& deadline) {
+    if (context.fabric.has_remote_ranks() || context.num_ranks == 1) return;
+    const shm::Call call{.operation = static_cast<std::uint8_t>(Operation::barrier)};
+    const auto card = context.peers.card();
+    std::memcpy(begin(context, call), &card, sizeof card);
+    enter(context, deadline);
+    std::uint8_t can_read = 1;
+    for (int r = 0; r < context.num_ranks; ++r) {
+        shm::PeerMemory::Card theirs;
+        std::memcpy(&theirs, context.arrival_of(r).payload.data(), sizeof theirs);
+        if (r != context.rank && !context.peers.meet(r, theirs)) can_read = 0;
+    }
+    std::memcpy(begin(context, call), &can_read, sizeof can_read);
+    enter(context, deadline);
+    for (int r = 0; r < context.num_ranks; ++r) {
+        std::uint8_t theirs = 0;
+        std::memcpy(&theirs, context.arrival_of(r).payload.data(), sizeof theirs);
+        can_read &= theirs;
+    }
+    context.peers.set_usable(can_read != 0);
+}
+
+}  // namespace ferrodist

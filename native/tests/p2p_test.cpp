@@ -1,0 +1,556 @@
+// Random messages from a seed, between ranks that are threads over one mapping, so that the thread sanitizer sees every
+// access: sizes on both sides of each limit, tags, any source, transfers that are given up, several threads a rank.
+//
+//   p2p_test [number of messages a rank sends] [seed]
+#include <netinet/in.h>
+#include <netinet/tcp.h>
+#include <sys/socket.h>
+
+#include <algorithm>
+#include <array>
+#include <cstdint>
+#include <cstring>
+#include <deque>
+#include <memory>
+#include <optional>
+#include <random>
+#include <thread>
+#include <tuple>
+#include <vector>
+
+#include "base/descriptor.h"
+#include "check.h"
+#include "engine/p2p_engine.h"
+#include "transport/shm/ring.h"
+
+using namespace ferrodist;
+
+namespace {
+
+constexpr double patience = 60.0;
+constexpr std::size_t eager_bytes = 8 * 1024;
+
+// Of connections: a window smaller than a segment is stalled by the system for fractions of a second, again and again.
+constexpr int segment_bytes = 1024;
+constexpr std::size_t max_unasked_bytes = std::size_t{1} << 30;
+constexpr std::uint64_t num_tags = 4;
+
+using Bytes = std::vector<std::byte>;
+
+// What message `number` with a tag from one rank to another is.
+Bytes content(int from, int to, std::uint64_t tag, std::uint64_t number, std::uint64_t seed) {
+    std::mt19937_64 random(seed ^ (number * num_tags + tag) * 1000003u ^ static_cast<std::uint64_t>(from * 64 + to) << 40);
+    static constexpr std::size_t limits[] = {0,    1,    8,           16,              17,     100,
+                                             1000, 4000, eager_bytes, eager_bytes + 1, 40'000, 100'000};
+    Bytes bytes(limits[random() % std::size(limits)]);
+    auto state = static_cast<std::uint32_t>(random());
+    for (auto& byte : bytes) {
+        state = state * 1664525u + 1013904223u;
+        byte = static_cast<std::byte>(state >> 24);
+    }
+    return bytes;
+}
+
+using Group = std::vector<std::unique_ptr<P2PEngine>>;
+
+std::atomic<int> num_blamed{0};  // ranks that wrote what no rank would
+std::atomic<int> num_gone{0};    // connections that have ended without news
+
+struct Net {
+    std::vector<int> hosts;  // of each rank
+    std::size_t ring_bytes = 16 * 1024;
+    int socket_bytes = 0;  // of each of a connection's buffers, 0 for the system's
+    bool is_crowded = true;
+};
+
+// All ranks on one host, a rank a host, or every other rank on each of two.
+Net local(int num_ranks) {
+    Net net;
+    net.hosts.assign(static_cast<std::size_t>(num_ranks), 0);
+    return net;
+}
+Net remote(int num_ranks) {
+    Net net;
+    for (int rank = 0; rank < num_ranks; ++rank) net.hosts.push_back(rank);
+    return net;
+}
+Net mixed(int num_ranks) {
+    Net net;
+    for (int rank = 0; rank < num_ranks; ++rank) net.hosts.push_back(rank % 2);
+    return net;
+}
+
+// The two ends of a connection.
+std::pair<Descriptor, Descriptor> make_connection(int buffer_bytes) {
+    const auto set = [](const Descriptor& socket, int level, int option, int value) {
+        if (value != 0) ::setsockopt(socket.get(), level, option, &value, sizeof value);
+    };
+    const Descriptor listener(::socket(AF_INET, SOCK_STREAM, 0));
+    set(listener, SOL_SOCKET, SO_RCVBUF, buffer_bytes);
+    set(listener, IPPROTO_TCP, TCP_MAXSEG, buffer_bytes != 0 ? segment_bytes : 0);
+    sockaddr_in address{};
+    address.sin_family = AF_INET;
+    address.sin_addr.s_addr = htonl(INADDR_LOOPBACK);
+    socklen_t size = sizeof address;
+    auto* general = reinterpret_cast<sockaddr*>(&address);
+    require(::bind(listener.get(), general, size) == 0 && ::listen(listener.get(), 1) == 0, "no listener");
+    require(::getsockname(listener.get(), general, &size) == 0, "no address");
+    Descriptor dialled(::socket(AF_INET, SOCK_STREAM, 0));
+    set(dialled, SOL_SOCKET, SO_RCVBUF, buffer_bytes);
+    set(dialled, IPPROTO_TCP, TCP_MAXSEG, buffer_bytes != 0 ? segment_bytes : 0);
+    require(::connect(dialled.get(), general, size) == 0, "no connection");
+    Descriptor accepted(::accept(listener.get(), nullptr, nullptr));
+    for (const Descriptor* socket : {&dialled, &accepted}) {
+        set(*socket, IPPROTO_TCP, TCP_NODELAY, 1);
+        set(*socket, SOL_SOCKET, SO_SNDBUF, buffer_bytes);
+    }
+    return {std::move(dialled), std::move(accepted)};
+}
+
+// What a test writes to in place of rank 0, to be read by rank 1.
+struct Made {
+    std::shared_ptr<const shm::Rings> rings;
+    Descriptor socket;
+};
+
+Group make_group(const Net& net, Made* made = nullptr) {
+    const auto num_ranks = net.hosts.size();
+    std::vector<std::vector<Descriptor>> sockets(num_ranks);
+    for (auto& row : sockets) row.resize(num_ranks);
+    for (std::size_t rank = 0; rank < num_ranks; ++rank)
+        for (std::size_t other = 0; other < rank; ++other)
+            if (net.hosts[rank] != net.hosts[other])
+                std::tie(sockets[rank][other], sockets[other][rank]) = make_connection(net.socket_bytes);
+    Descriptor unused;
+    if (made != nullptr) {
+        made->socket = std::move(sockets[0][1]);
+        std::tie(sockets[0][1], unused) = make_connection(0);
+    }
+    std::vector<std::shared_ptr<const shm::Rings>> rings(num_ranks);  // by host
+    Group group;
+    for (std::size_t rank = 0; rank < num_ranks; ++rank) {
+        std::vector<int> indexes;
+        int num_local = 0;
+        for (const int host : net.hosts) indexes.push_back(host == net.hosts[rank] ? num_local++ : -1);
+        auto& of_host = rings[static_cast<std::size_t>(net.hosts[rank])];
+        if (!of_host) {
+            const shm::RingLayout layout{.num_ranks = num_local, .ring_bytes = net.ring_bytes};
+            const Descriptor descriptor(shm::create_memory("ferrodist-test", layout.size_bytes()));
+            auto memory = std::make_shared<const shm::Mapping>(descriptor.get(), layout.size_bytes());
+            shm::Rings(memory, layout).initialize();
+            of_host = std::make_shared<const shm::Rings>(memory, layout);
+            if (made != nullptr && rank == 0) made->rings = of_host;
+        }
+        const P2PEngine::Settings settings{.rank = static_cast<int>(rank),
+                                           .eager_bytes = eager_bytes,
+                                           .max_unasked_bytes = max_unasked_bytes,
+                                           .is_crowded = net.is_crowded,
+                                           .spin_micros = 20};
+        P2PEngine::Ways ways{.rings = of_host, .local_indexes = indexes, .sockets = std::move(sockets[rank])};
+        group.push_back(std::make_unique<P2PEngine>(settings, std::move(ways), [](P2PEngine& messenger) {
+            const Work work = messenger.take_work();
+            for (const PeerEvent& news : work.news) {
+                require(news.kind != PeerEvent::Kind::full, "a rank is blamed otherwise");
+                (news.kind == PeerEvent::Kind::broken ? num_blamed : num_gone).fetch_add(1);
+            }
+            for (Transfer* ended = work.first_ended; ended != nullptr;) {
+                auto* told = static_cast<std::atomic<bool>*>(ended->owner);
+                ended = ended->next_ended;
+                told->store(true);
+            }
+        }));
+    }
+    return group;
+}
+
+template <class Body>
+void run_threads(int num_threads, const Body& body) {
+    std::vector<std::thread> threads;
+    for (int i = 0; i < num_threads; ++i) threads.emplace_back([&body, i] { body(i); });
+    for (auto& thread : threads) thread.join();
+}
+
+// One thread of a rank that sends, and one that receives, with all other ranks and all tags mixed.
+class Program {
+public:
+    Program(P2PEngine& messenger, int rank, int num_ranks, std::uint64_t seed)
+        : messenger_(messenger), rank_(rank), num_ranks_(num_ranks), seed_(seed) {}
+
+    void send_all(std::uint64_t num_messages) {
+        std::mt19937_64 random(seed_ + static_cast<std::uint64_t>(rank_));
+        struct Started {
+            Bytes bytes;
+            std::unique_ptr<Send> send;
+        };
+        std::deque<Started> started;
+        const auto finish = [&] {
+            require(messenger_.wait(*started.front().send, patience), "rank %d: a send does not end", rank_);
+            require(started.front().send->outcome == Outcome::done, "a send ends otherwise");
+            started.pop_front();
+        };
+        for (std::uint64_t number = 0; number < num_messages; ++number)
+            for (int to = 0; to < num_ranks_; ++to) {
+                if (to == rank_) continue;
+                for (std::uint64_t tag = 0; tag < num_tags; ++tag) {
+                    Bytes bytes = content(rank_, to, tag, number, seed_);
+                    if (random() % 8 == 0) {  // one that is taken back, if it can be, with a tag nobody asks for
+                        Send vain(bytes.data(), bytes.size(), to, Tag{7, 99});
+                        require(messenger_.start_if_open(vain), "the group is open");
+                        if (random() % 2 == 0) messenger_.wait(vain, 1e-5);
+                        messenger_.cancel(vain);
+                    }
+                    if (messenger_.try_send(bytes.data(), bytes.size(), to, Tag{0, tag})) continue;
+                    auto send = std::make_unique<Send>(bytes.data(), bytes.size(), to, Tag{0, tag});
+                    messenger_.start(*send);
+                    started.push_back({std::move(bytes), std::move(send)});
+                    if (random() % 4 == 0 || started.size() > 16) finish();
+                }
+            }
+        while (!started.empty()) finish();
+    }
+
+    void receive_all(std::uint64_t num_messages) {
+        std::mt19937_64 random(~seed_ - static_cast<std::uint64_t>(rank_));
+        for (std::uint64_t number = 0; number < num_messages; ++number)
+            for (std::uint64_t tag = 0; tag < num_tags; ++tag)
+                for (int turn = 0; turn < num_ranks_; ++turn) {
+                    const int from = tag % 2 == 0 ? turn : num_ranks_ - 1 - turn;
+                    if (from != rank_) receive(from, tag, number, random);
+                }
+    }
+
+private:
+    void receive(int from, std::uint64_t tag, std::uint64_t number, std::mt19937_64& random) {
+        const Bytes expected = content(from, rank_, tag, number, seed_);
+        Bytes bytes(expected.size(), std::byte{0xEE});
+        const Tag whole{0, tag};
+        for (int attempt = static_cast<int>(random() % 4); attempt == 1 || attempt == 2; attempt = 0) {
+            if (attempt == 1) {  // given up, perhaps in the middle
+                Receive vain(bytes.data(), bytes.size(), from, whole);
+                messenger_.start(vain);
+                if (random() % 2 == 0) messenger_.wait(vain, 1e-5 * static_cast<double>(random() % 20));
+                if (!messenger_.cancel(vain)) {
+                    require(vain.outcome == Outcome::done && bytes == expected, "what came to a cancelled receive");
+                    return;
+                }
+            } else {  // of a wrong size: the message stays
+                Bytes other(expected.size() + 1);
+                Receive wrong(other.data(), other.size(), from, whole);
+                messenger_.start(wrong);
+                require(messenger_.wait(wrong, patience), "a receive of a wrong size does not end");
+                require(wrong.outcome == Outcome::wrong_size && wrong.size_sent == expected.size(), "a wrong size");
+            }
+        }
+        std::atomic<bool> told{false};
+        Receive receive(bytes.data(), bytes.size(), from, whole);
+        const bool is_watched = random() % 8 == 0;
+        receive.is_watched = is_watched;
+        receive.owner = &told;
+        messenger_.start(receive);
+        if (is_watched && random() % 2 == 0) {  // nobody waits: the keeper moves it
+            messenger_.listen(receive);
+            messenger_.do_work();
+            const Deadline deadline(patience);
+            while (!told.load()) {
+                require(!deadline.expired(), "nobody was told");
+                std::this_thread::yield();
+            }
+        }
+        require(messenger_.wait(receive, patience), "rank %d: nothing from rank %d, tag %d, number %d", rank_, from,
+                static_cast<int>(tag), static_cast<int>(number));
+        while (is_watched && !told.load()) messenger_.do_work();
+        require(receive.outcome == Outcome::done && receive.peer == from, "a receive ends otherwise");
+        require(bytes == expected, "rank %d: wrong bytes from rank %d, tag %d, number %d", rank_, from,
+                static_cast<int>(tag), static_cast<int>(number));
+    }
+
+    P2PEngine& messenger_;
+    int rank_;
+    int num_ranks_;
+    std::uint64_t seed_;
+};
+
+// Closes all ranks, which must not take long.
+void leave(const Group& group) {
+    run_threads(static_cast<int>(group.size()), [&](int rank) {
+        P2PEngine& own = *group[static_cast<std::size_t>(rank)];
+        const Deadline deadline(patience);
+        own.close();
+        own.drain(patience);
+        require(!deadline.expired(), "rank %d can't leave", rank);
+    });
+}
+
+void stress(const char* what, const Net& net, std::uint64_t total, std::uint64_t seed) {
+    const int num_ranks = static_cast<int>(net.hosts.size());
+    const auto ranks = static_cast<std::uint64_t>(num_ranks);
+    const std::uint64_t num_messages = std::max<std::uint64_t>(1, total / (ranks * (ranks - 1) * num_tags));
+    const Group group = make_group(net);
+    run_threads(2 * num_ranks, [&](int thread) {
+        const int rank = thread / 2;
+        Program program(*group[static_cast<std::size_t>(rank)], rank, num_ranks, seed);
+        if (thread % 2 == 0)
+            program.send_all(num_messages);
+        else
+            program.receive_all(num_messages);
+    });
+    for (int rank = 0; rank < num_ranks; ++rank)  // what was taken back may still be on its way
+        for (int other = 0; other < num_ranks; ++other)
+            if (rank != other)
+                group[static_cast<std::size_t>(rank)]->await_frames(
+                    other, group[static_cast<std::size_t>(other)]->num_frames_to(rank), patience);
+    for (const auto& messenger : group) messenger->end_group(7);
+    require(num_blamed.load() == 0, "a rank is blamed");
+    for (const auto& messenger : group)
+        require(messenger->unasked_bytes() == 0, "%d bytes are left", static_cast<int>(messenger->unasked_bytes()));
+    leave(group);
+    std::printf("%llu messages, %d ranks, %s%s\n",
+                static_cast<unsigned long long>(num_messages * ranks * (ranks - 1) * num_tags), num_ranks, what,
+                net.is_crowded ? ", crowded" : "");
+}
+
+// Messages of all ranks, taken as they come: each once, and those of one rank in their order.
+void any_source_takes_all(const Net& net, std::uint64_t num_messages) {
+    const int num_ranks = static_cast<int>(net.hosts.size());
+    const Group group = make_group(net);
+    run_threads(num_ranks, [&](int rank) {
+        P2PEngine& own = *group[static_cast<std::size_t>(rank)];
+        std::uint64_t numbers[2]{};
+        if (rank != 0) {
+            for (std::uint64_t number = 0; number < num_messages; ++number) {
+                numbers[1] = number;
+                Send send(reinterpret_cast<const std::byte*>(numbers), sizeof(numbers), 0, Tag{1, 5});
+                own.start(send);
+                require(own.wait(send, patience), "a send does not end");
+            }
+            return;
+        }
+        std::vector<std::uint64_t> next(static_cast<std::size_t>(num_ranks), 0);
+        for (std::uint64_t i = 0; i < num_messages * static_cast<std::uint64_t>(num_ranks - 1); ++i) {
+            Receive receive(reinterpret_cast<std::byte*>(numbers), sizeof(numbers), any_source, Tag{1, 5});
+            own.start(receive);
+            require(own.wait(receive, patience), "nothing comes");
+            require(numbers[1] == next[static_cast<std::size_t>(receive.peer)]++, "out of order");
+        }
+    });
+    std::printf("%llu messages of any of %d ranks\n", static_cast<unsigned long long>(num_messages), num_ranks - 1);
+}
+
+// What a rank sent before it left is received after; what waits for more of it ends.
+void what_was_sent_stays(const Net& net) {
+    const Group group = make_group(net);
+    Bytes sent(4000, std::byte{3}), received(4000);
+    require(group[0]->try_send(sent.data(), 4000, 1, Tag{}), "there is room");
+    Bytes large(eager_bytes + 1);
+    Send offered(large.data(), large.size(), 1, Tag{});
+    group[0]->start(offered);
+    const std::uint64_t num_frames = group[0]->num_frames_to(1);
+    group[0]->close();
+    require(offered.outcome == Outcome::ended, "what was offered ends");
+    group[1]->await_frames(0, num_frames, patience);
+    group[1]->lose(0);
+    Receive first(received.data(), received.size(), 0, Tag{});
+    group[1]->start(first);
+    require(first.outcome == Outcome::done && received == sent, "the message is there");
+    Receive second(large.data(), large.size(), 0, Tag{});
+    group[1]->start(second);
+    require(group[1]->end_unmatched(second, 5) && second.reason == 5, "the offer is gone");
+    require(!group[1]->try_send(sent.data(), 8, 0, Tag{}), "nothing goes there");
+    std::printf("what was sent stays\n");
+}
+
+// What no rank would write ends that rank's messages here, is told, and does nothing else.
+void what_is_no_message_is_refused() {
+    const Frame wrong[] = {
+        {.kind = static_cast<FrameKind>(9)},
+        {.kind = FrameKind::eager, .size = eager_bytes + 1},
+        {.kind = FrameKind::eager, .size = 100},                      // nothing of it
+        {.kind = FrameKind::eager, .length = 100, .size = 50},        // more than it has
+        {.kind = FrameKind::eager, .length = 8, .size = 8, .offset = 1},
+        {.kind = FrameKind::offer, .length = 8, .message = 3, .size = 100'000},
+        {.kind = FrameKind::offer, .message = 3, .size = std::uint64_t{1} << 60},
+        {.kind = FrameKind::data, .message = 3, .size = 100'000},     // nothing
+        {.kind = FrameKind::data, .length = 8, .message = 2, .size = 100'000},  // of an offer that is not granted
+        {.kind = FrameKind::data, .length = 8, .message = 1, .size = 3000, .offset = 2000},  // out of its order
+        {.kind = FrameKind::data, .length = 8, .message = 1, .size = 2000, .offset = 1000},  // of another size
+        {.kind = FrameKind::offer, .message = 2, .size = 100'000},    // a second time
+        {.kind = FrameKind::grant, .length = 8, .size = 8},
+        {.kind = FrameKind::withdraw, .length = 8, .size = 8},
+    };
+    const Bytes bytes(4000, std::byte{1});
+    for (const Net& net : {local(2), remote(2)})
+        for (const Frame& frame : wrong) {
+            num_blamed.store(0);
+            Made made;
+            const Group group = make_group(net, &made);
+            shm::RingWriter writer(*made.rings, 0, net.hosts[1] == 0 ? 1 : 0);
+            const auto write = [&](const Frame& some) {
+                if (net.hosts[1] == 0) {
+                    writer.write(some, bytes.data());
+                } else {
+                    require(::write(made.socket.get(), &some, sizeof some) == sizeof some, "a frame");
+                    require(::write(made.socket.get(), bytes.data(), some.length) == some.length, "its payload");
+                }
+            };
+            write({.kind = FrameKind::eager, .length = 1000, .message = 1, .size = 3000});
+            write({.kind = FrameKind::offer, .message = 2, .size = 100'000});
+            write(frame);
+            Bytes into(3000);
+            Receive receive(into.data(), into.size(), 0, Tag{});
+            group[1]->start(receive);
+            require(!group[1]->wait(receive, 0.01), "half a message is none");
+            group[1]->do_work();
+            require(num_blamed.load() == 1, "nobody is blamed for frame %d", static_cast<int>(&frame - wrong));
+            require(group[1]->cancel(receive), "it still waits");
+        }
+    // Positions that can't be, and a frame that ends outside of the ring.
+    for (const std::uint64_t tail : {std::uint64_t{1}, std::uint64_t{64}, std::uint64_t{1} << 40}) {
+        num_blamed.store(0);
+        Made made;
+        const Group group = make_group(local(2), &made);
+        const Frame frame{.kind = FrameKind::eager, .length = 0xFFFFFFFF, .size = 100};
+        std::memcpy(made.rings->bytes(0, 1), &frame, sizeof(frame));
+        made.rings->ring(0, 1).tail.store(tail);
+        (void)group[1]->parties();
+        group[1]->do_work();
+        require(num_blamed.load() == 1, "nobody is blamed for a tail");
+    }
+    num_blamed.store(0);
+    std::printf("what is no message is refused\n");
+}
+
+// Where nobody says why a rank's connection has ended, that is told, once, and after a while.
+void a_connection_that_ends_is_told() {
+    num_gone.store(0);
+    Made made;
+    const Group group = make_group(remote(2), &made);
+    num_gone.store(0);
+    made.socket = Descriptor();
+    const Deadline deadline(patience);
+    while (num_gone.load() == 0) {
+        require(!deadline.expired(), "nobody was told");
+        std::this_thread::sleep_for(std::chrono::milliseconds(1));
+    }
+    std::printf("a connection that ends is told\n");
+}
+
+// A rank that only sends, to one that computes: its keeper takes the messages in.
+void a_rank_that_computes_takes_messages(const Net& net) {
+    const Group group = make_group(net);
+    Bytes bytes(4000);
+    for (int i = 0; i < 100; ++i) {
+        Send send(bytes.data(), bytes.size(), 1, Tag{});
+        group[0]->start(send);
+        require(group[0]->wait(send, patience), "nobody takes it");
+    }
+    std::printf("a rank that computes takes messages\n");
+}
+
+// One thread of a rank waits for a signal that another one gives, which also asks for messages ahead, while they come:
+// each signal ends one wait, and each message is told of though nobody waits for it, in their order.
+void a_signal_ends_a_wait(const Net& net, std::uint64_t num_rounds) {
+    const Group group = make_group(net);
+    P2PEngine& own = *group[1];
+    std::atomic<std::uint64_t> num_woken{0};
+    std::atomic<bool> has_ended{false};
+    std::atomic<std::uint64_t> num_heard{0};
+    Transfer signal(any_source, Tag{});
+    std::thread waiter([&] {
+        for (std::uint64_t round = 1; round <= num_rounds; ++round) {
+            require(own.wait(signal, patience), "a signal does not wake who waits");
+            signal.has_ended.store(false);
+            num_woken.store(round);
+        }
+    });
+    std::thread sender([&] {
+        for (std::uint64_t number = 0; !has_ended.load(); ++number) {
+            while (number > num_heard.load() + 1000 && !has_ended.load()) std::this_thread::yield();
+            Send send(reinterpret_cast<const std::byte*>(&number), sizeof(number), 1, Tag{1, 5});
+            group[0]->start(send);
+            require(group[0]->wait(send, patience), "a send does not end");
+        }
+    });
+    struct Place {
+        std::uint64_t number = 0;
+        std::atomic<bool> is_told{false};
+        std::optional<Receive> receive;
+    };
+    std::array<Place, 4> places;
+    const auto ask = [&](Place& place) {
+        place.is_told.store(false);
+        auto* data = reinterpret_cast<std::byte*>(&place.number);
+        Receive& receive = place.receive.emplace(data, sizeof(place.number), 0, Tag{1, 5});
+        receive.owner = &place.is_told;
+        receive.is_watched = true;
+        own.start_heard(receive);
+    };
+    for (Place& place : places) ask(place);
+    own.listen(*places[0].receive);
+    const auto hear = [&] {
+        while (places[num_heard % places.size()].is_told.load()) {
+            Place& place = places[num_heard % places.size()];
+            require(place.number == num_heard++, "out of order");
+            ask(place);
+        }
+        own.do_work();
+    };
+    for (std::uint64_t round = 1; round <= num_rounds; ++round) {
+        const Deadline deadline(patience);
+        if (round % 7 == 0) std::this_thread::sleep_for(std::chrono::microseconds(50));  // the waiter falls asleep
+        own.signal(signal);
+        while (num_woken.load() != round) {
+            hear();
+            require(!deadline.expired(), "a signal is lost");
+        }
+    }
+    waiter.join();
+    const Deadline deadline(patience);
+    for (const std::uint64_t goal = num_heard + 100; num_heard < goal; hear()) {  // nobody waits: the keeper tells
+        require(!deadline.expired(), "a message is not told of");
+        std::this_thread::yield();
+    }
+    has_ended.store(true);
+    sender.join();
+    for (Place& place : places) {
+        if (!place.receive->has_ended.load()) own.cancel(*place.receive);
+    }
+    leave(group);
+    std::printf("%llu signals, %llu messages heard\n", static_cast<unsigned long long>(num_rounds),
+                static_cast<unsigned long long>(num_heard));
+}
+
+}  // namespace
+
+int main(int argc, char** argv) {
+    std::setvbuf(stdout, nullptr, _IOLBF, 0);  // what it did last is seen, however it ends
+    const std::uint64_t total = argc > 1 ? std::strtoull(argv[1], nullptr, 10) : 40000;
+    const std::uint64_t seed = argc > 2 ? std::strtoull(argv[2], nullptr, 10) : 1;
+    for (const Net& net : {local(2), remote(2)}) {
+        what_was_sent_stays(net);
+        a_rank_that_computes_takes_messages(net);
+    }
+    for (Net net : {local(2), remote(2)})
+        for (const bool is_crowded : {false, true}) {
+            net.is_crowded = is_crowded;
+            a_signal_ends_a_wait(net, total / 20);
+        }
+    what_is_no_message_is_refused();
+    a_connection_that_ends_is_told();
+    for (const Net& net : {local(5), remote(5), mixed(5)}) any_source_takes_all(net, total / 60);
+    const auto with = [](Net net, bool is_crowded, std::size_t ring_bytes, int socket_bytes) {
+        net.is_crowded = is_crowded;
+        net.ring_bytes = ring_bytes;
+        net.socket_bytes = socket_bytes;
+        return net;
+    };
+    stress("rings of 16 KiB", with(local(2), false, 16 * 1024, 0), total / 8, seed);
+    stress("rings of 1 MiB", with(local(2), true, 1024 * 1024, 0), total / 8, seed + 1);
+    stress("rings of 32 KiB", with(local(3), true, 32 * 1024, 0), total / 12, seed + 2);
+    stress("rings of 16 KiB", with(local(4), false, 16 * 1024, 0), total / 12, seed + 3);
+    stress("rings of 16 KiB", with(local(8), true, 16 * 1024, 0), total / 12, seed + 4);
+    stress("connections", with(remote(2), false, 16 * 1024, 0), total / 12, seed + 5);
+    stress("connections of 8 KiB", with(remote(2), true, 16 * 1024, 8 * 1024), total / 12, seed + 6);
+    stress("connections of 8 KiB", with(remote(4), false, 16 * 1024, 8 * 1024), total / 12, seed + 7);
+    stress("rings and connections", with(mixed(4), true, 16 * 1024, 0), total / 12, seed + 8);
+    stress("rings and connections of 8 KiB", with(mixed(6), true, 16 * 1024, 8 * 1024), total / 12, seed + 9);
+}

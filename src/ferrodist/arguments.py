@@ -1,0 +1,30 @@
+"""Checks of arguments that every layer makes."""
+
+from __future__ import annotations
+
+import contextlib
+import operator
+from typing import Any
+
+
+def check_int(name: str, value: Any, *, min: int | None = None) -> int:  # noqa: A002 - as callers write it
+    """Return an argument as an int.
+
+    Args:
+        name: The argument's name, for the message.
+        value: Any integer, also NumPy's; a bool is none.
+        min: The smallest value allowed; None allows all.
+
+    Raises:
+        TypeError: ``value`` is not an integer.
+        ValueError: ``value`` is smaller than ``min``.
+    """
+    number: int | None = None
+    if not isinstance(value, bool):
+        with contextlib.suppress(TypeError):
+            number = operator.index(value)
+    if number is None:
+        raise TypeError(f"{name} must be an integer, not {value!r}")
+    if min is not None and number < min:
+        raise ValueError(f"{name} must be at least {min}, not {number}")
+    return number

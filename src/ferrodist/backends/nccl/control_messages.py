@@ -1,0 +1,47 @@
+"""Small messages of fixed size between the hosts of an NCCL group, sent without waiting."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable
+
+    from ferrodist.backends.base import Backend
+    from ferrodist.backends.request import PersistentRecv, Request
+    from ferrodist.errors import DistributedError
+
+
+def post(group: Backend, message: bytes, rank: int, tag: int) -> Request | None:
+    """Send a message without waiting; returns the request if it could not be handed over at once."""
+    return None if group.try_send(message, rank, tag=tag) else group.isend(message, rank, tag=tag)
+
+
+def _ignore(rank: int, error: DistributedError) -> None:
+    """The group has ended, which waiting threads and the watchdog see by themselves."""
+    del rank, error
+
+
+def listen(
+    group: Backend,
+    ranks: Iterable[int],
+    on_messages: Callable[[int, list[bytes]], None],
+    on_end: Callable[[int, DistributedError], None] = _ignore,
+    *,
+    tag: int,
+    size_bytes: int,
+) -> list[PersistentRecv]:
+    """Receive the messages of several ranks, for as long as the group lasts or until closed.
+
+    Args:
+        group: The group.
+        ranks: The ranks to listen to.
+        on_messages: ``on_messages(rank, messages)`` is called in any thread and must not block or raise.
+        on_end: ``on_end(rank, error)`` is called when nothing more will come from a rank.
+        tag: The messages' tag.
+        size_bytes: The size of each message.
+    """
+    return [
+        group.listen(rank, size_bytes, partial(on_messages, rank), partial(on_end, rank), tag=tag) for rank in ranks
+    ]

@@ -1,0 +1,118 @@
+"""Operations that have been enqueued on a stream, until the GPU has done them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    import torch
+
+    from ferrodist.backends.cuda import Streams
+    from ferrodist.errors import DistributedError
+
+NO_SEQUENCE = -1
+"""The sequence number of messages, which have none."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OpInfo:
+    """An operation, as error messages need it.
+
+    Args:
+        what: The call; converted to text only when needed.
+        sequence: Its position among the group's collectives, or `NO_SEQUENCE`.
+        timeout: Seconds it may take, from when the GPU has reached it.
+        peers: The other ranks of a message.
+    """
+
+    what: object
+    sequence: int = NO_SEQUENCE
+    timeout: float
+    peers: tuple[int, ...] = ()
+
+
+class InFlightOp:
+    """One operation on a stream.
+
+    Args:
+        info: What it is.
+        streams: The GPU's streams.
+        start: The event before its work.
+        end: The event after its work.
+        kept: Tensors that must live until it has ended.
+        caller: The ``cudaStream_t`` that was current when it was launched.
+    """
+
+    __slots__ = ("_start", "_started_at", "caller", "end", "info", "kept", "streams")
+
+    def __init__(
+        self, info: OpInfo, streams: Streams, *, start: Any, end: Any, kept: tuple[torch.Tensor, ...], caller: int
+    ) -> None:
+        self.info = info
+        self.streams = streams
+        self._start = start
+        self.end = end
+        self.kept = kept
+        self.caller = caller
+        self._started_at: float | None = None
+
+    def done(self) -> bool:
+        """Whether the GPU has passed its end; never blocks."""
+        return self.streams.has_passed(self.end)
+
+    def is_overdue(self, now: float) -> bool:
+        """Whether its timeout has passed, counted from when the GPU was first seen to have reached it."""
+        if self._started_at is None:
+            if self.streams.has_passed(self._start):
+                self._started_at = now
+            return False
+        return now - self._started_at > self.info.timeout
+
+
+class EnqueuedOp:
+    """What one thread has launched asynchronously: a `StreamWork` of `collectives/engines/base.py`.
+
+    Args:
+        launched: The operations, in order; all on one stream.
+        failure: Returns the error with which the group has failed, or is about to.
+        is_compared: Whether the call with a sequence number has been compared with the other ranks'.
+    """
+
+    __slots__ = ("_failure", "_is_compared", "_launched")
+
+    def __init__(
+        self,
+        launched: Sequence[InFlightOp],
+        *,
+        failure: Callable[[], DistributedError | None],
+        is_compared: Callable[[int], bool],
+    ) -> None:
+        self._launched = launched
+        self._failure = failure
+        self._is_compared = is_compared
+
+    @property
+    def error(self) -> DistributedError | None:
+        """The error because of which its result is missing or worthless."""
+        return self._failure()
+
+    def done(self) -> bool:
+        """Whether the GPU has done it and the calls have been compared, or the group has failed."""
+        return self._failure() is not None or all(
+            launched.done() and self._is_compared(launched.info.sequence) for launched in self._launched
+        )
+
+    def wait_on_stream(self) -> None:
+        """Make the current stream wait for it, but not the host. See [Note: lifetimes] in `stream_executor.py`."""
+        if not self._launched:
+            return
+        streams = self._launched[-1].streams
+        current = streams.current()
+        streams.order(current, self._launched[-1].end)  # all are on one stream, so the last one ends last
+        for launched in self._launched:
+            if launched.caller != current.cuda_stream:
+                for tensor in launched.kept:
+                    streams.keep(tensor, current)

@@ -1,0 +1,128 @@
+"""Ferrodist through its public functions, with default settings; over NCCL, with tensors on GPUs."""
+
+from __future__ import annotations
+
+import os
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import torch
+
+import ferrodist as fd
+from ferrodist.backends.mpi.runtime import library_version
+from ferrodist.backends.nccl.communicator import load_nccl
+from ferrodist.backends.ucc.bindings import load as load_ucc
+from ferrodist.bench.adapters.arrays import Arrays, TorchArrays
+from ferrodist.bench.adapters.base import Adapter
+from ferrodist.bench.cases import OURS, Case, DataType, Operation, Peer
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+
+    from ferrodist.bench.adapters.base import RankInfo
+
+_SHARING_VARIABLE = "NCCL_MULTI_RANK_GPU_ENABLE"
+
+
+class SymmetricArrays(TorchArrays):
+    """Torch tensors in memory that all ranks share; all ranks allocate the same, in the same order."""
+
+    def empty(self, num_elements: int, dtype: DataType) -> Any:
+        return fd.empty_symmetric((num_elements,), self._dtypes[dtype])
+
+
+class FerrodistAdapter(Adapter):
+    """A rank of a ferrodist group."""
+
+    def __init__(self, peer: Peer, info: RankInfo) -> None:
+        torch.set_num_threads(1)
+        self.arrays: Arrays = SymmetricArrays() if peer is Peer.NATIVE_SYMMETRIC else TorchArrays()
+        self.rank, self.num_ranks = info.rank, info.num_ranks
+        self._backend = OURS[peer]
+        self.init_group(info.init_method)
+        self.rank = fd.default_group().rank  # MPI assigns its ranks itself
+        self.versions = {"ferrodist": fd.__version__, "torch": str(torch.__version__)}
+        if peer is Peer.OVER_MPI:
+            self.versions["library"] = library_version()
+        elif peer is Peer.OVER_UCC:
+            self.versions["library"] = str(load_ucc())
+
+    def make_call(self, case: Case, source: Any, target: Any) -> Callable[[], object]:
+        calls: dict[Operation, Callable[[], object]] = {
+            Operation.ALLREDUCE: lambda: fd.allreduce(source, out=target),
+            Operation.REDUCE_SCATTER: lambda: fd.reduce_scatter(source, out=target),
+            Operation.ALL_GATHER: lambda: fd.all_gather(source, out=target),
+            Operation.BROADCAST: lambda: fd.broadcast(source, 0, out=target),
+            Operation.ALL_TO_ALL: lambda: fd.all_to_all(source, out=target),
+            Operation.BARRIER: fd.barrier,
+            Operation.SEND_RECV: self.make_exchange(case, fd.send, fd.recv_into, source, target),
+        }
+        return calls[case.operation]
+
+    def make_start(self, case: Case, source: Any, target: Any) -> Callable[[], Any]:
+        assert case.operation.is_allreduce
+        return lambda: fd.async_allreduce(source, out=target)
+
+    def wait(self, work: fd.PendingCollective[torch.Tensor]) -> None:
+        work.wait()
+
+    def barrier(self) -> None:
+        fd.barrier()
+
+    def init_group(self, init_method: str) -> None:
+        if self._backend == "mpi":
+            fd.init_process_group("mpi", world_size=self.num_ranks)
+            return
+        fd.init_process_group(self._backend, rank=self.rank, world_size=self.num_ranks, init_method=init_method)
+
+    def destroy_group(self) -> None:
+        fd.destroy_process_group()
+
+    def new_group(self) -> fd.SubBackend:
+        return fd.new_group()
+
+    def allreduce(self, array: Any, group: fd.Backend | None) -> None:
+        fd.allreduce(array, out=array, group=group)
+
+    def destroy_subgroup(self, group: fd.Backend) -> None:
+        group.close()
+
+
+class NcclAdapter(FerrodistAdapter):
+    """A rank of a group over NCCL, and its GPU."""
+
+    unsupported: ClassVar[Mapping[Operation, str]] = {
+        Operation.OVERLAP: "the computation is the host's, and its tensors are on a GPU",
+    }
+
+    def __init__(self, info: RankInfo) -> None:
+        version = load_nccl().description
+        device = _select_gpu(info)
+        super().__init__(Peer.OVER_NCCL, info)
+        self.arrays: Arrays = TorchArrays(device)
+        self.versions["library"] = version
+        self.allreduce(self.arrays.from_values([1.0], DataType.FLOAT32), None)  # connects the ranks, or fails now
+        self.synchronize()
+
+    def wait(self, work: fd.PendingCollective[torch.Tensor]) -> None:
+        work.wait()
+        self.synchronize()
+
+    def synchronize(self) -> None:
+        torch.cuda.synchronize()
+
+
+def _select_gpu(info: RankInfo) -> str:
+    """Make a GPU the current one: each rank's own, or a shared one where NCCL allows it.
+
+    Raises:
+        BackendUnavailable: There are too few.
+    """
+    num_gpus = torch.cuda.device_count()
+    if num_gpus < info.num_ranks and os.environ.get(_SHARING_VARIABLE) != "1":
+        raise fd.BackendUnavailable(
+            f"{info.num_ranks} ranks need as many GPUs, and torch sees {num_gpus}: NCCL from 2.30 on lets ranks share"
+            f" one with {_SHARING_VARIABLE}=1, NCCL_NVLS_ENABLE=0 and NCCL_MAX_CTAS=2"
+        )
+    device = info.rank % num_gpus
+    torch.cuda.set_device(device)
+    return f"cuda:{device}"

@@ -1,0 +1,240 @@
+"""The command ``ferrodist bench``: options, output, exit code. Only the ranks import torch."""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, TypeVar
+
+from ferrodist.bench.cases import BACKENDS, MAX_RANKS, DataType, Operation, Peer
+from ferrodist.bench.suites import SUITES, BenchPlan, Suite, SuitePlan, plan_stages
+from ferrodist.installation import how_to_install
+from ferrodist.launch.output import print_warning
+from ferrodist.launch.spec import check_rank_count
+
+if TYPE_CHECKING:
+    import argparse
+    import enum
+    from collections.abc import Sequence
+
+    from ferrodist.bench.report import Report
+
+    Choice = TypeVar("Choice", bound=enum.Enum)
+
+_REQUIRED = {"matplotlib": "matplotlib", "rich": "rich"}
+_MAX_SIZE_BYTES = 1 << 32
+_MAX_ROUNDS = 100_000
+_UNITS = {"": 1, "k": 1 << 10, "m": 1 << 20, "g": 1 << 30}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BenchOptions:
+    """The parsed command line.
+
+    Args:
+        plan: The cases to measure.
+        output: The folder for report and plot.
+    """
+
+    plan: BenchPlan
+    output: Path
+
+
+def add_bench_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the options of ``ferrodist bench``."""
+    option = parser.add_argument
+    option("--suites", metavar="LIST", help=f"of {_values(Suite)} (default collectives)")
+    option("--operations", metavar="LIST", help=f"of {_values(Operation)} (default all of a suite)")
+    option("--sizes", metavar="LIST", help="bytes, such as 8,64K or 8..256M for powers of two (default: the suite's)")
+    option("--ranks", metavar="LIST", help="numbers of ranks, such as 2,4 (default 2, and for groups 2,8)")
+    option("--dtypes", metavar="LIST", default="float32", help=f"of {_values(DataType)} (default %(default)s)")
+    peers = parser.add_mutually_exclusive_group()
+    peers.add_argument(
+        "--peers",
+        metavar="LIST",
+        help=f"of {_values(Peer)} (default the suite's: all but native-tcp, tcp, mpi, ucc, nccl, mpi4py)",
+    )
+    peers.add_argument(
+        "--backend",
+        choices=BACKENDS,
+        help="measure ferrodist over a library of this machine, beside its native engine (and mpi beside mpi4py);"
+        " it is a failure if that can't be done",
+    )
+    option("--rounds", type=int, metavar="N", help="batches of each peer in a case (default 40)")
+    option("--seconds", type=float, metavar="S", help="a case ends after this time, and 5 rounds (default 8)")
+    amount = parser.add_mutually_exclusive_group()
+    amount.add_argument("--quick", action="store_true", help="a look: three sizes, 10 rounds, 2 seconds")
+    amount.add_argument("--full", action="store_true", help="all suites, collectives on 2 and 4 ranks")
+    option(
+        "--output", type=Path, metavar="DIR", default=Path("bench"), help="for report and plot (default %(default)s)"
+    )
+
+
+def bench_options(arguments: argparse.Namespace) -> BenchOptions:
+    """Turn parsed arguments into options.
+
+    Raises:
+        ValueError: For values that are unknown or out of range; the message names the option.
+    """
+    quick, num_rounds, seconds = arguments.quick, arguments.rounds, arguments.seconds
+    plan = BenchPlan(
+        suites=_suite_plans(arguments),
+        num_rounds=num_rounds if num_rounds is not None else 10 if quick else 40,
+        seconds=seconds if seconds is not None else 2.0 if quick else 8.0,
+        required=BACKENDS[arguments.backend][0] if arguments.backend else None,
+    )
+    if not 1 <= plan.num_rounds <= _MAX_ROUNDS:
+        raise ValueError(f"--rounds must be 1 to {_MAX_ROUNDS}, not {plan.num_rounds}")
+    if not 0 < plan.seconds < float("inf"):
+        raise ValueError(f"--seconds must be more than 0, not {plan.seconds:g}")
+    if arguments.output.exists() and not arguments.output.is_dir():
+        raise ValueError(f"--output: {arguments.output} is a file; name a folder")
+    return BenchOptions(plan=plan, output=arguments.output)
+
+
+def parse_sizes(text: str) -> tuple[int, ...]:
+    """Sizes in bytes of a list such as "8,16K,1M"; "8..1K" means the powers of two from 8 to 1024. Sorted, unique.
+
+    Raises:
+        ValueError: An item is not a size, or a range ends before it begins.
+    """
+    sizes: set[int] = set()
+    for item in text.split(","):
+        first, dots, last = item.partition("..")
+        size, end = _parse_bytes(first), _parse_bytes(last if dots else first)
+        if end < size:
+            raise ValueError(f"{item.strip()!r} ends before it begins")
+        while size <= end:
+            sizes.add(size)
+            size *= 2
+    return tuple(sorted(sizes))
+
+
+def run_bench(options: BenchOptions) -> int:
+    """Measure, print and write.
+
+    Returns:
+        0; 1 when a peer failed or gave a wrong result in a case, ferrodist or the backend that was asked for could not
+        be measured, or the extra ``bench`` is not installed; 130 for Ctrl-C, after the partial report is written.
+    """
+    missing = [package for module, package in _REQUIRED.items() if importlib.util.find_spec(module) is None]
+    if missing:
+        print_warning(
+            f"ferrodist: bench needs {', '.join(missing)}, which is not installed here: {how_to_install('bench')}\n"
+        )
+        return 1
+    # Imported here: these need msgspec and the extra.
+    from ferrodist.bench.display import RunDisplay  # noqa: PLC0415
+    from ferrodist.bench.driver import RequiredPeerError, begin_report, run_plan  # noqa: PLC0415
+
+    options.output.mkdir(parents=True, exist_ok=True)
+    report = begin_report(options.plan)
+    interrupted, missing_peer = False, ""
+    with RunDisplay(sum(len(stage.cases()) for stage in plan_stages(options.plan.suites))) as display:
+        try:
+            run_plan(options.plan, report, display)
+        except KeyboardInterrupt:
+            interrupted = True
+        except RequiredPeerError as error:
+            missing_peer = str(error)
+    if report.cases or not missing_peer:
+        _write_results(options.output, report)
+    if missing_peer:
+        print_warning(f"ferrodist: {missing_peer}\n")
+        return 1
+    if interrupted:
+        return 130
+    return 1 if report.failures or not any(case.ours for case in report.cases) else 0
+
+
+def _write_results(folder: Path, report: Report) -> None:
+    """Write the report and its plot, and print the summary."""
+    from ferrodist.bench.plot import save_plot  # noqa: PLC0415 - needs the extra
+    from ferrodist.bench.report import summary_lines, write_report  # noqa: PLC0415 - needs msgspec
+
+    name = f"bench-{report.started[:19].replace(':', '')}"
+    lines = ["", *summary_lines(report), f"report: {folder / name}.json"]
+    write_report(folder / f"{name}.json", report)
+    if save_plot(folder / f"{name}.png", report):
+        lines.append(f"plot: {folder / name}.png")
+    if sys.stdout is not None:
+        sys.stdout.write("\n".join(lines) + "\n")
+
+
+def _suite_plans(arguments: argparse.Namespace) -> tuple[SuitePlan, ...]:
+    """The chosen suites, with their defaults where the options leave something open."""
+    suites = _choices("--suites", arguments.suites or (_values(Suite) if arguments.full else "collectives"), Suite)
+    operations = _choices("--operations", arguments.operations or _values(Operation), Operation)
+    peers = _choices("--peers", arguments.peers, Peer) if arguments.peers else BACKENDS.get(arguments.backend)
+    ranks = _parse_ranks(arguments.ranks) if arguments.ranks else None
+    sizes = _check_sizes(arguments.sizes) if arguments.sizes else None
+    dtypes = _choices("--dtypes", arguments.dtypes, DataType)
+    plans = []
+    for suite in suites:
+        defaults = SUITES[suite]
+        possible = {*defaults.peers, *defaults.optional_peers}
+        if arguments.backend and not possible.issuperset(BACKENDS[arguments.backend]):
+            continue
+        plans.append(
+            SuitePlan(
+                suite=suite,
+                operations=[operation for operation in defaults.operations if operation in operations],
+                ranks=ranks or (defaults.full_ranks if arguments.full else defaults.ranks),
+                dtypes=dtypes,
+                sizes=sizes or (defaults.quick_sizes if arguments.quick else defaults.sizes),
+                peers=defaults.peers if peers is None else [peer for peer in peers if peer in possible],
+            )
+        )
+    _check_any("--backend" if arguments.backend else "--peers", suites, [plan.peers for plan in plans])
+    _check_any("--operations", suites, [plan.operations for plan in plans])
+    return tuple(plan for plan in plans if plan.operations and plan.peers)
+
+
+def _check_any(option: str, suites: Sequence[Suite], chosen: Sequence[Sequence[object]]) -> None:
+    if not any(chosen):
+        raise ValueError(f"{option}: none of these belongs to {', '.join(suite.value for suite in suites)}")
+
+
+def _values(kind: type[enum.Enum]) -> str:
+    return ",".join(member.value for member in kind)
+
+
+def _choices(option: str, text: str, kind: type[Choice]) -> tuple[Choice, ...]:
+    """The members that a list names, each once."""
+    names = [name.strip() for name in text.split(",")]
+    known = {member.value: member for member in kind}
+    for name in names:
+        if name not in known:
+            raise ValueError(f"{option}: there is no {name!r}; choose from {', '.join(known)}")
+    return tuple(dict.fromkeys(known[name] for name in names))
+
+
+def _parse_ranks(text: str) -> tuple[int, ...]:
+    ranks = []
+    for word in text.split(","):
+        if not word.strip().isdecimal() or not 2 <= int(word) <= MAX_RANKS:
+            raise ValueError(f"--ranks must be numbers from 2 to {MAX_RANKS}, such as 2,4, not {word.strip()!r}")
+        check_rank_count("--ranks", int(word))
+        ranks.append(int(word))
+    return tuple(dict.fromkeys(ranks))
+
+
+def _check_sizes(text: str) -> tuple[int, ...]:
+    try:
+        sizes = parse_sizes(text)
+    except ValueError as error:
+        raise ValueError(f"--sizes: {error}") from None
+    if sizes[-1] > _MAX_SIZE_BYTES:
+        raise ValueError(f"--sizes: {sizes[-1]} bytes are more than the largest that is measured, 4G")
+    return sizes
+
+
+def _parse_bytes(text: str) -> int:
+    """Bytes of "8", "16K", "1MiB"."""
+    found = re.fullmatch(r"(\d{1,12})\s*([kmg]?)(?:i?b)?", text.strip().lower())
+    if found is None or int(found[1]) == 0:
+        raise ValueError(f"{text.strip()!r} is no size; write bytes, or a number with K, M or G, such as 64K")
+    return int(found[1]) * _UNITS[found[2]]

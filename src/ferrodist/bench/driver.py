@@ -1,0 +1,239 @@
+"""The run: for each number of ranks and hosts it starts the peers, and measures case after case.
+
+In a case all peers alternate, round after round, so that a disturbance of the machine meets all alike.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.metadata
+import tempfile
+import time
+from datetime import datetime, timezone
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from ferrodist.bench.adapters import UnsupportedError
+from ferrodist.bench.cases import Peer
+from ferrodist.bench.netns import EmulatedHosts, HostsUnavailableError
+from ferrodist.bench.processes import PeerFailedError, RankGroup
+from ferrodist.bench.report import (
+    CaseReport,
+    Measurement,
+    PeerReport,
+    Report,
+    available_bytes,
+    case_lines,
+    describe_machine,
+    format_bytes,
+)
+from ferrodist.bench.suites import format_ranks, plan_stages
+from ferrodist.bench.targets import Iperf3Target, RankTarget, WrongResultError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Sequence
+
+    from ferrodist.bench.cases import Case
+    from ferrodist.bench.display import RunDisplay
+    from ferrodist.bench.suites import BenchPlan, Stage, Suite
+    from ferrodist.bench.targets import BenchTarget, Runner
+
+MIN_ROUNDS = 5
+"""A case has at least this many rounds, whatever they take."""
+
+_START_TIMEOUT_SECONDS = 90.0
+_MEMORY_SHARE = 0.7
+_MAX_FOLDER_CHARACTERS = 70  # a Unix socket's path has at most 107 characters, and ours are in folders below
+
+
+class RequiredPeerError(Exception):
+    """The required peer can't be measured; the message says why."""
+
+
+def begin_report(plan: BenchPlan) -> Report:
+    """Create a report without figures, of this machine and now."""
+    return Report(
+        started=datetime.now(timezone.utc).isoformat(timespec="seconds"),
+        machine=describe_machine(),
+        settings={
+            "rounds": str(plan.num_rounds),
+            "seconds for a case": f"{plan.seconds:g}",
+            "threads of a rank": "1",
+        },
+        ferrodist=importlib.metadata.version("ferrodist"),
+    )
+
+
+def run_plan(plan: BenchPlan, report: Report, display: RunDisplay) -> None:
+    """Measure all cases of a plan.
+
+    Args:
+        plan: The cases.
+        report: Receives the figures as they come, so that an interrupted run keeps them.
+        display: Shows the progress and the figures.
+
+    Raises:
+        RequiredPeerError: The plan requires a peer that can't be started.
+    """
+    begin = time.monotonic()
+    run = _Run(plan, report, display)
+    try:
+        for stage in plan_stages(plan.suites):
+            run.run_stage(stage)
+        report.is_complete = True
+    finally:
+        report.seconds = round(time.monotonic() - begin, 1)
+
+
+class _Run:
+    def __init__(self, plan: BenchPlan, report: Report, display: RunDisplay) -> None:
+        self._plan, self._report, self._display = plan, report, display
+
+    def run_stage(self, stage: Stage) -> None:
+        """Start the peers of a stage, measure its cases, end the peers."""
+        title = format_ranks(stage.num_ranks, stage.num_hosts)
+        with contextlib.ExitStack() as stack:
+            try:
+                hosts = stack.enter_context(EmulatedHosts()) if stage.num_hosts > 1 else None
+            except HostsUnavailableError as error:
+                self._skip(f"{title}: {error}")
+                return
+            targets = self._start_peers(stage, title, hosts, stack)
+            for plan, case in stage.cases():
+                self._measure(plan.suite, case, [targets[peer] for peer in plan.peers if peer in targets])
+
+    def _start_peers(
+        self, stage: Stage, title: str, hosts: EmulatedHosts | None, stack: contextlib.ExitStack
+    ) -> dict[Peer, BenchTarget]:
+        """Start the available peers of a stage, which ``stack`` ends; the report says why others are missing."""
+        folder = Path(stack.enter_context(_temporary_folder()))
+        targets: dict[Peer, BenchTarget] = {}
+        required = self._plan.required
+        for peer in sorted(stage.peers, key=lambda peer: peer is not required):
+            facts = PeerReport(peer=peer.value, num_ranks=stage.num_ranks, num_hosts=stage.num_hosts)
+            self._report.peers.append(facts)
+            try:
+                started: RankGroup | Iperf3Target
+                if peer is Peer.IPERF3:
+                    assert hosts is not None, "only suites of several hosts have this peer"
+                    targets[peer] = started = stack.enter_context(Iperf3Target(hosts))
+                else:
+                    started = stack.enter_context(self._start_ranks(peer, stage, folder / peer.value, hosts))
+                    targets[peer] = RankTarget(started, self._plan.seconds)
+            except PeerFailedError as error:
+                facts.reason = str(error)
+                if peer is required:
+                    raise RequiredPeerError(f"{peer.value} can't be measured on {title}: {error}") from None
+                self._display.print([f"{peer.title} on {title} is left out: {error}"])
+                continue
+            facts.versions, facts.command = started.versions, _format_command(started.command)
+            versions = ", ".join(" ".join(item) for item in started.versions.items())
+            self._display.print([f"{peer.title} on {title}: {versions}"])
+        return targets
+
+    def _start_ranks(self, peer: Peer, stage: Stage, folder: Path, hosts: EmulatedHosts | None) -> RankGroup:
+        folder.mkdir()
+        return RankGroup(
+            peer,
+            stage.num_ranks,
+            folder=folder,
+            timeout=_START_TIMEOUT_SECONDS,
+            log=lambda line: self._display.print([f"{line} ..."]),
+            hosts=hosts,
+        )
+
+    def _measure(self, suite: Suite, case: Case, targets: Sequence[BenchTarget]) -> None:
+        size = f" of {format_bytes(case.size_bytes)}" if case.operation.has_size else ""
+        title = f"{case.operation.value}{size} on {case.num_ranks} ranks"
+        self._display.begin_case(title, self._plan.num_rounds)
+        elements = case.input_elements + case.output_elements
+        needed = elements * case.dtype.size_bytes * case.num_ranks * len(targets)
+        available = available_bytes()
+        if available and needed > _MEMORY_SHARE * available:
+            self._skip(
+                f"{title}: all peers' ranks together need {format_bytes(needed)},"
+                f" and {format_bytes(available)} are free"
+            )
+            return
+        measured = measure_case(suite, case, targets, self._plan, self._display.show_round)
+        self._report.cases.append(measured)
+        self._display.print(["", *case_lines(measured)])
+
+    def _skip(self, reason: str) -> None:
+        self._report.left_out.append(f"left out, {reason}")
+        self._display.print([self._report.left_out[-1]])
+
+
+def measure_case(
+    suite: Suite, case: Case, targets: Sequence[BenchTarget], plan: BenchPlan, on_round: Callable[[int], None]
+) -> CaseReport:
+    """Measure all peers that support a case.
+
+    Args:
+        suite: The suite of the case.
+        case: The case.
+        targets: The peers.
+        plan: The plan, with the number of rounds and the time.
+        on_round: Called with the number of finished rounds after each.
+
+    Returns:
+        The figures, and the reasons of peers without figures.
+    """
+    report = CaseReport(
+        suite=suite.value,
+        operation=case.operation.value,
+        dtype=case.dtype.value,
+        num_ranks=case.num_ranks,
+        num_hosts=case.num_hosts,
+        size_bytes=case.size_bytes,
+        num_elements=case.num_elements,
+    )
+    runners: dict[BenchTarget, Runner] = {}
+    for target in targets:
+        with _record_errors(target, report):
+            runners[target] = target.open_runner(case)
+    begin = time.monotonic()
+    for index in range(plan.num_rounds):
+        first = index % max(1, len(runners))
+        order = list(runners)
+        for target in (*order[first:], *order[:first]):
+            with _record_errors(target, report):
+                runners[target].measure()
+            if target.peer.value in report.failures:
+                del runners[target]
+        on_round(index + 1)
+        if not runners or (index + 1 >= MIN_ROUNDS and time.monotonic() - begin > plan.seconds):
+            break
+    for target, runner in runners.items():
+        report.measurements.append(
+            Measurement.from_batches(
+                target.peer.value, values=runner.values, calls_per_batch=runner.num_calls, parts=runner.parts
+            )
+        )
+    for target in targets:
+        with contextlib.suppress(PeerFailedError):  # the next case reports it
+            target.release()
+    return report
+
+
+@contextlib.contextmanager
+def _record_errors(target: BenchTarget, report: CaseReport) -> Iterator[None]:
+    """Put a peer's unsupported operations and failures into the report."""
+    try:
+        yield
+    except UnsupportedError as error:
+        report.not_offered[target.peer.value] = str(error)
+    except (PeerFailedError, WrongResultError) as error:
+        report.failures[target.peer.value] = str(error)
+
+
+def _format_command(command: Sequence[str]) -> str:
+    """A command without this machine's paths and this run's options."""
+    end = command.index("--socket") if "--socket" in command else len(command)
+    return " ".join(Path(word).name if word.startswith("/") else word for word in command[:end])
+
+
+def _temporary_folder() -> tempfile.TemporaryDirectory[str]:
+    base = tempfile.gettempdir()
+    folder = base if len(base) < _MAX_FOLDER_CHARACTERS else "/tmp"  # noqa: S108 - its name can't be guessed
+    return tempfile.TemporaryDirectory(prefix="ferrodist-bench-", dir=folder)

@@ -1,0 +1,290 @@
+"""The rank processes of one peer: how they are started, asked and ended."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import selectors
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NoReturn
+
+from ferrodist.bench.cases import MpiLibrary, Peer
+from ferrodist.bench.channel import Channel, ChannelClosedError
+from ferrodist.bench.environments import EnvironmentUnavailableError, obtain_environment
+from ferrodist.bench.netns import NUM_HOSTS, host_index
+from ferrodist.errors import BackendUnavailable
+from ferrodist.launch.mpi import find_mpiexec, is_open_mpi, mpiexec_options
+from ferrodist.rendezvous.secret import SECRET_VARIABLE
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping, Sequence
+
+    from typing_extensions import Self
+
+    from ferrodist.bench.netns import EmulatedHosts
+
+_FOREIGN = Path(__file__).with_name("foreign.py")
+# Set by a launcher or by another run, these would make our ranks part of a job that is not theirs.
+_JOB_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_", "GROUP_", "MASTER_", "TORCHELASTIC_", "PMI", "OMPI_", "PRTE_")
+_POLL_INTERVAL_SECONDS = 0.1
+_EXIT_TIMEOUT_SECONDS = 5.0
+_MAX_LOG_CHARACTERS = 400
+
+
+class PeerFailedError(Exception):
+    """The peer can't be started, or has ended; the message says why."""
+
+
+class RankGroup:
+    """The ranks of one peer, each a process that serves requests; a context that ends them.
+
+    Args:
+        peer: The peer.
+        num_ranks: Number of ranks.
+        folder: An empty folder of its own.
+        timeout: Seconds in which all ranks must have joined, once they can start.
+        log: Called before a long step, with a line for the user.
+        hosts: The hosts of the ranks, the first ranks on the first; None is this host.
+
+    Raises:
+        PeerFailedError: They have not joined.
+    """
+
+    def __init__(
+        self,
+        peer: Peer,
+        num_ranks: int,
+        *,
+        folder: Path,
+        timeout: float,
+        log: Callable[[str], None],
+        hosts: EmulatedHosts | None = None,
+    ) -> None:
+        self.peer = peer
+        self.num_ranks = num_ranks
+        self.versions: dict[str, str] = {}
+        self._log_file = folder / "log"
+        self._processes: list[subprocess.Popen[bytes]] = []
+        self._pidfds: list[int] = []  # of the ranks: an MPI's launcher has ranks that are not our children
+        self._channels: list[Channel] = []
+        socket_path = folder / "socket"
+        try:
+            commands = start_commands(peer, num_ranks, socket_path=socket_path, folder=folder, log=log, hosts=hosts)
+        except EnvironmentUnavailableError as error:
+            raise PeerFailedError(str(error)) from None
+        self.command = commands[0]
+        with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as listener:
+            listener.bind(str(socket_path))
+            listener.listen(num_ranks)
+            try:
+                self._start(commands, rank_environment(os.environ, peer, hosts))
+                self._accept_ranks(listener, time.monotonic() + timeout)
+            except BaseException:
+                self.kill()
+                raise
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    @property
+    def is_alive(self) -> bool:
+        """Whether it can serve requests."""
+        return bool(self._channels)
+
+    def request(self, message: dict[str, Any], timeout: float) -> list[dict[str, Any]]:
+        """Send a message to all ranks, and return their answers by rank.
+
+        Args:
+            message: The request.
+            timeout: Seconds in which all must have answered.
+
+        Raises:
+            PeerFailedError: One has failed, ended or not answered; none of them can be used any more.
+        """
+        if not self.is_alive:
+            raise PeerFailedError("it has failed before")
+        end = time.monotonic() + timeout
+        answers: dict[int, dict[str, Any]] = {}
+        try:
+            with selectors.DefaultSelector() as selector:
+                for rank, channel in enumerate(self._channels):
+                    channel.send(message)
+                    selector.register(channel, selectors.EVENT_READ, rank)
+                while len(answers) < self.num_ranks:
+                    ready = selector.select(max(0, end - time.monotonic()))
+                    if not ready:
+                        missing = sorted(set(range(self.num_ranks)) - set(answers))
+                        self._fail(f"ranks {missing} did not answer to {message['do']!r} within {timeout:g} s")
+                    for key, _ in ready:
+                        answers[key.data] = self._receive(self._channels[key.data], end)
+                        selector.unregister(self._channels[key.data])
+        except ChannelClosedError:
+            self._fail("a rank has ended")
+        return [answers[rank] for rank in range(self.num_ranks)]
+
+    def close(self) -> None:
+        """Let the ranks leave their group, and kill those that don't."""
+        for channel in self._channels:
+            with contextlib.suppress(ChannelClosedError):
+                channel.send({"do": "end"})
+        end = time.monotonic() + _EXIT_TIMEOUT_SECONDS
+        for process in self._processes:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(max(0, end - time.monotonic()))
+        self.kill()
+
+    def kill(self) -> None:
+        """Kill the ranks."""
+        for pidfd in self._pidfds:
+            with contextlib.suppress(ProcessLookupError):
+                signal.pidfd_send_signal(pidfd, signal.SIGKILL)
+            os.close(pidfd)
+        for process in self._processes:
+            if process.poll() is None:
+                process.terminate()  # a launcher ends its ranks then
+                try:
+                    process.wait(_EXIT_TIMEOUT_SECONDS)
+                except subprocess.TimeoutExpired:
+                    process.kill()
+                    process.wait()
+        for channel in self._channels:
+            channel.close()
+        self._channels.clear()
+        self._pidfds.clear()
+
+    def _start(self, commands: list[list[str]], environment: dict[str, str]) -> None:
+        with self._log_file.open("ab") as log:
+            for command in commands:
+                process = subprocess.Popen(  # noqa: S603 - a fixed command
+                    command,
+                    stdin=subprocess.DEVNULL,
+                    stdout=log,
+                    stderr=log,
+                    env=environment,
+                    start_new_session=True,  # Ctrl-C is for the driver
+                )
+                self._processes.append(process)
+
+    def _accept_ranks(self, listener: socket.socket, end: float) -> None:
+        """Wait until every rank has connected and joined its group."""
+        joined: dict[int, Channel] = {}
+        listener.settimeout(_POLL_INTERVAL_SECONDS)
+        while len(self._channels) < self.num_ranks:
+            try:
+                sock = listener.accept()[0]
+            except TimeoutError:
+                if any(process.poll() is not None for process in self._processes):
+                    self._fail("a rank has ended before it joined")
+                if time.monotonic() > end:
+                    self._fail("the ranks have not started in time")
+                continue
+            self._channels.append(Channel(sock))
+        try:
+            for channel in self._channels:
+                self._pidfds.append(os.pidfd_open(self._receive(channel, end)["pid"]))
+            for channel in self._channels:
+                hello = self._receive(channel, end)
+                self.versions = hello["versions"]
+                joined[hello["rank"]] = channel
+        except ChannelClosedError:
+            self._fail("a rank has ended before it joined")
+        if sorted(joined) != list(range(self.num_ranks)):
+            self._fail(f"the ranks are {sorted(joined)}, not 0 to {self.num_ranks - 1}")
+        self._channels = [joined[rank] for rank in range(self.num_ranks)]
+
+    def _receive(self, channel: Channel, end: float) -> dict[str, Any]:
+        try:
+            answer = channel.receive(max(1e-6, end - time.monotonic()))
+        except TimeoutError:
+            self._fail("a rank did not answer in time")
+        if "failed" in answer:
+            self._fail(answer["failed"], with_log=False)
+        return answer
+
+    def _fail(self, reason: str, *, with_log: bool = True) -> NoReturn:
+        """Kill the ranks, and raise an error with the end of their log."""
+        self.kill()
+        text = self._log_file.read_text(encoding="utf-8", errors="replace") if self._log_file.exists() else ""
+        lines = [line.strip() for line in text.splitlines() if line.strip()] if with_log else []
+        log = " | ".join(lines[-3:])[-_MAX_LOG_CHARACTERS:]
+        raise PeerFailedError(f"{reason}: {log}" if log else reason)
+
+
+def start_commands(
+    peer: Peer,
+    num_ranks: int,
+    *,
+    socket_path: Path,
+    folder: Path,
+    log: Callable[[str], None],
+    hosts: EmulatedHosts | None = None,
+) -> list[list[str]]:
+    """The commands that start a peer's ranks: one for each, or one that starts all. Arguments as of `RankGroup`.
+
+    Raises:
+        EnvironmentUnavailableError: An MPI, or its launcher, is missing.
+    """
+    options = ["--socket", str(socket_path), "--folder", str(folder), "--peer", peer.value, "--ranks", str(num_ranks)]
+    library = peer.mpi_library
+    if library is None:
+        if hosts is not None:
+            options += ["--address", hosts.rendezvous_address(peer)]
+        module = [sys.executable, "-m", "ferrodist.bench.worker", *options]
+        if peer.uses_own_mpi:
+            return [[*_own_mpiexec(num_ranks), *module]]
+        prefixes = [[] if hosts is None else hosts.command_prefix(host_index(r, num_ranks)) for r in range(num_ranks)]
+        return [[*prefix, *module, "--rank", str(rank)] for rank, prefix in enumerate(prefixes)]
+    environment = obtain_environment(library, log)
+    command = _mpiexec(str(environment.mpiexec), num_ranks, for_open_mpi=library is MpiLibrary.OPENMPI)
+    if hosts is not None:
+        remote_shell = folder / "agent"
+        hosts.write_remote_shell(remote_shell)
+        command = [*hosts.command_prefix(0), *command, *_host_options(hosts, num_ranks, remote_shell)]
+    return [[*command, str(environment.python), str(_FOREIGN), "worker", *options]]
+
+
+def rank_environment(environment: Mapping[str, str], peer: Peer, hosts: EmulatedHosts | None = None) -> dict[str, str]:
+    """The environment variables of a peer's ranks, from our own."""
+    variables = {name: value for name, value in environment.items() if not name.startswith(_JOB_VARIABLES)}
+    variables["OMP_NUM_THREADS"] = "1"  # a rank's share of a full host
+    variables["NUMPY_MADVISE_HUGEPAGE"] = "0"  # NumPy asks for huge pages, and torch does not: all get the same memory
+    if peer.mpi_library is not None:
+        for name in ("PYTHONPATH", "PYTHONHOME"):  # they name packages of this interpreter
+            variables.pop(name, None)
+    if hosts is not None:
+        variables["GLOO_SOCKET_IFNAME"] = hosts.device  # gloo would resolve the host name, which both hosts share
+        variables[SECRET_VARIABLE] = hosts.secret
+    return variables
+
+
+def _own_mpiexec(num_ranks: int) -> list[str]:
+    """The launcher for ranks in this interpreter, over the MPI that its mpi4py loads."""
+    try:
+        mpiexec = find_mpiexec()
+        return _mpiexec(mpiexec, num_ranks, for_open_mpi=is_open_mpi(mpiexec))
+    except BackendUnavailable as error:
+        raise EnvironmentUnavailableError(str(error)) from None
+
+
+def _mpiexec(mpiexec: str, num_ranks: int, *, for_open_mpi: bool) -> list[str]:
+    options = mpiexec_options(for_open_mpi=for_open_mpi, is_root=os.geteuid() == 0)
+    return [mpiexec, *options, "-n", str(num_ranks)]
+
+
+def _host_options(hosts: EmulatedHosts, num_ranks: int, remote_shell: Path) -> Sequence[str]:
+    """Open MPI's options for ranks of two hosts, which reach each other over TCP alone."""
+    host_of_rank = [host_index(rank, num_ranks) for rank in range(num_ranks)]
+    slots = ",".join(f"{hosts.addresses[host]}:{host_of_rank.count(host)}" for host in range(NUM_HOSTS))
+    return (
+        *("--host", slots, "--prtemca", "plm_ssh_agent", str(remote_shell)),
+        *("--prtemca", "prte_if_include", hosts.device),
+        *("--mca", "pml", "ob1", "--mca", "btl", "tcp,self", "--mca", "btl_tcp_if_include", hosts.device),
+    )

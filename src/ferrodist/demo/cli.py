@@ -1,0 +1,179 @@
+"""The command ``ferrodist demo``: options, output, exit code. Only the ranks import torch."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import sys
+import tempfile
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from ferrodist.installation import how_to_install
+from ferrodist.launch import LaunchSpec, ProgramKind, launch
+from ferrodist.launch.output import print_warning
+from ferrodist.launch.spec import check_rank_count
+from ferrodist.wording import counted
+
+if TYPE_CHECKING:
+    import argparse
+
+    from ferrodist.demo.display import TrainingDisplay
+    from ferrodist.demo.results import Comparison, History, RunResult
+
+_MIN_ACCURACY = 0.97
+_MAX_RANKS = 48  # one image of each batch for every rank
+_MAX_EPOCHS = 100_000
+_REQUIRED = {"sklearn": "scikit-learn", "matplotlib": "matplotlib", "rich": "rich"}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DemoOptions:
+    """The options of the demo.
+
+    Args:
+        ranks: Number of ranks to compare with one.
+        epochs: Passes over the training images.
+        seed: Seed of the weights and of the order of the images.
+        plot: Path of the plot.
+
+    Raises:
+        ValueError: A value is out of range; the message names the option.
+    """
+
+    ranks: int = 2
+    epochs: int = 12
+    seed: int = 0
+    plot: Path = Path("demo.png")
+
+    def __post_init__(self) -> None:
+        if not 2 <= self.ranks <= _MAX_RANKS:
+            raise ValueError(
+                f"--ranks must be 2 to {_MAX_RANKS}, not {self.ranks}: they are compared with 1 rank, and share"
+                f" batches of {_MAX_RANKS} images"
+            )
+        if not 1 <= self.epochs <= _MAX_EPOCHS:
+            raise ValueError(f"--epochs must be 1 to {_MAX_EPOCHS}, not {self.epochs}")
+        if not 0 <= self.seed < 2**63:
+            raise ValueError(f"--seed must be 0 to 2**63 - 1, not {self.seed}")
+        if not self.plot.absolute().parent.is_dir():
+            raise ValueError(f"--plot: there is no folder {self.plot.parent}; make it first")
+        if self.plot.is_dir():
+            raise ValueError(f"--plot: {self.plot} is a folder; name a file in it")
+        if not os.access(self.plot if self.plot.exists() else self.plot.absolute().parent, os.W_OK):
+            raise ValueError(f"--plot: {self.plot} can't be written; choose another place")
+
+
+def add_demo_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the options of ``ferrodist demo``."""
+    parser.add_argument("--ranks", type=int, metavar="N", help="ranks (default %(default)s)")
+    parser.add_argument("--epochs", type=int, metavar="N", help="epochs (default %(default)s)")
+    parser.add_argument("--seed", type=int, metavar="N", help="seed (default %(default)s)")
+    parser.add_argument("--plot", type=Path, metavar="PATH", help="where the plot goes (default %(default)s)")
+    # Not from an instance, whose checks are for those who run the demo.
+    parser.set_defaults(**{option.name: option.default for option in fields(DemoOptions)})
+
+
+def demo_options(arguments: argparse.Namespace) -> DemoOptions:
+    """Turn parsed arguments into options.
+
+    Raises:
+        ValueError: For values that are out of range, or more ranks than this host allows.
+    """
+    options = DemoOptions(ranks=arguments.ranks, epochs=arguments.epochs, seed=arguments.seed, plot=arguments.plot)
+    check_rank_count("--ranks", options.ranks)
+    return options
+
+
+def run_demo(options: DemoOptions) -> int:
+    """Train on one rank and on several, compare, and check both.
+
+    Returns:
+        0; 1 when the accuracy is below 97%, the weights differ by more than rounding explains, or the extra ``demo``
+        is not installed; the launcher's exit code when a run failed.
+    """
+    missing = [package for module, package in _REQUIRED.items() if importlib.util.find_spec(module) is None]
+    if missing:
+        print_warning(
+            f"ferrodist: the demo needs {', '.join(missing)}, which is not installed here: {how_to_install('demo')}\n"
+        )
+        return 1
+    from ferrodist.demo.display import TrainingDisplay, save_plot  # noqa: PLC0415 - needs the extra
+    from ferrodist.demo.results import compare_weights  # noqa: PLC0415 - needs NumPy
+
+    results: list[RunResult] = []
+    with TrainingDisplay() as display:
+        for num_ranks in (1, options.ranks):
+            outcome = _train(options, num_ranks, display)
+            if isinstance(outcome, int):
+                return outcome
+            results.append(outcome)
+    one, several = results
+    save_plot(options.plot, one.history, several.history, num_ranks=options.ranks, min_accuracy=_MIN_ACCURACY)
+    return _report(options, one, several, compare_weights(one.weights[0], several.weights[0], len(one.history.losses)))
+
+
+def _train(options: DemoOptions, num_ranks: int, display: TrainingDisplay) -> RunResult | int:
+    """Train in new processes; returns the result, or the launcher's exit code when it failed."""
+    from ferrodist.demo.results import ProgressPipe, read_result  # noqa: PLC0415 - needs NumPy
+
+    display.begin(counted(num_ranks, "rank"))
+    with tempfile.TemporaryDirectory(prefix="ferrodist-demo-") as name:
+        folder = Path(name)
+        pipe = folder / "progress"
+        words = ("--folder", folder, "--progress", pipe, "--epochs", options.epochs, "--seed", options.seed)
+        spec = LaunchSpec(
+            program="ferrodist.demo.worker",
+            arguments=tuple(map(str, words)),
+            kind=ProgramKind.MODULE,
+            nproc_per_node=num_ranks,
+        )
+        with ProgressPipe(pipe, display.show):
+            code = launch(spec)
+        return read_result(folder, num_ranks) if code == 0 else code
+
+
+def _report(options: DemoOptions, one: RunResult, several: RunResult, comparison: Comparison) -> int:
+    """Print the comparison; returns the exit code."""
+    from ferrodist.demo.results import are_identical  # noqa: PLC0415 - needs NumPy
+
+    ranks, history, identical = counted(options.ranks, "rank"), several.history, are_identical(several.weights)
+    lowest = min(one.history.accuracies[-1], history.accuracies[-1])
+    checks = {
+        f"test accuracy is below {_MIN_ACCURACY:.0%}": lowest >= _MIN_ACCURACY,
+        f"the {ranks} hold different weights": identical,
+        "the weights differ by more than rounding explains": comparison.is_within_bound,
+    }
+    failures = [failure for failure, passed in checks.items() if not passed]
+    same = "the same weights, bit for bit" if identical else "DIFFERENT weights"
+    lines = [
+        "",
+        (
+            f"{history.num_train} images of handwritten digits in global batches of {history.batch_size},"
+            f" {options.epochs} epochs, {len(history.losses)} steps; {history.num_test} images for the test."
+        ),
+        _run_line("1 rank", one.history),
+        _run_line(f"{ranks} over TCP", history),
+        "",
+        f"The {ranks} hold {same}. Compared with 1 rank:",
+        f"  largest difference of a weight: {comparison.absolute:.1e}",
+        f"  relative to its tensor's largest weight: {comparison.relative:.1e}",
+        (
+            f"  allowed: {comparison.bound:.1e}, which is float32 eps {comparison.eps:.1e}"
+            f" x {comparison.num_steps} steps x largest weight {comparison.largest_weight:.2f}"
+        ),
+        "  Seeds, batches and updates are the same; only the order in which a batch is summed is not, and float32",
+        "  rounds each sum. The bound lets each step move a weight by one unit in its last place: a rule of thumb,",
+        "  for later steps may enlarge or damp a difference.",
+        "",
+        f"plot: {options.plot}",
+        *(f"FAILED: {failure}" for failure in failures),
+    ]
+    if sys.stdout is not None:
+        sys.stdout.write("\n".join(lines) + "\n")
+    return 1 if failures else 0
+
+
+def _run_line(title: str, history: History) -> str:
+    return f"  {title:<18} test accuracy {history.accuracies[-1]:.2%}, trained in {history.seconds:.1f} s"

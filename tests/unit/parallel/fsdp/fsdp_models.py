@@ -1,0 +1,49 @@
+"""Small models for tests of FSDP, and the whole gradients that they get with and without it."""
+
+import copy
+
+import torch
+
+from ferrodist import FSDP
+
+INPUTS = torch.linspace(-1, 1, 24).view(4, 6)
+
+
+def layers(count=3):
+    torch.manual_seed(1)
+    return torch.nn.Sequential(*(torch.nn.Linear(6, 6) for _ in range(count)))
+
+
+def wrapped(module, group, **options):
+    return FSDP(copy.deepcopy(module), group, **{"wrap": torch.nn.Linear, **options})
+
+
+def whole_gradients(fsdp):
+    """The gradients, whole, by the names of their parameters; None for none."""
+    state = {}
+    with torch.no_grad():
+        for unit in fsdp._units:
+            for flat in unit.flats:
+                names = [name for name, piece in zip(flat.names, flat.parameters, strict=True) if piece.grad is None]
+                saved = flat.shard.clone()
+                for piece in flat.parameters:
+                    piece.copy_(torch.zeros_like(piece) if piece.grad is None else piece.grad)
+                state.update(zip(flat.names, (value.clone() for value in flat.gather_values()), strict=True))
+                state.update(dict.fromkeys(names))
+                flat.shard.copy_(saved)
+    return state
+
+
+def expected_gradients(module, loss):
+    own = copy.deepcopy(module)
+    loss(own).backward()
+    return {name: parameter.grad for name, parameter in own.named_parameters()}
+
+
+def assert_same(gradients, expected):
+    assert gradients.keys() == expected.keys()
+    for name, value in expected.items():
+        if value is None:
+            assert gradients[name] is None, name
+        else:
+            torch.testing.assert_close(gradients[name], value, msg=lambda text, name=name: f"{name}: {text}")

@@ -1,0 +1,496 @@
+"""FSDP of odd models, used in odd ways: each works as it would without FSDP, or says why not."""
+
+import copy
+import math
+import pickle
+
+import pytest
+import torch
+from fsdp_models import INPUTS, assert_same, expected_gradients, layers, whole_gradients, wrapped
+from torch.nn import functional
+from torch.utils.checkpoint import checkpoint
+
+from ferrodist import FSDP, MixedPrecision, ShardingStrategy
+from ferrodist.errors import DistributedError
+from ferrodist.parallel.fsdp.unit import UnitState
+
+
+def check_gradients(run, module, loss, world_size=2, **options):
+    """The ranks get the same inputs, so that the mean of their gradients is that of one process."""
+    expected = expected_gradients(module, loss)
+
+    def program(group):
+        fsdp = wrapped(module, group, **options)
+        loss(fsdp).backward()
+        assert_same(whole_gradients(fsdp), expected)
+        fsdp.zero_grad()
+        loss(fsdp).backward()
+        assert_same(whole_gradients(fsdp), expected)
+
+    run(program, world_size)
+
+
+class Twice(torch.nn.Module):
+    """Calls one layer twice, around another."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = torch.nn.Linear(6, 6), torch.nn.Linear(6, 6)
+
+    def forward(self, inputs):
+        return self.first(self.second(self.first(inputs).tanh())).sum()
+
+
+class Odd(torch.nn.Module):
+    """Parameters of many kinds, a unit of scalars and one without parameters."""
+
+    def __init__(self):
+        super().__init__()
+        self.plain = torch.nn.Identity()
+        self.first = torch.nn.Linear(6, 5)
+        self.wide = torch.nn.Linear(5, 3).double()
+        self.scale = torch.nn.PReLU()
+        self.scalar = torch.nn.Parameter(torch.tensor(2.0))
+        self.nothing = torch.nn.Parameter(torch.empty(0, 7))
+        self.turn = torch.nn.Parameter(torch.randn(3, dtype=torch.complex64))
+        self.numbers = torch.nn.Parameter(torch.tensor([2, 3, 4]), requires_grad=False)
+
+    def forward(self, inputs):
+        hidden = self.wide(self.scale(self.first(self.plain(inputs))).double()) * self.numbers
+        return (hidden * self.turn).abs().sum() * self.scalar + self.nothing.sum()
+
+
+class Views(torch.nn.Module):
+    """A unit's output is a view."""
+
+    def __init__(self):
+        super().__init__()
+        self.inner = torch.nn.Linear(6, 6)
+
+    def forward(self, inputs):
+        return self.inner(inputs).view(-1)
+
+
+class Frozen(torch.nn.Module):
+    """Frozen units before, between and after trainable ones."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = layers(5)
+        for place in (0, 2, 4):
+            self.layers[place].requires_grad_(False)
+
+    def forward(self, inputs):
+        return self.layers(inputs)
+
+
+def seeded(kind):
+    torch.manual_seed(1)
+    return kind()
+
+
+def test_a_unit_that_is_called_twice(run):
+    """Its gradients are reduced when both calls' are there."""
+    check_gradients(run, seeded(Twice), lambda model: model(INPUTS))
+
+
+@pytest.mark.parametrize("world_size", [1, 3])
+def test_parameters_of_every_kind(run, world_size):
+    """Scalars, none at all, complex ones, two dtypes in a model, integers; units without parameters."""
+    wrap = (torch.nn.Linear, torch.nn.PReLU, torch.nn.Identity)
+    model = seeded(Odd)
+    expected = expected_gradients(model, lambda model: model(INPUTS))
+
+    def program(group):
+        fsdp = wrapped(model, group, wrap=wrap)
+        fsdp(INPUTS).backward()
+        assert_same(whole_gradients(fsdp), expected)
+        norm = torch.nn.utils.get_total_norm([value for value in expected.values() if value is not None])
+        assert float(fsdp.clip_grad_norm_(math.inf)) == pytest.approx(float(norm), rel=1e-5)
+
+    run(program, world_size)
+
+
+def test_an_output_that_is_a_view_and_is_changed_in_place(run):
+    """Backward still learns that it has come to the unit: an in-place operation takes a view's hooks away."""
+
+    def loss(model):
+        hidden = model(INPUTS)
+        hidden += 1
+        return hidden.square().sum()
+
+    check_gradients(run, seeded(Views), loss, wrap=None)
+    check_gradients(run, torch.nn.Sequential(seeded(Views)), loss, wrap=Views)
+
+
+@pytest.mark.parametrize("strategy", [ShardingStrategy.FULL_SHARD, ShardingStrategy.SHARD_GRAD_OP])
+def test_frozen_units(run, strategy):
+    """They are gathered for backward, and never reduced."""
+    check_gradients(run, seeded(Frozen), lambda model: model(INPUTS).sum(), strategy=strategy)
+
+
+def test_a_model_whose_every_parameter_is_frozen(run):
+    """Gradients go through it to its inputs."""
+
+    model = layers().requires_grad_(False)
+
+    def program(group):
+        fsdp = wrapped(model, group)
+        inputs = INPUTS.clone().requires_grad_()
+        fsdp(inputs).sum().backward()
+        expected = INPUTS.clone().requires_grad_()
+        model(expected).sum().backward()
+        torch.testing.assert_close(inputs.grad, expected.grad)
+        assert all(piece.grad is None for piece in fsdp.parameters())
+
+    run(program, 2)
+
+
+def test_evaluation_between_forward_and_backward(run):
+    """A forward under no_grad, in eval mode, leaves the other forward's backward as it is; so does one in inference."""
+    model = layers()
+    expected = expected_gradients(model, lambda model: model(INPUTS).square().sum())
+
+    def program(group):
+        fsdp = wrapped(model, group)
+        loss = fsdp(INPUTS).square().sum()
+        fsdp.eval()
+        with torch.no_grad():
+            first = fsdp(INPUTS)
+        with torch.inference_mode():
+            second = fsdp(INPUTS)
+        fsdp.train()
+        loss.backward()
+        assert torch.equal(first, second)
+        assert_same(whole_gradients(fsdp), expected)
+
+    run(program, 2)
+
+
+def test_a_forward_whose_result_is_not_used(run):
+    """Its backward never comes, and nothing waits for it."""
+    model = layers()
+    expected = expected_gradients(model, lambda model: model(INPUTS).sum())
+
+    def program(group):
+        fsdp = wrapped(model, group)
+        for _ in range(3):
+            fsdp(INPUTS + 1)
+        optimizer = torch.optim.SGD(fsdp.parameters(), lr=0.0)
+        optimizer.step()
+        fsdp(INPUTS).sum().backward()
+        assert_same(whole_gradients(fsdp), expected)
+
+    run(program, 2)
+
+
+def test_no_grad_inside_of_a_model(run):
+    """Units that run without gradients have none, and those after them have."""
+
+    class Partly(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layers = layers(3)
+
+        def forward(self, inputs):
+            with torch.no_grad():
+                inputs = self.layers[1](self.layers[0](inputs))
+            return self.layers[2](inputs)
+
+    check_gradients(run, Partly(), lambda model: model(INPUTS).sum())
+
+
+def test_two_losses_and_a_second_backward_through_one_graph(run):
+    """Gradients of backwards add up, whether they go through one forward or two."""
+    model = layers()
+
+    def both(own):
+        hidden = own(INPUTS)
+        first, second = hidden.sum(), hidden.square().sum()
+        first.backward(retain_graph=True)
+        return second
+
+    check_gradients(run, model, both)
+    check_gradients(run, model, lambda own: own(INPUTS).sum() + own(INPUTS * 2).square().sum())
+
+
+def test_gradients_of_chosen_tensors(run):
+    """torch.autograd.grad with respect to inputs leaves the pieces without gradients, and the model usable."""
+    model = layers()
+    expected = expected_gradients(model, lambda model: model(INPUTS).sum())
+
+    def program(group):
+        fsdp = wrapped(model, group)
+        inputs = INPUTS.clone().requires_grad_()
+        (gradient,) = torch.autograd.grad(fsdp(inputs).sum(), inputs)
+        own = INPUTS.clone().requires_grad_()
+        torch.testing.assert_close(gradient, torch.autograd.grad(model(own).sum(), own)[0])
+        assert all(piece.grad is None for piece in fsdp.parameters())
+        fsdp(INPUTS).sum().backward()
+        assert_same(whole_gradients(fsdp), expected)
+
+    run(program, 2)
+
+
+@pytest.mark.parametrize("use_reentrant", [True, False])
+@pytest.mark.parametrize("wrap", [torch.nn.Sequential, torch.nn.Linear])
+def test_checkpoints_around_and_inside_of_units(run, wrap, use_reentrant):
+    """What is computed again finds its parameters, whether a checkpoint holds units or a unit holds checkpoints."""
+
+    class Model(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            torch.manual_seed(1)
+            self.first = torch.nn.Linear(6, 6)
+            self.blocks = torch.nn.ModuleList(
+                torch.nn.Sequential(torch.nn.Linear(6, 6), torch.nn.Tanh(), torch.nn.Linear(6, 6)) for _ in range(3)
+            )
+
+        def forward(self, inputs):
+            hidden = self.first(inputs)
+            for block in self.blocks:
+                hidden = checkpoint(block, hidden, use_reentrant=use_reentrant)
+            return hidden.sum()
+
+    check_gradients(run, Model(), lambda model: model(INPUTS), wrap=wrap)
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute:UserWarning")  # the compiler looks at it of all inputs
+def test_compiled_modules_inside(run):
+    """torch.compile of a module that no unit is inside of sees whole parameters."""
+    model = layers()
+
+    class Compiled(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layers = copy.deepcopy(model)
+            self.compiled = torch.compile(functional.silu, backend="eager")
+
+        def forward(self, inputs):
+            return self.compiled(self.layers(inputs)).sum()
+
+    check_gradients(run, Compiled(), lambda model: model(INPUTS))
+
+    def program(group):
+        own = copy.deepcopy(model)
+        own[1].compile(backend="eager")
+        fsdp = FSDP(own, group, wrap=torch.nn.Linear)
+        fsdp(INPUTS).sum().backward()
+        assert_same(whole_gradients(fsdp), expected_gradients(model, lambda model: model(INPUTS).sum()))
+
+    run(program, 2)
+
+
+def test_gradient_scaler(run):
+    """It finds infinities on all ranks where one has some, if the ranks agree about what it found."""
+    model = layers()
+
+    def program(group):
+        fsdp = wrapped(model, group)
+        optimizer = torch.optim.SGD(fsdp.parameters(), lr=0.1)
+        scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
+        before = fsdp.full_state_dict()
+        scaler.scale(fsdp(INPUTS).sum()).backward()
+        fsdp.unscale_(scaler, optimizer)
+        assert_same(whole_gradients(fsdp), expected_gradients(model, lambda model: model(INPUTS).sum()))
+        scaler.step(optimizer)
+        scaler.update()
+        after = fsdp.full_state_dict()
+        assert not torch.equal(after["0.weight"], before["0.weight"])
+
+    run(program, 2)
+
+
+def test_a_forward_that_raises_on_all_ranks(run):
+    """The next one works."""
+
+    class Refusing(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layers = layers()
+
+        def forward(self, inputs, raises=False):
+            hidden = self.layers[0](inputs)
+            if raises:
+                raise KeyError("on purpose")
+            return self.layers[2](self.layers[1](hidden)).sum()
+
+    model = Refusing()
+    expected = expected_gradients(model, lambda model: model(INPUTS))
+
+    def program(group):
+        fsdp = wrapped(model, group)
+        for _ in range(2):
+            with pytest.raises(KeyError):
+                fsdp(INPUTS, raises=True)
+        fsdp(INPUTS).backward()
+        assert_same(whole_gradients(fsdp), expected)
+
+    run(program, 2)
+
+
+def test_a_call_that_raises_and_is_caught_by_the_model(run):
+    """The rest of the forward, and its backward, go on without it."""
+
+    class Trying(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layers = layers()
+
+        def forward(self, inputs):
+            try:
+                self.layers[1](inputs[:, :2])
+            except RuntimeError:
+                inputs = inputs * 2
+            return self.layers[2](self.layers[0](inputs)).sum()
+
+    check_gradients(run, Trying(), lambda model: model(INPUTS))
+
+
+def test_copies_and_pickles_are_refused(run):
+    """An FSDP belongs to its group."""
+
+    def program(group):
+        fsdp = wrapped(layers(), group)
+        for attempt in (copy.deepcopy, pickle.dumps):
+            with pytest.raises(TypeError, match="full_state_dict"):
+                attempt(fsdp)
+
+    run(program, 2)
+
+
+def test_an_optimizer_step_between_forward_and_backward(run):
+    """Backward would use other parameters than forward: an error, on all ranks."""
+
+    def program(group):
+        fsdp = wrapped(layers(), group)
+        optimizer = torch.optim.SGD(fsdp.parameters(), lr=0.1)
+        fsdp(INPUTS).sum().backward()
+        loss = fsdp(INPUTS).sum()
+        optimizer.step()
+        with pytest.raises(DistributedError, match="between a forward and its backward"):
+            loss.backward()
+
+    run(program, 2)
+
+
+def test_two_models_of_one_shape_are_told_apart(run):
+    """Ranks that call different models get an error, not each other's parameters."""
+
+    def program(group):
+        models = [wrapped(layers(), group) for _ in range(2)]
+        with torch.no_grad(), pytest.raises(DistributedError, match="gathering unit '0'"):
+            models[group.rank](INPUTS)
+
+    run(program, 2)
+
+
+def test_ranks_that_stop_reading_late(run):
+    """A rank that is done with a forward and changes its shard at once changes nothing that others still compute."""
+    model = layers()
+
+    def linger(*_):
+        torch.mm(torch.ones(600, 600), torch.ones(600, 600))
+
+    def program(group):
+        fsdp = wrapped(model, group)
+        if group.rank:
+            fsdp.module[2].register_forward_pre_hook(linger)
+        outputs = []
+        for _ in range(10):
+            with torch.no_grad():
+                outputs.append(fsdp(INPUTS))
+                for piece in fsdp.parameters():
+                    piece.add_(1)
+        return outputs
+
+    results = run(program, 2)
+    for first, second in zip(*results, strict=True):
+        assert torch.equal(first, second)
+
+
+def test_mixed_precision_of_buffers_and_inputs(run):
+    """All that is floating-point is computed in the dtype; shards, integers and a model without it stay as they are."""
+    model = torch.nn.Sequential(torch.nn.Linear(6, 6), torch.nn.BatchNorm1d(6))
+    precision = MixedPrecision(param_dtype=torch.bfloat16, buffer_dtype=torch.bfloat16)
+
+    def program(group):
+        fsdp = wrapped(model, group, mixed_precision=precision)
+        assert fsdp(INPUTS).dtype is torch.bfloat16
+        fsdp(INPUTS).sum().backward()
+        assert fsdp.module[1].running_mean.dtype is torch.bfloat16
+        assert fsdp.module[1].num_batches_tracked.dtype is torch.int64
+        assert {piece.dtype for piece in fsdp.parameters()} == {torch.float32}
+        assert {piece.grad.dtype for piece in fsdp.parameters()} == {torch.float32}
+        assert MixedPrecision().cast(INPUTS) is INPUTS
+
+    run(program, 2)
+
+
+def test_half_precision_scaling(run):
+    """float16 with a GradScaler: an overflow is found, and its step left out, on every rank."""
+    model = layers()
+
+    def program(group):
+        fsdp = wrapped(model, group, mixed_precision=MixedPrecision(param_dtype=torch.float16))
+        optimizer = torch.optim.SGD(fsdp.parameters(), lr=0.1)
+        scaler = torch.amp.GradScaler("cpu", init_scale=2.0**40)
+        before = fsdp.full_state_dict()
+        scaler.scale(fsdp(INPUTS).float().sum()).backward()
+        if group.rank:  # what only this rank has
+            for piece in fsdp.parameters():
+                piece.grad.fill_(1)
+        else:
+            next(iter(fsdp.parameters())).grad.fill_(math.inf)
+        fsdp.unscale_(scaler, optimizer)
+        scaler.step(optimizer)
+        scaler.update()
+        after = fsdp.full_state_dict()
+        assert scaler.get_scale() == 2.0**39
+        assert all(torch.equal(after[name], before[name]) for name in before)
+
+    run(program, 2)
+
+
+def test_a_model_without_parameters(run):
+    """It runs; there is nothing to divide."""
+
+    def program(group):
+        inputs = INPUTS.clone().requires_grad_()
+        fsdp = FSDP(torch.nn.Tanh(), group)
+        fsdp(inputs).sum().backward()
+        assert inputs.grad is not None
+        assert list(fsdp.parameters()) == []
+        assert float(fsdp.clip_grad_norm_(1.0)) == 0
+        assert fsdp.full_state_dict() == {}
+
+    run(program, 2)
+
+
+@pytest.mark.parametrize("prefetch", [0, 1, 5])
+def test_forwards_that_take_another_way_each_time(run, prefetch):
+    """On all ranks alike: what was prefetched for nothing is freed, and what is needed is gathered."""
+
+    class Ways(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layers = layers(4)
+
+        def forward(self, inputs, *taken):
+            for place in taken:
+                inputs = self.layers[place](inputs)
+            return inputs.sum()
+
+    model = Ways()
+    ways = [(0, 1, 2, 3), (3, 2), (1, 1, 0), (0, 1, 2, 3), (2,)]
+
+    def program(group):
+        fsdp = wrapped(model, group, forward_prefetch=prefetch, backward_prefetch=prefetch)
+        for taken in ways:
+            fsdp.zero_grad()
+            fsdp(INPUTS, *taken).backward()
+            expected = expected_gradients(model, lambda model, taken=taken: model(INPUTS, *taken))
+            assert_same(whole_gradients(fsdp), expected)
+            assert {unit.state for unit in fsdp._units} == {UnitState.SHARDED}
+
+    run(program, 2)
