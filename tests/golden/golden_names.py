@@ -22,8 +22,7 @@ from ferrodist.rendezvous import PROTOCOL_VERSION, FileStore, TcpStore, TcpStore
 from ferrodist.rendezvous.secret import _FILE as SECRET_FILE
 from ferrodist.rendezvous.secret import _folders as secret_folders
 from ferrodist.rpc.framing import Form
-from ferrodist.rpc.messages import FailureKind, MessageKind
-from ferrodist.rpc.messages import MET
+from ferrodist.rpc.messages import MET, FailureKind, MessageKind
 from ferrodist.rpc.refcount_protocol import CONFIRM, LOST, REGISTER, RELEASE, SETTLE, UNREGISTER
 from ferrodist.torch_backend.process_group import FerrodistProcessGroup
 

@@ -144,7 +144,7 @@ def _put_array(value: Any) -> Any:
     raise ValueError("an array that is no tensor")
 
 
-_ARRAY_CODEC = LeafCodec(mark="array", take_apart=_take_array, put_together=_put_array)
+ARRAY_CODEC = LeafCodec(mark="array", take_apart=_take_array, put_together=_put_array)
 """Sends numpy arrays as tensors."""
 
 REFERENCE_MARK = "rref"
@@ -354,10 +354,10 @@ class ValueCodec(ABC):
     """
 
     def __init__(self, reference_codecs: Mapping[int, LeafCodec], *, allow_pickle: bool) -> None:
-        arrays = _ARRAY_CODEC
+        arrays = ARRAY_CODEC
         last: tuple[LeafCodec, ...] = ()
         if allow_pickle:  # which takes the arrays that can't be sent as tensors
-            arrays = dataclasses.replace(_ARRAY_CODEC, take_apart=_take_array_or_leave)
+            arrays = dataclasses.replace(ARRAY_CODEC, take_apart=_take_array_or_leave)
             last = (_PICKLE_CODEC,)
         self.extensions = {peer: (arrays, codec, *last) for peer, codec in reference_codecs.items()}
         self.marks = tuple(each.mark for each in (arrays, *list(reference_codecs.values())[:1], *last))
