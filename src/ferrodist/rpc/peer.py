@@ -101,7 +101,7 @@ class IncomingCall:
     Attributes:
         call: The call once it is unpacked.
         function: The function to call, in place of the one registered under the call's name.
-        on_result: Called with the result, or a `Failure`, before it is sent; returns what is sent.
+        on_result: Makes the result, or a `Failure`, an object here, and returns what is sent instead.
         is_submitted: Whether a function of the user's is to be called.
         is_cancelled: Whether the caller waits no more.
     """
@@ -129,7 +129,12 @@ class IncomingCall:
         self._cancel: Callable[[], object] | None = None
 
     def cancel(self) -> None:
-        """Note that the caller waits no more: a function that has not begun is not called, a coroutine is cancelled."""
+        """Note that the caller waits no more: a function that has not begun is not called, a coroutine is cancelled.
+
+        A call that makes an object goes on: the caller may use its reference later.
+        """
+        if self.on_result is not None:
+            return
         self.is_cancelled = True
         if self._cancel is not None:
             self._cancel()

@@ -45,8 +45,8 @@ def test_what_is_kept_is_bounded():
         tensors = [buffers.make((size,), torch.uint8) for size in sizes]
         del tensors
         gc.collect()
-        kept = [memory.nbytes for each in buffers._kept.values() for memory in each]
-        assert sum(kept) == buffers._num_kept_bytes <= 3 * SIZE
+        kept = [memory.nbytes for each in buffers._free.values() for memory in each]
+        assert sum(kept) == buffers._num_free_bytes <= 3 * SIZE
         assert kept
 
 

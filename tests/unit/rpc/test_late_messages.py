@@ -31,7 +31,7 @@ def until(condition):
 def give_up(agent, future):
     """Have a call be late now."""
     calls = agent._client.pending
-    for number, waiting in list(calls._waiting.items()):
+    for number, waiting in list(calls._calls.items()):
         if waiting.future is future:
             calls._expire(number)
     with pytest.raises(DistributedTimeoutError):
