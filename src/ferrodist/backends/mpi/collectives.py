@@ -80,8 +80,8 @@ class MpiVerifier(CollectiveVerifier):
     def reserve(self) -> int:
         return self._mover.sequencer.reserve()
 
-    def reach(self, call: CollectiveSignature, timeout: float, sequence: int | None = None) -> list[bytes]:
-        """Block until every rank has made the same call; see `CollectiveVerifier.reach`."""
+    def verify(self, call: CollectiveSignature, timeout: float, sequence: int | None = None) -> list[bytes]:
+        """Block until every rank has made the same call; see `CollectiveVerifier.verify`."""
         group = self._backend
         sequence = self.reserve() if sequence is None else sequence
         call = call.at(sequence)

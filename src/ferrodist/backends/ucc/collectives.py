@@ -56,8 +56,8 @@ class UccVerifier(CollectiveVerifier):
     def reserve(self) -> int:
         return self._sequencer.reserve()
 
-    def reach(self, call: CollectiveSignature, timeout: float, sequence: int | None = None) -> list[bytes]:
-        """Block until every rank has made the same call; see `CollectiveVerifier.reach`."""
+    def verify(self, call: CollectiveSignature, timeout: float, sequence: int | None = None) -> list[bytes]:
+        """Block until every rank has made the same call; see `CollectiveVerifier.verify`."""
         group = self._group
         sequence = self.reserve() if sequence is None else sequence
         deadline = Deadline(timeout)
@@ -71,7 +71,7 @@ class UccVerifier(CollectiveVerifier):
                 )
                 group.abort(error)
                 raise (group.failure or error).fresh()
-            return super().reach(call, timeout, sequence)
+            return super().verify(call, timeout, sequence)
 
 
 if TYPE_CHECKING:
