@@ -48,6 +48,7 @@ if TYPE_CHECKING:
     from typing_extensions import Buffer
 
     from ferrodist.backends.request import Request, Stragglers
+    from ferrodist.backends.sequencer import Sequencer
 
 _TAG_BYTES = 16
 _TAGGED_FIELDS = struct.Struct("<QQQi")  # group id, in two halves; sequence; the call's rank, or _ALL
@@ -171,16 +172,18 @@ class CollectiveVerifier:
         group: The group.
         doubt: A sentence about another possible reason for a late rank, used until the ranks have agreed once.
         first: The first sequence number.
+        sequencer: Runs the group's collectives one at a time and numbers them, where its engine needs that; or None.
     """
 
-    def __init__(self, group: _Group, *, doubt: str = "", first: int = 0) -> None:
+    def __init__(self, group: _Group, *, doubt: str = "", first: int = 0, sequencer: Sequencer | None = None) -> None:
         self._group = group
         self._doubt = doubt
         self._counter = itertools.count(first)
+        self._sequencer = sequencer
 
     def reserve(self) -> int:
         """Take the next position among the group's collectives. Ranks must reserve in the same order."""
-        return next(self._counter)
+        return next(self._counter) if self._sequencer is None else self._sequencer.reserve()
 
     def verify(self, call: CollectiveSignature, timeout: float, sequence: int | None = None) -> list[bytes]:
         """Block until every rank has made the same call.
@@ -197,39 +200,60 @@ class CollectiveVerifier:
             CollectiveMismatchError: On all ranks, when two calls differ. The group has failed.
             DistributedTimeoutError: On all ranks, when one is late. The group has failed.
         """
+        deadline = Deadline(timeout)
+        call = call.at(self.reserve() if sequence is None else sequence)
+        if self._sequencer is None:
+            return self._verify(call, deadline)
+        with self._sequencer.hold(call.sequence, timeout) as has_turn:
+            return self._verify(call, deadline, has_turn=has_turn)
+
+    def _verify(self, call: CollectiveSignature, deadline: Deadline, *, has_turn: bool = True) -> list[bytes]:
+        group = self._group
         pending: list[Request] = []
         try:
-            return self._verify(call, Deadline(timeout), sequence, pending)
+            return self._exchange(call, deadline, pending, has_turn=has_turn)
         except GroupClosedError:
             raise
         except DistributedError as error:
-            self._group.abort(error)
-            raise (self._group.failure or error).fresh() from None
+            group.abort(error)
+            raise (group.failure or error).fresh() from None
         except BaseException as error:
-            self._group.abort(left_reason(self._group.rank, call, error))
+            group.abort(left_reason(group.rank, call, error))
             raise
         finally:  # after the abort, so that the others learn of it first
             for request in pending:
                 request.cancel()
 
-    def _verify(
-        self, call: CollectiveSignature, deadline: Deadline, sequence: int | None, pending: list[Request]
+    def _exchange(
+        self, call: CollectiveSignature, deadline: Deadline, pending: list[Request], *, has_turn: bool
     ) -> list[bytes]:
-        call = call.at(self.reserve() if sequence is None else sequence)
-        if self._group.failure is not None:
-            raise self._group.failure.fresh()
-        if self._group.world_size == 1:
+        group = self._group
+        if group.failure is not None:
+            raise group.failure.fresh()
+        if not has_turn:
+            raise self._queued_error(call, deadline)
+        if group.world_size == 1:
             return [call.payload]
+        records = self._gather_calls(call, deadline, pending)
+        self._doubt = ""
+        self._compare(records)
+        return [payload_of(record) for record in records]
+
+    def _gather_calls(self, call: CollectiveSignature, deadline: Deadline, pending: list[Request]) -> list[memoryview]:
+        """Every rank's encoded call, by rank: the one step that is a transport's own.
+
+        Args:
+            call: This rank's call.
+            deadline: The deadline for all ranks to call.
+            pending: Takes requests, which the caller cancels at the end.
+        """
         tags = VerificationTags(self._group.verification_key, self._group.group_id, call.sequence)
         table = memoryview(bytearray(tags.table_size(self._group.world_size)))
         if self._group.rank == _COORDINATOR:
             self._collect(call, table, deadline, pending, tags)
         else:
             self._report(call, table, deadline, pending, tags)
-        self._doubt = ""
-        records = [table[tags.record_size * rank :][:CALL_SIZE] for rank in range(self._group.world_size)]
-        self._compare(records)
-        return [payload_of(record) for record in records]
+        return [table[tags.record_size * rank :][:CALL_SIZE] for rank in range(self._group.world_size)]
 
     def _collect(
         self,
@@ -355,6 +379,16 @@ class CollectiveVerifier:
     def _warn(self, call: CollectiveSignature, ranks: tuple[int, ...], deadline: Deadline) -> None:
         group = self._group
         stragglers.warn_about_stragglers(call, ranks, group=group.name, rank=group.rank, elapsed=Elapsed.of(deadline))
+
+    def _queued_error(self, call: CollectiveSignature, deadline: Deadline) -> DistributedTimeoutError:
+        """The error of a call whose turn did not come by the deadline."""
+        group = self._group
+        return DistributedTimeoutError(
+            f"{call} on group {group.name!r}, operation {call.sequence}: the operations before it on rank {group.rank}"
+            f" had not ended after {Elapsed.of(deadline)}. Collectives of a group run one after the other: wait for"
+            " those that were started, or pass a larger timeout.",
+            ranks=(group.rank,),
+        )
 
     def late_error(
         self, call: CollectiveSignature, ranks: tuple[int, ...], elapsed: Elapsed, detail: str = ""

@@ -1,4 +1,4 @@
-"""Checks of collectives that can't succeed: every rank is told the same, in time, and the group stays failed."""
+"""Checks of failing collectives: every rank raises the same error, in time, and the group stays failed."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ import torch
 import ferrodist as fd
 from ferrodist.backends.subgroup import SubBackend
 from ferrodist.deadline import Deadline
-from ferrodist.testing.conformance.backend.harness import error_of, facts
-from ferrodist.testing.conformance.collectives.oracle import LATE_SECONDS, same_group_anew
+from ferrodist.testing.conformance.backend.harness import error_key, error_of
+from ferrodist.testing.conformance.collectives.oracle import SLACK_SECONDS, duplicate_group
 from ferrodist.testing.conformance.runner import public_functions
 
 if TYPE_CHECKING:
@@ -40,22 +40,22 @@ _COLLECTIVES: dict[str, Collective] = {
 }
 
 
-def _stays_failed(group: Backend, error: fd.DistributedError) -> None:
+def _check_stays_failed(group: Backend, error: fd.DistributedError) -> None:
     """Assert that every later call repeats the group's failure, at once."""
     assert group.failure is not None, f"after {error!r} the group is as good as new"
-    assert facts(group.failure) == facts(error), f"the group failed with {group.failure!r}, the call raised {error!r}"
+    assert error_key(group.failure) == error_key(error), f"the group has {group.failure!r}, the call raised {error!r}"
     for name, call in _COLLECTIVES.items():
         again = error_of(type(error), functools.partial(call, group), f"{name} on a group that has failed")
-        assert facts(again) == facts(error), f"{name} on a failed group raised {again!r}, not {error!r}"
+        assert error_key(again) == error_key(error), f"{name} on a failed group raised {again!r}, not {error!r}"
     pending = error_of(type(error), lambda: fd.async_allreduce(torch.ones(4), group=group).wait(0), "async_allreduce")
-    assert facts(pending) == facts(error), f"async_allreduce on a failed group raised {pending!r}, not {error!r}"
+    assert error_key(pending) == error_key(error), f"async_allreduce after a failure raised {pending!r}, not {error!r}"
 
 
-def _told_alike(world: Backend, error: fd.DistributedError, what: str) -> None:
+def _check_agreement(world: Backend, error: fd.DistributedError, what: str) -> None:
     """Assert that all ranks raised the same error, by way of a group that has not failed."""
     if world.failure is not None:
         return  # a backend whose sub-groups can't fail alone: there is no way left to ask
-    name, message, ranks = facts(error)
+    name, message, ranks = error_key(error)
     everyone = fd.all_gather_object([name, message, list(ranks)], group=world)
     for rank, said in enumerate(everyone):
         assert said == [name, message, list(ranks)], f"{what}: rank {world.rank} raised {error!r}, rank {rank} {said}"
@@ -71,7 +71,7 @@ def _mismatch_of(name: str) -> CollectiveCheck:
         for other in _COLLECTIVES:
             if other == name or world.failure is not None:
                 continue
-            group = same_group_anew(world)
+            group = duplicate_group(world)
             mine, theirs = (other, name) if world.rank == odd else (name, other)
             what = f"{mine} while others called {theirs}"
             error = error_of(fd.CollectiveMismatchError, functools.partial(_COLLECTIVES[mine], group), what)
@@ -80,9 +80,9 @@ def _mismatch_of(name: str) -> CollectiveCheck:
             assert f"rank {odd} " in error.message, f"{what}: rank {odd} is not in {error.message!r}"
             if world.world_size > 2:
                 assert error.ranks == (odd,), f"{what}: rank {odd} called something else, not {error.ranks}"
-            _stays_failed(group, error)
+            _check_stays_failed(group, error)
             group.close()
-            _told_alike(world, error, what)
+            _check_agreement(world, error, what)
 
     check.__name__ = check.__qualname__ = f"mismatches_of_{name}"
     check.__doc__ = f"When a rank calls another collective than {name}, all ranks are told, with both names."
@@ -260,15 +260,15 @@ def mismatches_within_a_collective(world: Backend) -> None:
         for name, (usual, other, words) in _VARIANTS.items():
             if world.failure is not None:
                 return  # a backend whose sub-groups can't fail alone
-            group = same_group_anew(world)
+            group = duplicate_group(world)
             call = functools.partial(other if world.rank == odd else usual, group)
             what = f"different {name}"
             error = error_of(fd.CollectiveMismatchError, call, what)
             for word in words:
                 assert word in error.message, f"{what}: {word} is not in {error.message!r}"
-            _stays_failed(group, error)
+            _check_stays_failed(group, error)
             group.close()
-            _told_alike(world, error, what)
+            _check_agreement(world, error, what)
 
 
 def counts_that_do_not_meet(world: Backend) -> None:
@@ -277,7 +277,7 @@ def counts_that_do_not_meet(world: Backend) -> None:
     if p == 1:
         return
     for unit in (1, 100_000):
-        group = same_group_anew(world)
+        group = duplicate_group(world)
         send = [unit] * p  # rows
         receive = [2 * unit if world.rank == 1 and src == 0 else unit for src in range(p)]
 
@@ -295,27 +295,27 @@ def counts_that_do_not_meet(world: Backend) -> None:
 
 def _late(world: Backend, late: tuple[int, ...], name: str) -> None:
     """Have ``late`` stay away from a collective and check that every rank is told, in time."""
-    group = same_group_anew(world)
+    group = duplicate_group(world)
     watch = Deadline(_DEADLINE_SECONDS)
     if world.rank in late:
         awaited = next(rank for rank in range(world.world_size) if rank != world.rank)
         what = f"rank {world.rank}, which stays away from {name}"
         error = error_of(
             fd.DistributedTimeoutError,
-            lambda: group.recv(bytearray(1), awaited, timeout=_DEADLINE_SECONDS + 10 * LATE_SECONDS),
+            lambda: group.recv(bytearray(1), awaited, timeout=_DEADLINE_SECONDS + 10 * SLACK_SECONDS),
             what,
         )
     else:
         limited = _LIMITED[name]
         error = error_of(fd.DistributedTimeoutError, lambda: limited(group), f"{name} without {late}")
     elapsed = watch.elapsed()
-    assert elapsed <= _DEADLINE_SECONDS + LATE_SECONDS, f"rank {world.rank} was told of {late} after {elapsed:.2f} s"
+    assert elapsed <= _DEADLINE_SECONDS + SLACK_SECONDS, f"rank {world.rank} was told of {late} after {elapsed:.2f} s"
     assert error.ranks == late, f"{late} stayed away from {name}, rank {world.rank} names {error.ranks}: {error}"
     assert name.removeprefix("async_") in error.message, f"{name} is not in {error.message!r}"
-    _stays_failed(group, error)
+    _check_stays_failed(group, error)
     group.close()
     # Where rank 0 is late the others find that out each by itself, and say so: all else must be the same.
-    _told_alike(world, fd.DistributedTimeoutError("late", ranks=error.ranks), f"{late} late for {name}")
+    _check_agreement(world, fd.DistributedTimeoutError("late", ranks=error.ranks), f"{late} late for {name}")
 
 
 _LIMITED: dict[str, Collective] = {
@@ -340,7 +340,7 @@ def aborts_reach_waiting_ranks(world: Backend) -> None:
     """When a rank aborts, all that wait in a collective raise its reason, and all later calls do."""
     p = world.world_size
     for count in (4, 200_000):
-        group = same_group_anew(world)
+        group = duplicate_group(world)
         if p > 1 and world.rank == p - 1:
             group.recv(bytearray(1), 0, tag=1)
             group.abort("the loss is NaN")
@@ -356,9 +356,9 @@ def aborts_reach_waiting_ranks(world: Backend) -> None:
             error = error_of(fd.GroupAbortedError, lambda: fd.barrier(group), "a barrier after an abort")  # noqa: B023
         assert "the loss is NaN" in error.message, f"the reason is not in {error.message!r}"
         assert error.ranks == (p - 1,), f"rank {p - 1} aborted, the error names {error.ranks}"
-        _stays_failed(group, error)
+        _check_stays_failed(group, error)
         group.close()
-        _told_alike(world, error, "an abort")
+        _check_agreement(world, error, "an abort")
         if world.failure is not None:
             return
 
@@ -368,7 +368,7 @@ def aborts_reach_messages(world: Backend) -> None:
     p = world.world_size
     if p == 1:
         return
-    group = same_group_anew(world)
+    group = duplicate_group(world)
     if world.rank == p - 1:
         group.recv(bytearray(1), 0, tag=1)
         group.abort("enough")
@@ -395,7 +395,7 @@ def ranks_that_leave_are_named(world: Backend) -> None:
             assert error.ranks == (leaver,), f"rank {leaver} left, the error names {error.ranks}: {error}"
             named = f"rank {leaver} of group {group.name!r}"
             assert named in error.message, f"{named} left, the error says: {error}"
-            _stays_failed(group, error)
+            _check_stays_failed(group, error)
         if world.failure is not None:
             return
         fd.barrier(world)
