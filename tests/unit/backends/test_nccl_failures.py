@@ -292,8 +292,8 @@ def test_a_dead_rank_is_reported_and_left_out() -> None:
     def program(group: fd.Backend) -> str:
         begin(group)
         if group.rank == 2:
-            group.tcp._peers[0]._peer_died(2, _DEATH)
-            group.tcp._peers[1]._peer_died(2, _DEATH)
+            group.tcp._peers[0].peer_died(2, _DEATH)
+            group.tcp._peers[1].peer_died(2, _DEATH)
             return "dead"
         with pytest.raises(fd.PeerLostError) as caught:
             go_on(group)

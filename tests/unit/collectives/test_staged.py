@@ -28,7 +28,7 @@ from ferrodist.collectives.work import PreparedCall, submit
 from ferrodist.deadline import Deadline
 from ferrodist.testing import run_ranks
 from ferrodist.testing.conformance.collectives import calling, data_movement, reductions
-from ferrodist.testing.conformance.collectives.oracle import elements, same_bits
+from ferrodist.testing.conformance.collectives.oracle import check_bits, elements
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -99,7 +99,7 @@ def _every_collective(group: Backend, gpu: Gpu, dtype: torch.dtype, count: int, 
         input_here = None if source is None else gpu.put(source)
         gpu.call(name, found, input_here, **fields)
         if expected is not None:
-            same_bits(gpu.get(found), expected, f"{name} of {count} {dtype} on rank {rank}", any_nan=True)
+            check_bits(gpu.get(found), expected, f"{name} of {count} {dtype} on rank {rank}", any_nan=True)
 
     check("all_gather", own, sum(counts), counts=counts, dim=0)
     check("gather", own, sum(counts) if rank == root else None, counts=counts, root=root)
@@ -110,7 +110,7 @@ def _every_collective(group: Backend, gpu: Gpu, dtype: torch.dtype, count: int, 
     host.run(CollectiveOp(kind=CollectiveKind.BROADCAST, out=expected, root=root, timeout=30.0), host.reserve())
     found = gpu.put(whole)
     gpu.call("broadcast", found, root=root)
-    same_bits(gpu.get(found), expected, f"broadcast of {count} {dtype}")
+    check_bits(gpu.get(found), expected, f"broadcast of {count} {dtype}")
     if op is not None:
         check("allreduce", whole, count, op=op)
         check("reduce", whole, count if rank == root else None, op=op, root=root)

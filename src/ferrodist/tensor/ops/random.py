@@ -42,8 +42,8 @@ def check_generators(mesh: DeviceMesh, generator: torch.Generator | None, name: 
         return
     state = (torch.default_generator if generator is None else generator).get_state()
     digest = hashlib.blake2b(state.numpy().tobytes(), digest_size=16).digest()
-    said = share_bytes(group, "random", digest, group.timeout)
-    others = [rank for rank, other in zip(mesh.ranks, said, strict=True) if other != said[0]]
+    digests = share_bytes(group, "random", digest, group.timeout)
+    others = [rank for rank, other in zip(mesh.ranks, digests, strict=True) if other != digests[0]]
     if others:
         raise CollectiveMismatchError(
             f"{name} draws the same numbers on all ranks, but the generators of ranks {', '.join(map(str, others))} are"

@@ -10,7 +10,7 @@ import numpy as np
 from ferrodist.backends.tags import ANY_SOURCE
 from ferrodist.errors import InvalidRankError, SelfSendError
 from ferrodist.testing.conformance.backend.harness import (
-    PATIENCE,
+    TIMEOUT,
     error_of,
     rank_check,
     receive,
@@ -29,7 +29,7 @@ _BUFFER_ERRORS = (TypeError, ValueError, BufferError)
 
 @rank_check()
 def ranks_outside_the_group_are_refused(group: Backend) -> None:
-    """A peer that is no rank of the group raises `InvalidRankError` from every call that takes one."""
+    """A peer outside the group raises `InvalidRankError` from every call that takes one."""
     wrong: list[Any] = [group.world_size, -2, 2**31, "1", 1.0, None, True]
     for peer in wrong:
         for name, call in _calls_with_peer(group, peer).items():
@@ -51,7 +51,7 @@ def a_rank_does_not_talk_to_itself(group: Backend) -> None:
 
 @rank_check()
 def wrong_tags_are_refused(group: Backend) -> None:
-    """A tag that is negative, longer than 128 bits or no integer raises ValueError (TypeError will do for a type)."""
+    """A tag that is negative, longer than 128 bits or not an integer raises ValueError (or TypeError for a type)."""
     peer = (group.rank + 1) % group.world_size
     wrong_types: list[Any] = ["1", 1.5, None]
     for tag in (-1, 2**128, *wrong_types):
@@ -63,7 +63,7 @@ def wrong_tags_are_refused(group: Backend) -> None:
 
 @rank_check()
 def wrong_timeouts_are_refused(group: Backend) -> None:
-    """A timeout that is negative or NaN raises ValueError, one that is no number TypeError, before anything is done."""
+    """A negative or NaN timeout raises ValueError, one that is not a number TypeError, before anything is done."""
     peer = (group.rank + 1) % group.world_size
     wrong_types: list[Any] = ["1", True, [1]]
     for timeout in (-1, -0.001, math.nan, *wrong_types):
@@ -80,35 +80,35 @@ def wrong_timeouts_are_refused(group: Backend) -> None:
 
 @rank_check()
 def buffers_that_cannot_be_sent_are_refused(group: Backend) -> None:
-    """Data that is no C-contiguous buffer raises TypeError, ValueError or BufferError."""
+    """Data that is not a C-contiguous buffer raises TypeError, ValueError or BufferError."""
     peer = (group.rank + 1) % group.world_size
     wrong: list[Any] = [memoryview(bytes(8))[::2], np.zeros((4, 4)).T, np.zeros(8)[::2], "text", [1, 2], 7, None]
     for data in wrong:
-        error_of(_BUFFER_ERRORS, lambda d=data: group.send(d, peer, timeout=PATIENCE), f"send of {data!r}")  # type: ignore[misc]
+        error_of(_BUFFER_ERRORS, lambda d=data: group.send(d, peer, timeout=TIMEOUT), f"send of {data!r}")  # type: ignore[misc]
         transfer_error(_BUFFER_ERRORS, lambda d=data: group.isend(d, peer), f"isend of {data!r}")  # type: ignore[misc]
     _assert_good(group)
 
 
 @rank_check()
 def buffers_that_cannot_be_filled_are_refused(group: Backend) -> None:
-    """A receive into what is no writable C-contiguous buffer raises TypeError, ValueError or BufferError at once."""
+    """A receive into anything but a writable C-contiguous buffer raises TypeError, ValueError or BufferError."""
     peer = (group.rank + 1) % group.world_size
     frozen = np.zeros(4, np.uint8)
     frozen.flags.writeable = False
     wrong: list[Any] = [b"1234", memoryview(bytearray(8))[::2], np.zeros((2, 2), np.uint8).T, frozen, "text", None]
     for buffer in wrong:
         what = f"into {buffer!r}"
-        error_of(_BUFFER_ERRORS, lambda b=buffer: group.recv(b, peer, timeout=PATIENCE), f"recv {what}")  # type: ignore[misc]
+        error_of(_BUFFER_ERRORS, lambda b=buffer: group.recv(b, peer, timeout=TIMEOUT), f"recv {what}")  # type: ignore[misc]
         transfer_error(_BUFFER_ERRORS, lambda b=buffer: group.irecv(b, peer), f"irecv {what}")  # type: ignore[misc]
     _assert_good(group)
 
 
 def _calls_with_peer(group: Backend, peer: int, tag: int = 0) -> dict[str, Callable[[], object]]:
     return {
-        "send": lambda: group.send(b"x", peer, tag=tag, timeout=PATIENCE),
-        "recv": lambda: group.recv(bytearray(1), peer, tag=tag, timeout=PATIENCE),
-        "isend": lambda: group.isend(b"x", peer, tag=tag).wait(PATIENCE),
-        "irecv": lambda: group.irecv(bytearray(1), peer, tag=tag).wait(PATIENCE),
+        "send": lambda: group.send(b"x", peer, tag=tag, timeout=TIMEOUT),
+        "recv": lambda: group.recv(bytearray(1), peer, tag=tag, timeout=TIMEOUT),
+        "isend": lambda: group.isend(b"x", peer, tag=tag).wait(TIMEOUT),
+        "irecv": lambda: group.irecv(bytearray(1), peer, tag=tag).wait(TIMEOUT),
     }
 
 
@@ -119,7 +119,7 @@ def _assert_good(group: Backend) -> None:
         request = group.isend(bytes([group.rank]), (group.rank + 1) % group.world_size, tag=tag)
         src = (group.rank - 1) % group.world_size
         assert receive(group, src, 1, tag=tag) == bytes([src]), "a message that had been refused was delivered"
-        request.wait(PATIENCE)
+        request.wait(TIMEOUT)
 
 
 CHECKS: tuple[BackendCheck, ...] = public_functions(__name__)

@@ -13,19 +13,19 @@ from ferrodist.errors import (
 )
 from ferrodist.testing.conformance.backend.harness import (
     LARGE,
-    LATE_SECONDS,
-    PATIENCE,
+    SLACK_SECONDS,
+    TIMEOUT,
     RankRunner,
     backend_check,
+    check_bytes,
+    check_deadline,
+    error_key,
     error_of,
-    facts,
     make_counter,
     make_signal,
-    near_deadline,
     pattern,
     rank_check,
     receive,
-    same_bytes,
 )
 from ferrodist.testing.conformance.runner import public_functions
 
@@ -33,8 +33,8 @@ if TYPE_CHECKING:
     from ferrodist.backends.base import Backend
     from ferrodist.testing.conformance.backend.harness import BackendCheck
 
-_ANSWER_SECONDS = 0.5
-"""How long past its deadline a rank may wait to be told which rank is late."""
+_REPORT_SECONDS = 0.5
+"""Seconds past its deadline that a rank may wait for the names of the stragglers."""
 
 
 @rank_check()
@@ -43,7 +43,7 @@ def a_receive_keeps_its_deadline(group: Backend) -> None:
     peer = (group.rank + 1) % group.world_size
     for timeout in (0.0, 0.1, 0.3):
         for src in (peer, ANY_SOURCE):
-            with near_deadline(timeout, "recv"):
+            with check_deadline(timeout, "recv"):
                 error = error_of(
                     DistributedTimeoutError,
                     lambda src=src, t=timeout: group.recv(bytearray(1), src, timeout=t),  # type: ignore[misc]
@@ -59,7 +59,7 @@ def a_receive_in_vain_leaves_the_group_good(group: Backend) -> None:
     for size in (5, LARGE):
         if group.rank == 1:
             receive(group, 0, 2, tag=1)
-            group.send(pattern(size), 0, timeout=PATIENCE)
+            group.send(pattern(size), 0, timeout=TIMEOUT)
         elif group.rank == 0:
             error_of(
                 DistributedTimeoutError,
@@ -67,9 +67,9 @@ def a_receive_in_vain_leaves_the_group_good(group: Backend) -> None:
                 "a recv of nothing",
             )
             assert group.failure is None, f"a recv in vain has failed the group: {group.failure}"
-            group.send(b"go", 1, tag=1, timeout=PATIENCE)
-            same_bytes(receive(group, 1, size), pattern(size), "the message after a recv in vain")
-    group.barrier(timeout=PATIENCE)
+            group.send(b"go", 1, tag=1, timeout=TIMEOUT)
+            check_bytes(receive(group, 1, size), pattern(size), "the message after a recv in vain")
+    group.barrier(timeout=TIMEOUT)
 
 
 @rank_check()
@@ -89,15 +89,15 @@ def a_send_in_vain_is_not_received(group: Backend) -> None:
                 taken.append(seed)
             assert late == (1,), f"a send to rank 1 timed out and named ranks {late}"
             elapsed = time.monotonic() - start
-            assert elapsed < 0.2 + LATE_SECONDS, f"send with timeout=0.2 took {elapsed:.2f} s"
+            assert elapsed < 0.2 + SLACK_SECONDS, f"send with timeout=0.2 took {elapsed:.2f} s"
         assert group.failure is None, f"a send in vain has failed the group: {group.failure}"
-        group.send(bytes(taken).ljust(attempts, b"\xff"), 1, tag=1, timeout=PATIENCE)
-        group.send(pattern(LARGE, seed=attempts), 1, timeout=PATIENCE)
+        group.send(bytes(taken).ljust(attempts, b"\xff"), 1, tag=1, timeout=TIMEOUT)
+        group.send(pattern(LARGE, seed=attempts), 1, timeout=TIMEOUT)
     elif group.rank == 1:
         taken = [seed for seed in receive(group, 0, attempts, tag=1) if seed != 0xFF]
         for seed in (*taken, attempts):
             what = "what is received after a send in vain"
-            same_bytes(receive(group, 0, LARGE), pattern(LARGE, seed=seed), what)
+            check_bytes(receive(group, 0, LARGE), pattern(LARGE, seed=seed), what)
 
 
 @backend_check()
@@ -114,12 +114,12 @@ def _one_last_rank(runner: RankRunner, world_size: int, last: int) -> None:
     def program(group: Backend) -> None:
         if group.rank == last:
             for _ in range(world_size - 1):
-                assert at_the_door.acquire(timeout=PATIENCE), "a rank did not come to the barrier"
+                assert at_the_door.acquire(timeout=TIMEOUT), "a rank did not come to the barrier"
             # A barrier that lets ranks through sets the signal at once; a good one never does.
             assert not left.wait(0.1), f"a rank left the barrier before rank {last} called it"
         else:
             at_the_door.release()
-        group.barrier(timeout=PATIENCE)
+        group.barrier(timeout=TIMEOUT)
         left.set()
 
     runner.run(world_size, program)
@@ -135,7 +135,7 @@ def barriers_follow_each_other(runner: RankRunner, world_size: int) -> None:
         for i in range(rounds):
             with entered.get_lock():
                 entered.value += 1
-            group.barrier(timeout=PATIENCE)
+            group.barrier(timeout=TIMEOUT)
             count = entered.value
             assert count >= world_size * (i + 1), f"out of barrier {i} when {count} of {world_size * (i + 1)} were in"
 
@@ -161,10 +161,10 @@ def _one_late_rank(runner: RankRunner, world_size: int, late: int, hasty: int) -
     def program(group: Backend) -> DistributedError:
         if group.rank == late:
             for _ in range(world_size - 1):
-                assert given_up.acquire(timeout=PATIENCE), "a rank still waits in the barrier"
-            return error_of(DistributedTimeoutError, lambda: group.barrier(timeout=PATIENCE), "the late rank's barrier")
+                assert given_up.acquire(timeout=TIMEOUT), "a rank still waits in the barrier"
+            return error_of(DistributedTimeoutError, lambda: group.barrier(timeout=TIMEOUT), "the late rank's barrier")
         start = time.monotonic()
-        limit = timeout if group.rank == hasty else PATIENCE
+        limit = timeout if group.rank == hasty else TIMEOUT
         try:
             error = error_of(
                 DistributedTimeoutError, lambda: group.barrier(timeout=limit), "a barrier without all ranks"
@@ -172,14 +172,16 @@ def _one_late_rank(runner: RankRunner, world_size: int, late: int, hasty: int) -
         finally:
             given_up.release()
         elapsed = time.monotonic() - start
-        assert elapsed < timeout + _ANSWER_SECONDS + LATE_SECONDS, f"rank {hasty} gave up, here it took {elapsed:.2f} s"
+        assert elapsed < timeout + _REPORT_SECONDS + SLACK_SECONDS, (
+            f"rank {hasty} gave up, this one took {elapsed:.1f} s"
+        )
         assert group.failure is not None, "a barrier that failed fails the group"
         return error
 
     errors = runner.run(world_size, program)
     for rank, error in enumerate(errors):
         assert error.ranks == (late,), f"rank {late} was late, rank {rank} names {error.ranks}: {error}"
-        assert facts(error) == facts(errors[hasty]), f"rank {rank} raised another error than rank {hasty}: {error}"
+        assert error_key(error) == error_key(errors[hasty]), f"rank {rank} differs from rank {hasty}: {error!r}"
 
 
 @rank_check(min_ranks=3)

@@ -23,18 +23,18 @@ from ferrodist.errors import (
 )
 from ferrodist.testing.conformance.backend.harness import (
     LARGE,
-    PATIENCE,
+    TIMEOUT,
     RankRunner,
     backend_check,
+    check_bytes,
+    error_key,
     error_of,
-    facts,
     let_others_block,
     make_counter,
     make_signal,
     pattern,
     rank_check,
     receive,
-    same_bytes,
     transfer_error,
 )
 from ferrodist.testing.conformance.runner import public_functions
@@ -46,16 +46,16 @@ if TYPE_CHECKING:
     from ferrodist.backends.base import Backend
     from ferrodist.testing.conformance.backend.harness import BackendCheck
 
-_NOTICE_SECONDS = 1.0
-"""Within what time a rank learns that another has gone."""
+_DETECTION_SECONDS = 1.0
+"""Seconds within which a rank must detect that another has left."""
 
 _CLOSE_SECONDS = 0.5
-"""Given to a close while the other ranks stay: a hub goes on serving them that long."""
+"""The timeout of a close while other ranks stay: rank 0 of a star goes on serving them that long."""
 
 
 @backend_check()
 def an_abort_wakes_every_rank(runner: RankRunner, world_size: int) -> None:
-    """`abort` makes every rank that waits, in whatever call, raise `GroupAbortedError` with who did it and why."""
+    """`abort` makes every rank that waits in a call raise `GroupAbortedError` with the aborting rank and the reason."""
     for aborter in (0, world_size - 1):
         for wait in (_in_recv, _in_recv_of_any, _in_wait, _in_send, _in_barrier):
             _one_abort(runner, world_size, aborter, wait)
@@ -82,30 +82,30 @@ def _one_abort(runner: RankRunner, world_size: int, aborter: int, wait: Callable
 def _acquire(ready: Semaphore, num_ranks: int) -> None:
     """Wait for as many ranks: an abort before all have made their group would fail the making."""
     for _ in range(num_ranks):
-        assert ready.acquire(timeout=PATIENCE), "a rank is missing"
+        assert ready.acquire(timeout=TIMEOUT), "a rank is missing"
 
 
 def _in_recv(group: Backend, peer: int) -> None:
-    group.recv(bytearray(1), peer, timeout=PATIENCE)
+    group.recv(bytearray(1), peer, timeout=TIMEOUT)
 
 
 def _in_recv_of_any(group: Backend, peer: int) -> None:
     del peer
-    group.recv(bytearray(1), ANY_SOURCE, timeout=PATIENCE)
+    group.recv(bytearray(1), ANY_SOURCE, timeout=TIMEOUT)
 
 
 def _in_wait(group: Backend, peer: int) -> None:
-    group.irecv(bytearray(1), peer).wait(PATIENCE)
+    group.irecv(bytearray(1), peer).wait(TIMEOUT)
 
 
 def _in_send(group: Backend, peer: int) -> None:
-    group.send(bytes(LARGE), peer, timeout=PATIENCE)
+    group.send(bytes(LARGE), peer, timeout=TIMEOUT)
     _in_recv(group, peer)  # a backend that takes any message over does not wait in send
 
 
 def _in_barrier(group: Backend, peer: int) -> None:
     del peer
-    group.barrier(timeout=PATIENCE)
+    group.barrier(timeout=TIMEOUT)
 
 
 @backend_check()
@@ -120,7 +120,7 @@ def a_failed_group_stays_failed(runner: RankRunner, world_size: int) -> None:
             group.abort("the first reason")
             aborted.set()
         else:
-            assert aborted.wait(PATIENCE), "the abort did not return"
+            assert aborted.wait(TIMEOUT), "the abort did not return"
         peer = (group.rank + 1) % world_size
         first = error_of(GroupAbortedError, lambda: _in_recv(group, peer), "recv after abort")
         group.abort("the second reason")
@@ -132,7 +132,7 @@ def a_failed_group_stays_failed(runner: RankRunner, world_size: int) -> None:
     for rank, errors in enumerate(runner.run(world_size, program)):
         assert "the first reason" in str(errors[0]), f"rank {rank} says: {errors[0]}"
         for error in errors:
-            assert facts(error) == facts(errors[0]), f"rank {rank} raised {errors[0]!r} first and {error!r} later"
+            assert error_key(error) == error_key(errors[0]), f"rank {rank} raised {errors[0]!r}, then {error!r}"
 
 
 @backend_check()
@@ -151,7 +151,7 @@ def an_abort_with_an_error_raises_it(runner: RankRunner, world_size: int) -> Non
         )
 
     for rank, error in enumerate(runner.run(world_size, program)):
-        assert facts(error) == facts(given), f"rank {rank} raised {error!r} in place of {given!r}"
+        assert error_key(error) == error_key(given), f"rank {rank} raised {error!r} in place of {given!r}"
 
 
 @backend_check()
@@ -159,14 +159,14 @@ def a_closed_group_says_so(runner: RankRunner, world_size: int) -> None:
     """`close` may be called twice, also after a failure; every later call raises `GroupClosedError`."""
 
     def program(group: Backend) -> None:
-        group.barrier(timeout=PATIENCE)
+        group.barrier(timeout=TIMEOUT)
         group.close()
         group.close()
         _errors_of_all_calls(group, (group.rank + 1) % world_size, GroupClosedError)
 
     def failed_program(group: Backend) -> None:
         with suppress(DistributedError):  # a rank that is through may have ended the group
-            group.barrier(timeout=PATIENCE)
+            group.barrier(timeout=TIMEOUT)
         group.abort("so that it is closed after a failure")
         group.close()
         group.close()
@@ -177,7 +177,7 @@ def a_closed_group_says_so(runner: RankRunner, world_size: int) -> None:
 
 @backend_check()
 def a_rank_that_left_is_named(runner: RankRunner, world_size: int) -> None:
-    """Whoever waits for a rank that closes the group gets `PeerLostError` with its number within a second."""
+    """A rank that waits for one that closes the group gets `PeerLostError` with its number within a second."""
     for leaver in (0, world_size - 1):
         for wait in (_in_recv, _in_wait, _in_send, _in_barrier):
             _one_departure(runner, world_size, leaver, wait)
@@ -191,7 +191,7 @@ def _one_departure(runner: RankRunner, world_size: int, leaver: int, wait: Calla
     def program(group: Backend) -> None:
         if group.rank == leaver:
             for _ in range(world_size - 1):
-                assert ready.acquire(timeout=PATIENCE), "a rank is missing"
+                assert ready.acquire(timeout=TIMEOUT), "a rank is missing"
             let_others_block(group, (leaver + 1) % world_size)
             left_at.value = time.monotonic()
             group.close(timeout=_CLOSE_SECONDS)
@@ -200,7 +200,7 @@ def _one_departure(runner: RankRunner, world_size: int, leaver: int, wait: Calla
         what = f"{where}, when rank {leaver} leaves,"
         error = error_of(PeerLostError, lambda: wait(group, leaver), what)
         elapsed = time.monotonic() - left_at.value
-        assert elapsed < _NOTICE_SECONDS, f"{what} took {elapsed:.2f} s to see it"
+        assert elapsed < _DETECTION_SECONDS, f"{what} took {elapsed:.2f} s to see it"
         assert error.ranks == (leaver,), f"{what} names {error.ranks}: {error}"
         again = error_of(PeerLostError, lambda: wait(group, leaver), f"a second {what}")
         assert again.ranks == (leaver,), f"a second {what} names {again.ranks}: {again}"
@@ -217,17 +217,17 @@ def what_was_sent_before_close_arrives(runner: RankRunner, world_size: int) -> N
         if group.rank == 0:
             for dst in range(1, world_size):
                 for i in range(10):
-                    group.send(pattern(1000, seed=i), dst, tag=i % 2, timeout=PATIENCE)
+                    group.send(pattern(1000, seed=i), dst, tag=i % 2, timeout=TIMEOUT)
             for dst in range(1, world_size):
-                group.send(pattern(LARGE, seed=dst), dst, tag=2, timeout=PATIENCE)
+                group.send(pattern(LARGE, seed=dst), dst, tag=2, timeout=TIMEOUT)
             group.close(timeout=_CLOSE_SECONDS)
             closed.set()
             return
         # The send of the large one may last until it is received, so it can't wait for the close.
-        same_bytes(receive(group, 0, LARGE, tag=2), pattern(LARGE, seed=group.rank), "a large message before close")
-        assert closed.wait(PATIENCE), "close did not return"
+        check_bytes(receive(group, 0, LARGE, tag=2), pattern(LARGE, seed=group.rank), "a large message before close")
+        assert closed.wait(TIMEOUT), "close did not return"
         for i in range(10):
-            same_bytes(receive(group, 0, 1000, tag=i % 2), pattern(1000, seed=i), f"message {i}, sent before close,")
+            check_bytes(receive(group, 0, 1000, tag=i % 2), pattern(1000, seed=i), f"message {i}, sent before close,")
         error = error_of(PeerLostError, lambda: _in_recv(group, 0), "recv of more than was sent before close")
         assert error.ranks == (0,), f"rank 0 left, the error names {error.ranks}"
 
@@ -245,10 +245,10 @@ def the_others_go_on_after_a_close(runner: RankRunner, world_size: int) -> None:
             group.close(timeout=_CLOSE_SECONDS)
             closed.set()
         elif group.rank == 0:
-            assert closed.wait(PATIENCE), "close did not return"
-            group.send(pattern(LARGE), 1, timeout=PATIENCE)
+            assert closed.wait(TIMEOUT), "close did not return"
+            group.send(pattern(LARGE), 1, timeout=TIMEOUT)
         elif group.rank == 1:
-            same_bytes(receive(group, 0, LARGE), pattern(LARGE), f"between ranks 0 and 1, when rank {last} had left")
+            check_bytes(receive(group, 0, LARGE), pattern(LARGE), f"between ranks 0 and 1, when rank {last} had left")
 
     runner.run(world_size, program)
 
@@ -260,11 +260,11 @@ def a_close_wakes_the_own_threads(group: Backend) -> None:
         return  # and stays in the group until the run ends
     request = group.irecv(bytearray(1), 1, tag=1)
     with ThreadPoolExecutor(1) as pool:
-        receiving = pool.submit(group.recv, bytearray(1), 1, timeout=PATIENCE)
+        receiving = pool.submit(group.recv, bytearray(1), 1, timeout=TIMEOUT)
         let_others_block(group, 1)
         group.close(timeout=_CLOSE_SECONDS)
         error_of(GroupClosedError, receiving.result, "recv in a group that another thread closes")
-    error_of(GroupClosedError, lambda: request.wait(PATIENCE), "a request in a group that is closed")
+    error_of(GroupClosedError, lambda: request.wait(TIMEOUT), "a request in a group that is closed")
 
 
 @rank_check()
@@ -276,7 +276,7 @@ def close_callbacks_run_last(group: Backend) -> None:
     errors: list[DistributedError] = []
 
     def callback() -> None:
-        errors.append(error_of(GroupClosedError, lambda: request.wait(PATIENCE), "a request in on_close"))
+        errors.append(error_of(GroupClosedError, lambda: request.wait(TIMEOUT), "a request in on_close"))
         errors.append(error_of(GroupClosedError, lambda: _in_recv(group, 1), "recv in on_close"))
 
     group.on_close(callback)
@@ -299,12 +299,12 @@ def errors_pickle(runner: RankRunner, world_size: int) -> None:
             error_of(DistributedTimeoutError, lambda: group.recv(bytearray(1), peer, tag=1, timeout=0), "recv"),
             error_of(
                 SizeMismatchError,
-                lambda: group.recv(bytearray(1), (group.rank - 1) % world_size, timeout=PATIENCE),
+                lambda: group.recv(bytearray(1), (group.rank - 1) % world_size, timeout=TIMEOUT),
                 "recv",
             ),
         ]
         receive(group, (group.rank - 1) % world_size, 2)
-        sent.wait(PATIENCE)
+        sent.wait(TIMEOUT)
         through.release()
         if group.rank == 0:
             _acquire(through, world_size)
@@ -314,7 +314,7 @@ def errors_pickle(runner: RankRunner, world_size: int) -> None:
         errors.append(error_of(GroupClosedError, lambda: _in_recv(group, peer), "recv after close"))
         for error in errors:
             copy = pickle.loads(pickle.dumps(error))
-            assert facts(copy) == facts(error), f"{error!r} came out of pickle as {copy!r}"
+            assert error_key(copy) == error_key(error), f"{error!r} came out of pickle as {copy!r}"
             assert str(error), f"{type(error).__name__} has no message"
 
     runner.run(world_size, program)
@@ -323,11 +323,11 @@ def errors_pickle(runner: RankRunner, world_size: int) -> None:
 def _errors_of_all_calls(group: Backend, peer: int, kind: type[DistributedError]) -> list[DistributedError]:
     what = f"on a group that has failed with {kind.__name__}"
     return [
-        error_of(kind, lambda: group.send(b"", peer, timeout=PATIENCE), f"send {what}"),
-        error_of(kind, lambda: group.send(bytes(LARGE), peer, timeout=PATIENCE), f"a large send {what}"),
-        error_of(kind, lambda: group.recv(bytearray(1), peer, timeout=PATIENCE), f"recv {what}"),
-        error_of(kind, lambda: group.recv(bytearray(1), ANY_SOURCE, timeout=PATIENCE), f"recv of any {what}"),
-        error_of(kind, lambda: group.barrier(timeout=PATIENCE), f"barrier {what}"),
+        error_of(kind, lambda: group.send(b"", peer, timeout=TIMEOUT), f"send {what}"),
+        error_of(kind, lambda: group.send(bytes(LARGE), peer, timeout=TIMEOUT), f"a large send {what}"),
+        error_of(kind, lambda: group.recv(bytearray(1), peer, timeout=TIMEOUT), f"recv {what}"),
+        error_of(kind, lambda: group.recv(bytearray(1), ANY_SOURCE, timeout=TIMEOUT), f"recv of any {what}"),
+        error_of(kind, lambda: group.barrier(timeout=TIMEOUT), f"barrier {what}"),
         transfer_error(kind, lambda: group.isend(b"x", peer), f"isend {what}"),
         transfer_error(kind, lambda: group.irecv(bytearray(1), peer), f"irecv {what}"),
     ]

@@ -12,14 +12,14 @@ from ferrodist.backends.tags import ANY_SOURCE
 from ferrodist.errors import SizeMismatchError
 from ferrodist.testing.conformance.backend.harness import (
     LARGE,
-    PATIENCE,
+    TIMEOUT,
     RankRunner,
     backend_check,
+    check_bytes,
     error_of,
     pattern,
     rank_check,
     receive,
-    same_bytes,
 )
 from ferrodist.testing.conformance.runner import public_functions
 
@@ -50,7 +50,7 @@ def messages_of_all_sizes_arrive_whole(group: Backend) -> None:
     """`send` and `recv` carry 0, 1, odd, around 64 KiB and 8 MiB bytes unchanged."""
     for size in _SIZES:
         data = pattern(size, seed=size)
-        same_bytes(_pass_round(group, data, size), data, f"a message of {size} bytes")
+        check_bytes(_pass_round(group, data, size), data, f"a message of {size} bytes")
 
 
 @rank_check()
@@ -59,9 +59,9 @@ def every_pair_of_ranks_can_talk(group: Backend) -> None:
     for src in range(group.world_size):
         for dst in range(group.world_size):
             if src != dst and group.rank == src:
-                group.send(bytes([src, dst]), dst, timeout=PATIENCE)
+                group.send(bytes([src, dst]), dst, timeout=TIMEOUT)
             elif src != dst and group.rank == dst:
-                same_bytes(receive(group, src, 2), bytes([src, dst]), f"from rank {src} to rank {dst}")
+                check_bytes(receive(group, src, 2), bytes([src, dst]), f"from rank {src} to rank {dst}")
 
 
 @rank_check()
@@ -91,10 +91,10 @@ def buffers_of_many_kinds_are_taken(group: Backend) -> None:
     ]
     for source, target in zip(sources, targets, strict=True):
         if group.rank == 0:
-            group.send(source, 1, timeout=PATIENCE)
+            group.send(source, 1, timeout=TIMEOUT)
         elif group.rank == 1:
-            group.recv(target, 0, timeout=PATIENCE)
-            same_bytes(bytes(target), data, f"from {type(source).__name__} into {type(target).__name__}")
+            group.recv(target, 0, timeout=TIMEOUT)
+            check_bytes(bytes(target), data, f"from {type(source).__name__} into {type(target).__name__}")
     assert longer[0] == longer[-1] == 0, "recv wrote outside the part of a buffer it was given"
 
 
@@ -104,13 +104,13 @@ def a_sent_buffer_may_be_changed(group: Backend) -> None:
     for size in (1, 100, 65_537, LARGE):
         if group.rank == 0:
             data = bytearray(pattern(size))
-            group.send(data, 1, timeout=PATIENCE)
+            group.send(data, 1, timeout=TIMEOUT)
             data[:] = bytes(size)
-            group.send(b"changed", 1, tag=1, timeout=PATIENCE)
+            group.send(b"changed", 1, tag=1, timeout=TIMEOUT)
         elif group.rank == 1:
             if size <= 100:  # the send of a larger one may last until it is received
                 receive(group, 0, 7, tag=1)
-            same_bytes(receive(group, 0, size), pattern(size), f"{size} bytes, changed after send")
+            check_bytes(receive(group, 0, size), pattern(size), f"{size} bytes, changed after send")
             if size > 100:
                 receive(group, 0, 7, tag=1)
 
@@ -122,10 +122,10 @@ def order_is_kept_within_a_tag(group: Backend) -> None:
     if group.rank == 0:
         for i, size in enumerate(sizes):
             for dst in range(1, group.world_size):
-                group.send(pattern(size, seed=i), dst, timeout=PATIENCE)
+                group.send(pattern(size, seed=i), dst, timeout=TIMEOUT)
     else:
         for i, size in enumerate(sizes):
-            same_bytes(receive(group, 0, size), pattern(size, seed=i), f"message {i}")
+            check_bytes(receive(group, 0, size), pattern(size, seed=i), f"message {i}")
 
 
 @rank_check()
@@ -134,10 +134,10 @@ def tags_do_not_wait_for_each_other(group: Backend) -> None:
     if group.rank == 0:
         for tag in range(20):
             for dst in range(1, group.world_size):
-                group.send(pattern(64, seed=tag), dst, tag=tag, timeout=PATIENCE)
+                group.send(pattern(64, seed=tag), dst, tag=tag, timeout=TIMEOUT)
     else:
         for tag in reversed(range(20)):
-            same_bytes(receive(group, 0, 64, tag=tag), pattern(64, seed=tag), f"the message with tag {tag}")
+            check_bytes(receive(group, 0, 64, tag=tag), pattern(64, seed=tag), f"the message with tag {tag}")
 
 
 @rank_check()
@@ -146,10 +146,10 @@ def tags_are_compared_whole(group: Backend) -> None:
     tags = [0, 1, 2**31, 2**32, 2**53 + 1, 2**56 - 1, 2**56, 2**63, 2**64, 2**64 + 1, 2**127, 2**128 - 1]
     if group.rank == 0:
         for tag in tags:
-            group.send(str(tag).encode().ljust(40), 1, tag=tag, timeout=PATIENCE)
+            group.send(str(tag).encode().ljust(40), 1, tag=tag, timeout=TIMEOUT)
     elif group.rank == 1:
         for tag in reversed(tags):
-            same_bytes(receive(group, 0, 40, tag=tag), str(tag).encode().ljust(40), f"the tag {tag:#x}")
+            check_bytes(receive(group, 0, 40, tag=tag), str(tag).encode().ljust(40), f"the tag {tag:#x}")
 
 
 @rank_check(min_ranks=3)
@@ -157,12 +157,12 @@ def any_source_takes_from_whoever_sent(group: Backend) -> None:
     """`ANY_SOURCE` receives from every rank, in order for each of them, and `recv` returns who it was."""
     if group.rank != 0:
         for i in range(10):
-            group.send(bytes([group.rank, i]), 0, tag=3, timeout=PATIENCE)
+            group.send(bytes([group.rank, i]), 0, tag=3, timeout=TIMEOUT)
         return
     counts = dict.fromkeys(range(1, group.world_size), 0)
     for _ in range(10 * (group.world_size - 1)):
         buffer = bytearray(2)
-        sender = group.recv(buffer, ANY_SOURCE, tag=3, timeout=PATIENCE)
+        sender = group.recv(buffer, ANY_SOURCE, tag=3, timeout=TIMEOUT)
         assert bytes(buffer) == bytes([sender, counts[sender]]), f"rank {sender} is said to have sent {buffer!r}"
         counts[sender] += 1
 
@@ -171,10 +171,10 @@ def any_source_takes_from_whoever_sent(group: Backend) -> None:
 def a_source_takes_from_no_other(group: Backend) -> None:
     """A receive from one rank leaves what others sent with the same tag for later."""
     if group.rank != 0:
-        group.send(bytes([group.rank]), 0, timeout=PATIENCE)
+        group.send(bytes([group.rank]), 0, timeout=TIMEOUT)
     else:
         for src in reversed(range(1, group.world_size)):
-            same_bytes(receive(group, src, 1), bytes([src]), f"the message of rank {src}")
+            check_bytes(receive(group, src, 1), bytes([src]), f"the message of rank {src}")
 
 
 @rank_check()
@@ -182,16 +182,16 @@ def a_message_that_does_not_fit_stays(group: Backend) -> None:
     """A receive into a shorter or longer buffer raises `SizeMismatchError` and leaves the message for the next one."""
     for size in (1, 100, LARGE):
         if group.rank == 0:
-            group.send(pattern(size), 1, timeout=PATIENCE)
+            group.send(pattern(size), 1, timeout=TIMEOUT)
         elif group.rank == 1:
             for wrong in (size - 1, size + 1, 0, size * 2):
                 error_of(
                     SizeMismatchError,
-                    lambda wrong=wrong: group.recv(bytearray(wrong), 0, timeout=PATIENCE),  # type: ignore[misc]
+                    lambda wrong=wrong: group.recv(bytearray(wrong), 0, timeout=TIMEOUT),  # type: ignore[misc]
                     f"recv of {size} bytes into {wrong}",
                 )
             assert group.failure is None, "a size mismatch must leave the group good"
-            same_bytes(receive(group, 0, size), pattern(size), "the message after the mismatch")
+            check_bytes(receive(group, 0, size), pattern(size), "the message after the mismatch")
 
 
 @rank_check()
@@ -204,10 +204,10 @@ def threads_share_a_handle(group: Backend) -> None:
         for i in range(25):
             size = 40_000 * (i % 3) + i
             if group.rank == 0:
-                group.send(pattern(size, seed=tag + i), dst, tag=tag, timeout=PATIENCE)
-            same_bytes(receive(group, src, size, tag=tag), pattern(size, seed=tag + i), f"tag {tag}, {i}")
+                group.send(pattern(size, seed=tag + i), dst, tag=tag, timeout=TIMEOUT)
+            check_bytes(receive(group, src, size, tag=tag), pattern(size, seed=tag + i), f"tag {tag}, {i}")
             if group.rank != 0:
-                group.send(pattern(size, seed=tag + i), dst, tag=tag, timeout=PATIENCE)
+                group.send(pattern(size, seed=tag + i), dst, tag=tag, timeout=TIMEOUT)
 
     with ThreadPoolExecutor(num_threads) as pool:
         for result in [pool.submit(converse, tag) for tag in range(num_threads)]:
@@ -218,10 +218,10 @@ def _pass_round(group: Backend, data: bytes, size: int) -> bytes:
     """Have ``data`` go from rank to rank and back to rank 0, one blocking call at a time; returns what came here."""
     dst, src = (group.rank + 1) % group.world_size, (group.rank - 1) % group.world_size
     if group.rank == 0:
-        group.send(data, dst, timeout=PATIENCE)
+        group.send(data, dst, timeout=TIMEOUT)
         return receive(group, src, size)
     got = receive(group, src, size)
-    group.send(got, dst, timeout=PATIENCE)
+    group.send(got, dst, timeout=TIMEOUT)
     return got
 
 

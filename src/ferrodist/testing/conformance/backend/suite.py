@@ -1,4 +1,4 @@
-"""The conformance suite of backends: every promise of `ferrodist.backends.base`, as a check that an author can run.
+"""The conformance suite of backends: every promise of `ferrodist.backends.base`, as a check for its author.
 
 ::
 

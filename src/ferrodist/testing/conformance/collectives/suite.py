@@ -1,4 +1,4 @@
-"""The conformance suite of collectives: what any backend and any engine has to do, as checks that an author can run.
+"""The conformance suite of collectives: every promise of any backend and engine, as a check for its author.
 
 ::
 
@@ -6,7 +6,7 @@
     def test_my_collectives(check):
         run_ranks(check, 3, backend=MyBackend.create_group)
 
-Results are compared bit for bit with an oracle that shares no arithmetic with ferrodist: `collective_checks.oracle`.
+Results are compared bit for bit with an oracle that shares no arithmetic with ferrodist: `oracle`.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ COLLECTIVE_CHECKS: tuple[CollectiveCheck, ...] = (
     *(*p2p.CHECKS, *arguments.CHECKS, *failures.CHECKS),
 )
 """All checks. Each takes the group of a rank, which is also the default group, and runs on every rank of a fresh group
-of any size; it raises when its rule is broken. Checks of one rank alone have little to say, but must pass too."""
+of any size; it raises when its rule is broken. On one rank the checks test little, but must pass too."""
 
 
 def check_collectives(run: Callable[[CollectiveCheck], object]) -> None:
