@@ -128,7 +128,7 @@ struct Lookup {
     PyObject* process = nullptr;      // its `group` is the default group of the process, or None
     std::array<PyObject*, 3> makers{};
     PyObject* group_name = PyUnicode_InternFromString("group");
-    PyObject* quick_name = PyUnicode_InternFromString("quick");
+    PyObject* quick_name = PyUnicode_InternFromString("fast_path");
     PyObject* number_name = PyUnicode_InternFromString("number");
 };
 const Lookup* lookup = nullptr;
@@ -167,7 +167,7 @@ std::optional<Way> find_way(nb::handle group) {
         if (!chosen.is_valid()) return std::nullopt;
     }
     nb::object way = attribute(chosen, lookup->quick_name);
-    if (!way.is_valid() || !PyTuple_Check(way.ptr()) || PyTuple_GET_SIZE(way.ptr()) != 3) return std::nullopt;
+    if (!way.is_valid() || !PyTuple_Check(way.ptr()) || PyTuple_GET_SIZE(way.ptr()) != 4) return std::nullopt;
     const nb::handle communicator = PyTuple_GET_ITEM(way.ptr(), 0);
     if (!nb::isinstance<Communicator>(communicator)) return std::nullopt;
     const double timeout = PyFloat_AsDouble(PyTuple_GET_ITEM(way.ptr(), 1));

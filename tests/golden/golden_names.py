@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from ferrodist.backends.mpi.transport import Frame as MpiFrame
-from ferrodist.backends.mpi.transport import FrameType as MpiKind
+from ferrodist.backends.mpi.wire import Frame as MpiFrame
+from ferrodist.backends.mpi.wire import FrameType as MpiKind
 from ferrodist.backends.native import binding as native_numbers
 from ferrodist.backends.tags import Channel, channel_tag, group_tag
 from ferrodist.backends.tcp.wire import MAX_PAYLOAD as TCP_PAYLOAD

@@ -81,11 +81,11 @@ class SubBackend(NonBlockingBackend):
             timeout=parent.timeout if timeout is None else timeout,
             name=name or f"{parent.name}{list(members)}",
         )
-        self.agreement = CollectiveVerifier(self, doubt=_DOUBT)
+        self.verifier = CollectiveVerifier(self, doubt=_DOUBT)
         self._parent = parent
         self._members = members
         self._root, self._root_ranks = _outermost(parent, members)
-        self.agreement_key = self._root.agreement_key
+        self.verification_key = self._root.verification_key
         self._index = {rank: i for i, rank in enumerate(self._root_ranks)}
         self._closed: DistributedError | None = None
         self.group_id = _next_id(parent, self._root_ranks, label)
@@ -93,10 +93,7 @@ class SubBackend(NonBlockingBackend):
         self._root.subgroups.add(self)
         if ends_with_parent:
             self._root.fail_with(self.group_id, parent.group_id)
-        self.collectives = self._root.subgroup_collectives(self)
-        self.device_collectives = self._root.subgroup_device_collectives(self)
-        self.device_messages = self._root.subgroup_device_messages(self)
-        self.tensor_messages = self._root.subgroup_tensor_messages(self)
+        self._root.equip_subgroup(self)
 
     @staticmethod
     def check_members(parent: Backend, ranks: Sequence[int]) -> tuple[int, ...]:

@@ -1,4 +1,4 @@
-"""Checkpoints: saved by all ranks at once, whole or absent after any failure, and loaded by any number of ranks.
+"""Sharded checkpoints: all ranks save at once, any number of ranks loads; a failed save leaves the previous checkpoint.
 
 ::
 

@@ -1,126 +1,222 @@
-"""All ranks go on, or all raise: what one rank can't do fails on every rank, with the same words."""
+"""Steps that succeed on all ranks or raise on all ranks, with the same message.
+
+all_or_none      each rank runs a block           one all-gather
+call_on_all      the same for a function
+run_on_rank0     rank 0 runs a function           one broadcast
+Rank0Exchange    each rank makes a value, rank 0   one gather and one scatter
+answers all of them
+"""
 
 from __future__ import annotations
 
 import contextlib
-from typing import TYPE_CHECKING, TypeVar
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, TypeVar
 
-from ferrodist.collectives.objects import all_gather_object, broadcast_object
+from ferrodist.collectives.objects import all_gather_object, broadcast_object, gather_object, scatter_object
 from ferrodist.errors import DistCheckpointError, DistributedError, add_error_context, describe_error
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Iterator, Sequence
 
     from ferrodist.backends.base import Backend
     from ferrodist.deadline import Deadline
 
-_Result = TypeVar("_Result")
+    _Failure = list[Any]
+    """An error as other ranks raise it: its message and the ranks that it names."""
+
+_T = TypeVar("_T")
+
+
+@dataclass
+class Phase:
+    """The step that ranks take together, for messages; its block may change it on the way.
+
+    Args:
+        action: The step: "write a checkpoint".
+        path: The checkpoint.
+    """
+
+    action: str
+    path: str
 
 
 @contextlib.contextmanager
 def all_or_none(
-    what: str, where: str, group: Backend, deadline: Deadline, *, about_arguments: bool = True
-) -> Iterator[None]:
-    """At the end of the block all ranks learn whether it ended well everywhere; every rank of the group enters it.
+    action: str, path: str, group: Backend, deadline: Deadline, *, about_arguments: bool = True
+) -> Iterator[Phase]:
+    """Run the block on every rank; at its end raise on all ranks if it failed on any.
 
     Args:
-        what: What the block does: "to write a checkpoint", without the "to".
-        where: The checkpoint; the same on all ranks.
+        action: The step that the block takes: "write a checkpoint".
+        path: The checkpoint; must be the same on all ranks.
         group: The ranks.
-        deadline: When the others must have come.
-        about_arguments: Whether `TypeError` and `ValueError` are about what this rank has passed.
+        deadline: When the other ranks must have arrived.
+        about_arguments: Whether `TypeError` and `ValueError` are about arguments of this rank, and stay as they are.
 
     Raises:
-        DistCheckpointError: On all ranks, when it failed on some, or was done at several places. Errors about
-            arguments stay with their rank.
+        DistCheckpointError: On all ranks: the block failed on one, or they have different paths. A rank whose arguments
+            are wrong raises its own error.
     """
+    phase = Phase(action, path)
     own: Exception | None = None
     try:
-        yield
-    except DistCheckpointError as error:
-        own = error
-    except DistributedError as error:
-        if group.failure is not None:
-            raise  # of the group: other ranks have it too
-        own = error
-    except Exception as error:  # noqa: BLE001 - told to all ranks, and raised below
-        own = error
-    with add_error_context(lambda: f"Rank {group.rank} was to {what} at {where}.", "Every rank must call it."):
+        yield phase
+    except Exception as error:  # noqa: BLE001 - sent to all ranks, and raised below
+        own = _unless_group_failed(error, group)
+    with _context(phase, group):
         answers = all_gather_object(
-            (_plain(where), None if own is None else _text(own)), group=group, timeout=deadline.remaining()
+            (_plain(path), own and _failure(own, phase, group.rank)), group=group, timeout=deadline.remaining()
         )
     if own is not None:
-        raise _typed(own, what, where, group.rank, about_arguments=about_arguments)
-    for rank, (_, answer) in enumerate(answers):
-        if answer is not None:
-            raise _error(answer, what, where, rank)
-    for rank, (other, _) in enumerate(answers):
-        if other != answers[0][0]:
-            raise DistCheckpointError(
-                f"ranks were to {what} at one path, and rank 0 has {answers[0][0]}, rank {rank} {other}: choose it on"
-                " one rank, and broadcast it",
-                ranks=(0, rank),
-            )
+        raise _as_raised_here(own, phase, group.rank, about_arguments=about_arguments)
+    if (failure := _first_failure(answers, action)) is not None:
+        raise _error(failure)
 
 
-def call_on_all(function: Callable[[], _Result], what: str, where: str, group: Backend, deadline: Deadline) -> _Result:
-    """What a function gives, when it has ended well on all ranks; see `all_or_none`."""
-    results = []
-    with all_or_none(what, where, group, deadline):
-        results.append(function())
-    return results[0]
+def call_on_all(function: Callable[[], _T], action: str, path: str, group: Backend, deadline: Deadline) -> _T:
+    """Return a function's result if it succeeded on all ranks; see `all_or_none`."""
+    with all_or_none(action, path, group, deadline):
+        return function()
 
 
-def run_on_rank0(
-    function: Callable[[], _Result], what: str, where: str, group: Backend, deadline: Deadline
-) -> _Result | None:
-    """Have rank 0 do something for all; every rank calls this, and it returns when rank 0 is done.
-
-    Returns:
-        On rank 0 what the function returns, elsewhere None.
-
-    Raises:
-        DistCheckpointError: On all ranks, when it failed.
-    """
-    result: _Result | None = None
-    own: Exception | None = None
+def run_on_rank0(function: Callable[[], _T], action: str, path: str, group: Backend, deadline: Deadline) -> _T:
+    """Run a function on rank 0, and return its result, or raise its error, on all ranks."""
+    phase, own, result = Phase(action, path), None, None
     if group.rank == 0:
         try:
             result = function()
-        except Exception as error:  # noqa: BLE001 - told to all ranks, and raised below
+        except Exception as error:  # noqa: BLE001 - sent to all ranks, and raised below
             own = error
-    with add_error_context(lambda: f"Rank {group.rank} was to {what} at {where}.", "Every rank must call it."):
-        answer = broadcast_object(None if own is None else _text(own), group=group, timeout=deadline.remaining())
+    with _context(phase, group):
+        failure, result = broadcast_object(
+            (own and _failure(own, phase, 0), result), group=group, timeout=deadline.remaining()
+        )
     if own is not None:
-        raise _typed(own, what, where, 0)
-    if answer is not None:
-        raise _error(answer, what, where, 0)
-    return result
+        raise _as_raised_here(own, phase, 0)
+    if failure is not None:
+        raise _error(failure)
+    return result  # type: ignore[no-any-return] # as rank 0 has it
 
 
-def _text(error: Exception) -> list[object]:
-    """What other ranks are told: whether it is a sentence of its own, the sentence, and which ranks it is about."""
+class Rank0Exchange:
+    """A round trip through rank 0: it gets a value of each rank, and returns an answer to each.
+
+    Args:
+        path: The checkpoint; must be the same on all ranks.
+        group: The ranks.
+        deadline: When all must be done.
+    """
+
+    def __init__(self, path: str, group: Backend, deadline: Deadline) -> None:
+        self._path = path
+        self._group = group
+        self._deadline = deadline
+        self.may_be_answered = False
+        """Whether rank 0 may have called ``answer``, as far as this rank knows."""
+
+    def run(
+        self,
+        action: str,
+        make: Callable[[], bytes],
+        answer_action: str,
+        answer: Callable[[list[bytes]], Sequence[bytes]],
+        *,
+        about_arguments: bool = True,
+    ) -> bytes:
+        """Call ``make`` on all ranks, ``answer`` on rank 0, and return this rank's answer.
+
+        Raises:
+            DistCheckpointError: On all ranks: ``make`` failed on one of them, and ``answer`` was not called; or
+                ``answer`` failed. A rank whose arguments are wrong raises its own error.
+        """
+        group, phase = self._group, Phase(action, self._path)
+        own: Exception | None = None
+        made = b""
+        try:
+            made = make()
+        except Exception as error:  # noqa: BLE001 - sent to rank 0, and raised below
+            own = _unless_group_failed(error, group)
+        # Rank 0 answers only if all have sent a value, which none does whose group has failed.
+        self.may_be_answered = own is None and group.failure is None
+        with _context(phase, group):
+            gathered = gather_object(
+                (_plain(self._path), own and _failure(own, phase, group.rank), made),
+                group=group,
+                timeout=self._deadline.remaining(),
+            )
+        answers: list[tuple[bool, _Failure | None, bytes]] | None = None
+        answer_error: Exception | None = None
+        if gathered is not None:
+            failure = _first_failure([(path, failed) for path, failed, _ in gathered], action)
+            is_answered, results = failure is None, [b""] * group.world_size
+            if failure is None:
+                try:
+                    results = list(answer([value for *_, value in gathered]))
+                except Exception as error:  # noqa: BLE001 - sent to all ranks, and raised below
+                    answer_error, failure = error, _failure(error, Phase(answer_action, self._path), 0)
+            answers = [(is_answered, failure, result) for result in results]
+        phase.action = answer_action
+        with _context(phase, group):
+            is_answered, failure, answered = scatter_object(answers, group=group, timeout=self._deadline.remaining())
+        self.may_be_answered = is_answered
+        if answer_error is not None:
+            raise _as_raised_here(answer_error, phase, 0)
+        if own is not None:
+            raise _as_raised_here(own, Phase(action, self._path), group.rank, about_arguments=about_arguments)
+        if failure is not None:
+            raise _error(failure)
+        return bytes(answered)
+
+
+def _context(phase: Phase, group: Backend) -> contextlib.AbstractContextManager[None]:
+    return add_error_context(
+        lambda: f"Rank {group.rank} was to {phase.action} at {phase.path}.", "Every rank must call it."
+    )
+
+
+def _unless_group_failed(error: Exception, group: Backend) -> Exception:
+    """Return an error to be sent to other ranks, or raise one of the group, which they have too."""
+    is_of_group = isinstance(error, DistributedError) and not isinstance(error, DistCheckpointError)
+    if is_of_group and group.failure is not None:
+        raise error
+    return error
+
+
+def _failure(error: Exception, phase: Phase, rank: int) -> _Failure:
     if isinstance(error, DistCheckpointError):
-        return [True, _plain(error.message), list(error.ranks)]
-    return [False, _plain(describe_error(error)), []]
+        return [_plain(error.message), list(error.ranks)]
+    return [_plain(f"rank {rank} could not {phase.action} at {phase.path}: {describe_error(error)}"), [rank]]
+
+
+def _first_failure(answers: Sequence[tuple[str, _Failure | None]], action: str) -> _Failure | None:
+    for _, failure in answers:
+        if failure is not None:
+            return failure
+    first = answers[0][0]
+    for rank, (path, _) in enumerate(answers):
+        if path != first:
+            text = (
+                f"ranks were to {action} at one path, and rank 0 has {first}, rank {rank} {path}: choose it on one rank"
+                ", and broadcast it"
+            )
+            return [text, [0, rank]]
+    return None
 
 
 def _plain(text: str) -> str:
-    """Text that can be sent: a path may have bytes that are not UTF-8, which Python keeps as half surrogate pairs."""
+    """Escape half surrogate pairs, as which Python keeps bytes of a path that are not UTF-8: msgpack refuses them."""
     return text.encode("utf-8", "backslashreplace").decode()
 
 
-def _error(answer: list[object], what: str, where: str, rank: int) -> DistCheckpointError:
-    is_whole, text, ranks = answer
-    if is_whole:
-        return DistCheckpointError(str(text), ranks=tuple(ranks))  # type: ignore[arg-type] # as `_text` made it
-    return DistCheckpointError(f"rank {rank} could not {what} at {where}: {text}", ranks=(rank,))
+def _error(failure: _Failure) -> DistCheckpointError:
+    message, ranks = failure
+    return DistCheckpointError(message, ranks=tuple(ranks))
 
 
-def _typed(error: Exception, what: str, where: str, rank: int, *, about_arguments: bool = True) -> Exception:
-    """The error of this rank as it is raised here."""
+def _as_raised_here(error: Exception, phase: Phase, rank: int, *, about_arguments: bool = True) -> Exception:
     if isinstance(error, DistCheckpointError) or (about_arguments and isinstance(error, (TypeError, ValueError))):
         return error
-    made = _error(_text(error), what, where, rank)
-    made.__cause__ = error
-    return made
+    raised = _error(_failure(error, phase, rank))
+    raised.__cause__ = error
+    return raised

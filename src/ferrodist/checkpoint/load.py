@@ -1,10 +1,9 @@
-"""Loading a checkpoint into what is there, however it lies, on however many ranks.
+"""Loading a checkpoint into a state of any sharding, on any number of ranks.
 
-manifest --rank 0 reads, all get it--> match with `into` --agree--> each rank reads what it needs --agree--> done
+    manifest --rank 0 reads, all get it--> plan with `into` --agree--> each rank reads its boxes --agree--> done
 
-One rank reads for all: where storage is slow, or each reader costs, every byte is read once and sent on.
-
-All ranks go through their boxes in one order, that of the files; so each message comes when it is waited for.
+With ``one_reads`` rank 0 reads every byte once and sends it to the ranks that need it, for slow or metered storage. All
+ranks then go through their boxes in the order of the files, so that no message waits.
 """
 
 from __future__ import annotations
@@ -22,8 +21,8 @@ from ferrodist.checkpoint.load_plan import LoadPlanner
 from ferrodist.checkpoint.reader import CheckpointReader, put_elements
 from ferrodist.checkpoint.retention import read_manifest
 from ferrodist.checkpoint.shard_metadata import ShardMetadata
-from ferrodist.checkpoint.state import tell_autograd
-from ferrodist.collectives.objects import all_gather_object, broadcast_object, gather_object
+from ferrodist.checkpoint.state import bump_version
+from ferrodist.collectives.objects import all_gather_object, gather_object
 from ferrodist.collectives.p2p import recv_into, send
 from ferrodist.errors import DistCheckpointError
 from ferrodist.tensor.dtensor import DTensor
@@ -35,20 +34,19 @@ if TYPE_CHECKING:
     from ferrodist.backends.base import Backend
     from ferrodist.checkpoint.storage.base import Storage
     from ferrodist.deadline import Deadline
-    from ferrodist.tensor.local_shards import LocalShard
 
-_CHUNK_BYTES = 32 << 20
+_MESSAGE_BYTES = 32 << 20
 
 
 class ReadRequest(msgspec.Struct, frozen=True, array_like=True):
-    """A box of a saved tensor that a rank wants."""
+    """A box of a saved tensor that a rank needs."""
 
     key: str
     offsets: tuple[int, ...]
     shape: tuple[int, ...]
 
 
-def read_for_all(
+def read_on_rank0(
     reader: CheckpointReader,
     manifest: Manifest,
     wanted: Sequence[tuple[str, Box, torch.Tensor]],
@@ -57,20 +55,20 @@ def read_for_all(
     group: Backend,
     deadline: Deadline,
 ) -> None:
-    """Fill tensors on all ranks with what rank 0 reads; every rank calls this.
+    """Fill tensors on all ranks with data that rank 0 reads; every rank calls this.
 
     Args:
-        reader: Reads; on rank 0 only.
-        manifest: The checkpoint's.
-        wanted: Boxes of saved tensors, and what of this rank they fill.
+        reader: The reader; used on rank 0 only.
+        manifest: The checkpoint's manifest.
+        wanted: Boxes of saved tensors, and this rank's memory that they fill.
         where: The checkpoint, for messages.
         group: The ranks.
         deadline: When all must be done.
 
     Raises:
-        DistCheckpointError: A rank has no memory for it; or, when everything was sent, something could not be read, on
-            rank 0, or doesn't fit.
-        DistributedError: A rank was lost, or is late.
+        DistCheckpointError: A rank has no memory for it; or, after everything was sent, a read failed on rank 0 or data
+            doesn't fit.
+        DistributedError: A rank was lost or is late.
     """
     own: dict[ReadRequest, list[torch.Tensor]] = {}
     for key, box, view in wanted:
@@ -79,38 +77,38 @@ def read_for_all(
     gathered = gather_object(msgspec.msgpack.encode(list(own)), group=group, timeout=deadline.remaining())
     with all_or_none("make room to read a checkpoint", where, group, deadline):
         receivers = _receivers(own, gathered or [])
-        room = torch.empty(_most_bytes(receivers, manifest), dtype=torch.uint8, device="cpu")
+        buffer = torch.empty(_max_message_bytes(receivers, manifest), dtype=torch.uint8, device="cpu")
     if group.rank == 0:
-        failure = _read_and_send(reader, manifest, own, receivers, room, group=group, deadline=deadline)
+        failure = _read_and_send(reader, manifest, own, receivers, buffer, group=group, deadline=deadline)
     else:
-        failure = _receive(own, manifest, room, group=group, deadline=deadline)
+        failure = _receive(own, manifest, buffer, group=group, deadline=deadline)
     if failure is not None:
         raise failure
 
 
 def _receivers(own: Iterable[ReadRequest], gathered: Sequence[bytes]) -> dict[ReadRequest, list[int]]:
-    """Which other ranks want what rank 0 reads; elsewhere what this rank wants, and nobody."""
-    receivers: dict[ReadRequest, list[int]] = {need: [] for need in own}
+    """Return the other ranks that need each box, on rank 0; elsewhere this rank's boxes, without receivers."""
+    receivers: dict[ReadRequest, list[int]] = {request: [] for request in own}
     for rank, encoded in enumerate(gathered):
-        for need in msgspec.msgpack.decode(encoded, type=list[ReadRequest]) if rank else ():
-            receivers.setdefault(need, []).append(rank)
+        for request in msgspec.msgpack.decode(encoded, type=list[ReadRequest]) if rank else ():
+            receivers.setdefault(request, []).append(rank)
     return receivers
 
 
 def _receive(
     own: Mapping[ReadRequest, Sequence[torch.Tensor]],
     manifest: Manifest,
-    room: torch.Tensor,
+    buffer: torch.Tensor,
     *,
     group: Backend,
     deadline: Deadline,
 ) -> Exception | None:
-    """Fill what this rank wants; why it could not."""
+    """Fill this rank's tensors; return the first error."""
     failure: Exception | None = None
-    for need, chunk, inner in _chunks(own, manifest):
-        data = _in(room, need, chunk, manifest)
+    for request, chunk, inner in _chunks(own, manifest):
+        data = _buffer_view(buffer, request, chunk, manifest)
         recv_into(data, 0, group=group, timeout=deadline.remaining())
-        failure = failure or _try_to(partial(_keep, need, data, inner, own[need]))
+        failure = failure or _catch(partial(_copy_to_targets, request, data, inner, own[request]))
     return failure
 
 
@@ -119,24 +117,24 @@ def _read_and_send(
     manifest: Manifest,
     own: Mapping[ReadRequest, Sequence[torch.Tensor]],
     receivers: Mapping[ReadRequest, Sequence[int]],
-    room: torch.Tensor,
+    buffer: torch.Tensor,
     *,
     group: Backend,
     deadline: Deadline,
 ) -> Exception | None:
-    """Read what all ranks want; why that could not be done."""
+    """Read the boxes of all ranks; return the first error."""
     failure: Exception | None = None
-    for need, chunk, inner in _chunks(receivers, manifest):
-        data = _in(room, need, chunk, manifest)
-        failure = failure or _try_to(partial(reader.read_box, need.key, chunk, data))
-        for rank in receivers[need]:
+    for request, chunk, inner in _chunks(receivers, manifest):
+        data = _buffer_view(buffer, request, chunk, manifest)
+        failure = failure or _catch(partial(reader.read_box, request.key, chunk, data))
+        for rank in receivers[request]:
             send(data, rank, group=group, timeout=deadline.remaining())
-        failure = failure or _try_to(partial(_keep, need, data, inner, own.get(need, ())))
+        failure = failure or _catch(partial(_copy_to_targets, request, data, inner, own.get(request, ())))
     return failure
 
 
-def _try_to(act: Callable[[], None]) -> Exception | None:
-    """Why it can't be done, for other ranks wait for all that they want, and learn of it then."""
+def _catch(act: Callable[[], None]) -> Exception | None:
+    """Return the error of a call, since other ranks still wait for data and are told at the end."""
     try:
         act()
     except Exception as error:  # noqa: BLE001 - raised when all is sent
@@ -144,49 +142,47 @@ def _try_to(act: Callable[[], None]) -> Exception | None:
     return None
 
 
-def _most_bytes(needs: Iterable[ReadRequest], manifest: Manifest) -> int:
-    """Of one message: some rows, and where they are long one row, of the tensor with the longest ones."""
-    sizes = [chunk.numel * _dtype(need, manifest).itemsize for need, chunk, _ in _chunks(needs, manifest)]
+def _max_message_bytes(requests: Iterable[ReadRequest], manifest: Manifest) -> int:
+    """The size of the longest message, one or more rows."""
+    sizes = [chunk.numel * _dtype(request, manifest).itemsize for request, chunk, _ in _chunks(requests, manifest)]
     return max(sizes, default=0)
 
 
-def _dtype(need: ReadRequest, manifest: Manifest) -> torch.dtype:
-    return dtype_from_name(manifest.tensors[need.key].dtype)
+def _dtype(request: ReadRequest, manifest: Manifest) -> torch.dtype:
+    return dtype_from_name(manifest.tensors[request.key].dtype)
 
 
-def _in(room: torch.Tensor, need: ReadRequest, box: Box, manifest: Manifest) -> torch.Tensor:
-    """A tensor for the elements of a box, at the beginning of the room."""
-    dtype = _dtype(need, manifest)
-    return room[: box.numel * dtype.itemsize].view(dtype).view(box.shape)
+def _buffer_view(buffer: torch.Tensor, request: ReadRequest, box: Box, manifest: Manifest) -> torch.Tensor:
+    """View the beginning of the buffer as a tensor of a box's shape."""
+    dtype = _dtype(request, manifest)
+    return buffer[: box.numel * dtype.itemsize].view(dtype).view(box.shape)
 
 
-def _keep(need: ReadRequest, data: torch.Tensor, inner: Box, views: Iterable[torch.Tensor]) -> None:
+def _copy_to_targets(request: ReadRequest, data: torch.Tensor, inner: Box, views: Iterable[torch.Tensor]) -> None:
     for view in views:
-        put_elements(inner.take(view), data, need.key)
+        put_elements(inner.take(view), data, request.key)
 
 
-def _in_order(needs: Iterable[ReadRequest], manifest: Manifest) -> list[ReadRequest]:
-    """As they lie in the files, and the same on all ranks."""
-    return sorted(needs, key=lambda need: (*manifest.place(need.key), need.key, need.offsets, need.shape))
+def _sorted_requests(requests: Iterable[ReadRequest], manifest: Manifest) -> list[ReadRequest]:
+    """Sort by position in the files, the same way on all ranks."""
+    return sorted(
+        requests, key=lambda request: (*manifest.place(request.key), request.key, request.offsets, request.shape)
+    )
 
 
-def _chunks(needs: Iterable[ReadRequest], manifest: Manifest) -> Iterator[tuple[ReadRequest, Box, Box]]:
-    """All needs in parts of some rows: as boxes of the saved tensor, and of what is wanted."""
-    for need in _in_order(needs, manifest):
-        whole = Box(need.offsets, need.shape)
-        if not need.shape:
-            yield need, whole, whole
+def _chunks(requests: Iterable[ReadRequest], manifest: Manifest) -> Iterator[tuple[ReadRequest, Box, Box]]:
+    """Split all requests into chunks of some rows: as boxes of the saved tensor, and of the request."""
+    for request in _sorted_requests(requests, manifest):
+        whole = Box(request.offsets, request.shape)
+        if not request.shape:
+            yield request, whole, whole
             continue
-        row = whole.numel // need.shape[0] * _dtype(need, manifest).itemsize
-        at_once = max(1, _CHUNK_BYTES // row)
-        for begin in range(0, need.shape[0], at_once):
-            count = min(at_once, need.shape[0] - begin)
-            chunk = Box((need.offsets[0] + begin, *need.offsets[1:]), (count, *need.shape[1:]))
-            yield need, chunk, chunk.within(whole)
-
-
-if TYPE_CHECKING:
-    _Target = tuple[str, torch.Tensor, LocalShard]
+        row = whole.numel // request.shape[0] * _dtype(request, manifest).itemsize
+        at_once = max(1, _MESSAGE_BYTES // row)
+        for begin in range(0, request.shape[0], at_once):
+            count = min(at_once, request.shape[0] - begin)
+            chunk = Box((request.offsets[0] + begin, *request.offsets[1:]), (count, *request.shape[1:]))
+            yield request, chunk, chunk.within(whole)
 
 
 @torch.no_grad()
@@ -201,27 +197,27 @@ def load(
     shards: ShardMetadata | None,
     deadline: Deadline,
 ) -> Any:
-    """See `load_distributed`."""
+    """Load a checkpoint, as `load_distributed` does."""
     manifest = _share_manifest(storage, group, deadline)
     with all_or_none("load a checkpoint", storage.url, group, deadline):
         shards = shards or ShardMetadata(num_ranks=group.world_size)
         shards.check(group.world_size)
-        matching = LoadPlanner(manifest, group.rank, group.world_size, shards)
-        build = matching.match(manifest.tree, into)
-    _check_complete(matching if strict else None, storage.url, group, deadline)
+        planner = LoadPlanner(manifest, group.rank, group.world_size, shards)
+        build = planner.match(manifest.tree, into)
+    _check_complete(planner if strict else None, storage.url, group, deadline)
     with all_or_none("load a checkpoint", storage.url, group, deadline, about_arguments=False):
         reader = CheckpointReader(storage, manifest, verify=verify)
         try:
-            targets = sorted(matching.targets, key=lambda target: manifest.place(target[0]))
+            targets = sorted(planner.targets, key=lambda target: manifest.place(target[0]))
             boxes = [(key, box, view) for key, _, part in targets for box, view in part.boxes]
             if one_reads:
-                read_for_all(reader, manifest, boxes, where=storage.url, group=group, deadline=deadline)
+                read_on_rank0(reader, manifest, boxes, where=storage.url, group=group, deadline=deadline)
             else:
                 for key, box, view in boxes:
                     reader.read_box(key, box, view)
             for _, tensor, _ in targets:
                 # to_local() would keep a history
-                tell_autograd(tensor._local if isinstance(tensor, DTensor) else tensor)
+                bump_version(tensor._local if isinstance(tensor, DTensor) else tensor)
         finally:
             storage.close()
     taken = []
@@ -231,44 +227,42 @@ def load(
 
 
 def _share_manifest(storage: Storage, group: Backend, deadline: Deadline) -> Manifest:
-    """Rank 0's, on all ranks: the folder may change while they read it."""
-    own = run_on_rank0(lambda: read_manifest(storage), "read a checkpoint", storage.url, group, deadline)
-    data = broadcast_object(None if own is None else encode_manifest(own), group=group, timeout=deadline.remaining())
-    return own if own is not None else decode_manifest(data, f"{storage.url}/{MANIFEST_NAME}")
+    """Return rank 0's manifest on all ranks, since the folder may change while they read it."""
+    own: list[Manifest] = []
+
+    def read() -> bytes:
+        own.append(read_manifest(storage))
+        return encode_manifest(own[0])
+
+    data = run_on_rank0(read, "read a checkpoint", storage.url, group, deadline)
+    return own[0] if own else decode_manifest(data, f"{storage.url}/{MANIFEST_NAME}")
 
 
-def _check_complete(matching: LoadPlanner | None, where: str, group: Backend, deadline: Deadline) -> None:
-    """Raise, on all ranks, if a rank wants what is not there, or if a module has no place for what is there.
-
-    Args:
-        matching: Of this rank; None if it doesn't mind.
-        where: The checkpoint.
-        group: The ranks.
-        deadline: When the others must have come.
-    """
-    own = ([], 0, {}) if matching is None else (matching.missing[:10], len(matching.missing), matching.unexpected)
+def _check_complete(planner: LoadPlanner | None, where: str, group: Backend, deadline: Deadline) -> None:
+    """Raise on all ranks if wanted values were not saved or saved tensors have no target; None skips this rank's."""
+    own = ([], 0, {}) if planner is None else (planner.missing[:10], len(planner.missing), planner.unexpected)
     answers = all_gather_object(own, group=group, timeout=deadline.remaining())
     for rank, (names, number, _) in enumerate(answers):
         if names:
             raise DistCheckpointError(
-                f"{where} lacks {_listed(names, number)}, which rank {rank} wants: load with strict=False to leave what"
-                " is missing as it is",
+                f"{where} lacks {_abbreviate(names, number)}, which rank {rank} wants: load with strict=False to leave"
+                " what is missing as it is",
                 ranks=(rank,),
             )
     unexpected = {key: place for _, _, found in answers for key, place in found.items()}
     if not unexpected:
         return
-    here = [] if matching is None else sorted(matching.used & set(unexpected))
+    here = [] if planner is None else sorted(planner.used & set(unexpected))
     for used in all_gather_object(here, group=group, timeout=deadline.remaining()):
         for key in used:
             unexpected.pop(key, None)
     if unexpected:
         raise DistCheckpointError(
-            f"{where} has {_listed(list(unexpected.values()), len(unexpected))}, for which no rank has a place: load"
-            " with strict=False to leave it out"
+            f"{where} has {_abbreviate(list(unexpected.values()), len(unexpected))}, for which no rank has a place:"
+            " load with strict=False to leave it out"
         )
 
 
-def _listed(names: Sequence[str], number: int) -> str:
+def _abbreviate(names: Sequence[str], number: int) -> str:
     shown = ", ".join(names[:3])
     return shown if number <= 3 else f"{shown} and {number - 3} more"

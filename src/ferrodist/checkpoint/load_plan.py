@@ -1,4 +1,4 @@
-"""A saved state beside what it is loaded into: which tensors go where, and what becomes of the rest."""
+"""The plan of a load: a saved tree is matched with the objects it is loaded into, which yields the boxes to read."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from ferrodist.checkpoint.format.tree import (
 from ferrodist.checkpoint.state import (
     OptimizerState,
     Stateful,
-    empty_like,
+    empty_shard_like,
     inner_module,
     module_state,
     refuse_optimizer,
@@ -44,18 +44,17 @@ if TYPE_CHECKING:
     from ferrodist.tensor.local_shards import LocalShard
     from ferrodist.tensor.placement import Placement
 
-if TYPE_CHECKING:
     Builder = Callable[[], Any]
-    """Makes what comes of a part of the state, when all tensors are filled."""
+    """Returns the loaded value of a node once all tensors are filled."""
 
 
 class Placed:
-    """In what a checkpoint is loaded into: a tensor that becomes a `DTensor`.
+    """Stands, in the ``into`` of a load, for a tensor that becomes a `DTensor`.
 
     Args:
-        mesh: Over which it shall lie.
-        placements: How, for each axis of the mesh; one placement for a mesh of one axis.
-        dtype: Converts it; None keeps the saved one.
+        mesh: The device mesh.
+        placements: The placement on each axis of the mesh; a single one for a mesh of one axis.
+        dtype: The dtype to convert to; None keeps the saved one.
     """
 
     def __init__(
@@ -72,14 +71,14 @@ def _make_on_cpu(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
 
 @dataclass
 class LoadPlanner:
-    """Goes through a saved tree and what it is loaded into.
+    """Matches a saved tree with what it is loaded into.
 
     Args:
-        manifest: The checkpoint's.
+        manifest: The checkpoint's manifest.
         rank: This rank.
-        world_size: How many load.
-        shards: How plain tensors are divided.
-        make: Makes a whole tensor, of a shape and dtype, that nothing was given for.
+        world_size: The number of ranks that load.
+        shards: The sharding of plain tensors.
+        make: Allocates a tensor of a shape and dtype where ``into`` has none.
     """
 
     manifest: Manifest
@@ -88,31 +87,31 @@ class LoadPlanner:
     shards: ShardMetadata
     make: Callable[[tuple[int, ...], torch.dtype], torch.Tensor] = _make_on_cpu
     targets: list[tuple[str, torch.Tensor, LocalShard]] = field(default_factory=list)
-    """Keys of saved tensors, what they fill, and what this rank has of it."""
+    """Keys of saved tensors, the tensors they fill, and this rank's shards of these."""
     used: set[str] = field(default_factory=set)
-    """Keys of the saved tensors that have a place here."""
+    """The keys of saved tensors that are loaded here."""
     missing: list[str] = field(default_factory=list)
-    """What is wanted and not there."""
+    """The paths of wanted values that were not saved."""
     unexpected: dict[str, str] = field(default_factory=dict)
-    """Keys of saved tensors that a module or an optimizer here has no place for, and where they are."""
-    _made: dict[str, torch.Tensor] = field(default_factory=dict)
-    """Tensors for which there was none."""
+    """The keys and paths of saved tensors that a module or optimizer here doesn't have."""
+    _new_tensors: dict[str, torch.Tensor] = field(default_factory=dict)
+    """Tensors allocated here, by key."""
 
     def match(self, node: Any, into: Any, path: tuple[object, ...] = ()) -> Builder:
-        """What comes of a node where ``into`` is.
+        """Match a node with ``into`` and return a builder of the loaded value.
 
         Raises:
-            DistCheckpointError: They don't fit.
-            TypeError: An optimizer without names for its parameters.
-            ValueError: ``into`` holds itself.
+            DistCheckpointError: The node and ``into`` don't fit.
+            TypeError: An optimizer outside of `OptimizerState`.
+            ValueError: ``into`` contains itself.
         """
         check_depth(path)
         matchers: tuple[tuple[type | tuple[type, ...], Callable[[Any, Any, tuple[object, ...]], Builder]], ...] = (
-            (torch.Tensor, self._fill),
-            (Placed, self._place),
+            (torch.Tensor, self._add_tensor),
+            (Placed, self._match_placed),
             (torch.nn.Module, self._match_module),
             (OptimizerState, self._match_optimizer),
-            (PerRank, self._match_own),
+            (PerRank, self._match_per_rank),
             (torch.optim.Optimizer, lambda *of: refuse_optimizer(of[2])),
             (Stateful, self._match_stateful),
             ((Counter, torch.Size), lambda node, _, path: self.decode(node, path)),
@@ -125,7 +124,7 @@ class LoadPlanner:
         return self.decode(node, path)
 
     def decode(self, node: Any, path: tuple[object, ...] = ()) -> Builder:
-        """All that a node has, tensors whole."""
+        """Return a builder of a node's full value, with full tensors."""
         if is_leaf_node(node):
             value = decode_leaf(node)
             return lambda: value
@@ -136,19 +135,19 @@ class LoadPlanner:
         content: Any
         mark, content = ("list", node) if isinstance(node, list) else next(iter(node.items()))
         if mark in ("tensor", "array"):
-            tensor = self._new(content, path)
+            tensor = self._new_tensor(content, path)
             return tensor.numpy if mark == "array" else lambda: tensor
         if mark == "per_rank":
-            return self._match_own(node, PerRank(None), path, is_wanted=False)
-        return self._decode_all(content, path, _KINDS[mark])
+            return self._match_per_rank(node, PerRank(None), path, is_wanted=False)
+        return self._decode_all(content, path, _SEQUENCE_TYPES[mark])
 
     def _decode_all(self, nodes: Sequence[Any], path: tuple[object, ...], kind: Callable[[Any], Any]) -> Builder:
         builders = [self.decode(each, (*path, place)) for place, each in enumerate(nodes)]
         return lambda: kind([build() for build in builders])
 
-    def _new(self, key: str, path: tuple[object, ...]) -> torch.Tensor:
-        """A tensor to be filled, whole or this rank's part; the same for all places that had the same."""
-        if key not in self._made:
+    def _new_tensor(self, key: str, path: tuple[object, ...]) -> torch.Tensor:
+        """Allocate a full tensor, or this rank's shard; once for tied tensors."""
+        if key not in self._new_tensors:
             saved = self.manifest.tensors[key]
             name = tensor_key(path)
             spec = self.shards.tensor_specs.get(name)
@@ -156,20 +155,20 @@ class LoadPlanner:
             made = self.make(shape, dtype_from_name(saved.dtype))
             part = self.shards.part(name, made, self.rank)
             self._check_fits(key, part, path)
-            self._made[key] = made
-            self._add(key, made, part)
-        return self._made[key]
+            self._new_tensors[key] = made
+            self._add_target(key, made, part)
+        return self._new_tensors[key]
 
-    def _add(self, key: str, tensor: torch.Tensor, part: LocalShard) -> None:
+    def _add_target(self, key: str, tensor: torch.Tensor, part: LocalShard) -> None:
         self.used.add(key)
         self.targets.append((key, tensor, part))
 
-    def _fill(self, node: Any, into: torch.Tensor, path: tuple[object, ...]) -> Builder:
+    def _add_tensor(self, node: Any, into: torch.Tensor, path: tuple[object, ...]) -> Builder:
         key = self._key(node, path)
         check_tensor(into, path)
         part = self.shards.part(tensor_key(path), into, self.rank)
         self._check_fits(key, part, path)
-        self._add(key, into, part)
+        self._add_target(key, into, part)
         return lambda: into
 
     def _key(self, node: Any, path: tuple[object, ...]) -> str:
@@ -185,22 +184,22 @@ class LoadPlanner:
                 f"{path_text(path)} has shape {into.shape}, and was saved with shape {saved.shape}: load it into a"
                 " tensor of that shape"
             )
-        if not _converts(dtype_from_name(saved.dtype), into.dtype):
+        if not _is_safe_cast(dtype_from_name(saved.dtype), into.dtype):
             raise DistCheckpointError(
                 f"{path_text(path)} is {into.dtype}, and was saved as torch.{saved.dtype}, which doesn't convert to it"
                 " without loss of more than digits"
             )
 
-    def _place(self, node: Any, into: Placed, path: tuple[object, ...]) -> Builder:
+    def _match_placed(self, node: Any, into: Placed, path: tuple[object, ...]) -> Builder:
         key = self._key(node, path)
         saved = self.manifest.tensors[key]
         dtype = into.dtype or dtype_from_name(saved.dtype)
         placements = check_placements(into.mesh, into.placements, saved.shape)
         layout = DTensorSpec.make(into.mesh, placements, saved.shape, dtype)
         made = DTensor._wrap(torch.empty(layout.local_shape, dtype=dtype, device="cpu"), layout)
-        return self._fill(node, made, path)
+        return self._add_tensor(node, made, path)
 
-    def _match_own(self, node: Any, into: PerRank, path: tuple[object, ...], *, is_wanted: bool = True) -> Builder:
+    def _match_per_rank(self, node: Any, into: PerRank, path: tuple[object, ...], *, is_wanted: bool = True) -> Builder:
         if not isinstance(node, dict) or "per_rank" not in node:
             raise DistCheckpointError(f"{path_text(path)} is to be PerRank, but was not saved so")
         saved = node["per_rank"]
@@ -234,14 +233,7 @@ class LoadPlanner:
     def _match_mapping(
         self, node: Any, into: Mapping[Any, Any], path: tuple[object, ...], first_names: Mapping[str, str] | None = None
     ) -> Builder:
-        """What comes of a dict.
-
-        Args:
-            node: What was saved.
-            into: What it is loaded into.
-            path: Its place.
-            first_names: For the names of tensors that ranks share the first one of each.
-        """
+        """Match a dict; ``first_names`` maps names of tied tensors to the first name of each."""
         saved = _keys_and_nodes(node)
         if saved is None:
             raise DistCheckpointError(f"{path_text(path)} is to be a dict, but none was saved there")
@@ -249,17 +241,17 @@ class LoadPlanner:
         for key, target in into.items():
             if key in saved:
                 builders[key] = self.match(saved[key], target, (*path, key))
-            elif isinstance(target, torch.Tensor) and _is_shared(target, into, saved):
+            elif isinstance(target, torch.Tensor) and _is_tied_and_saved(target, into, saved):
                 builders[key] = _constant(target)
-            elif (other := _other_name(key, saved, first_names or {})) is not None:
+            elif (other := _tied_name(key, saved, first_names or {})) is not None:
                 builders[key] = self.match(saved[other], target, (*path, key))
             else:
                 self.missing.append(path_text((*path, key)))
                 builders[key] = _constant(target)
         return lambda: {key: build() for key, build in builders.items()}
 
-    def _leave(self, saved: Mapping[str, Any], having: Collection[str], path: tuple[object, ...]) -> None:
-        """Note what has no place here; another rank may have one."""
+    def _note_unexpected(self, saved: Mapping[str, Any], having: Collection[str], path: tuple[object, ...]) -> None:
+        """Record saved tensors that this rank doesn't have; another rank may."""
         for key, node in saved.items():
             if key not in having:
                 self.unexpected.update(dict.fromkeys(referenced_keys(node), path_text((*path, key))))
@@ -270,9 +262,8 @@ class LoadPlanner:
         if not isinstance(saved, list) or len(saved) != len(into):
             found = f"{counted(len(saved), 'member')}" if isinstance(saved, list) else "something else"
             raise DistCheckpointError(
-                f"{path_text(path)} is to be {with_article(kind.__name__)} of {len(into)}, and was saved as"
-                f" {found}: None in its"
-                " place takes it as it was saved"
+                f"{path_text(path)} is to be {with_article(kind.__name__)} of {len(into)}, and was saved as {found}:"
+                " None in its place takes it as it was saved"
             )
         builders = [
             self.match(each, target, (*path, place))
@@ -285,11 +276,11 @@ class LoadPlanner:
         inner = inner_module(into)
         own = {id(tensor) for tensor in (*inner.parameters(), *inner.buffers())}
         saved = _keys_and_nodes(node) or {}
-        # What is not a tensor of the module's own is for the module to take, and may be another thing by now.
+        # Extra state and other values go through load_state_dict.
         others = [key for key, value in state.items() if key in saved and id(value) not in own]
-        wanted = {key: _wanted(key, value) for key, value in state.items()}
+        wanted = {key: _module_target(key, value) for key, value in state.items()}
         build = self._match_mapping(node, wanted, path, getattr(into, "first_names", None))
-        self._leave(saved, state, path)
+        self._note_unexpected(saved, state, path)
 
         def finish() -> torch.nn.Module:
             loaded = build()
@@ -300,7 +291,7 @@ class LoadPlanner:
         return finish
 
     def _match_stateful(self, node: Any, into: Stateful, path: tuple[object, ...]) -> Builder:
-        build = self._match_loosely(node, into.state_dict(), path)
+        build = self._match_saved(node, into.state_dict(), path)
 
         def finish() -> Stateful:
             into.load_state_dict(build())
@@ -308,18 +299,18 @@ class LoadPlanner:
 
         return finish
 
-    def _match_loosely(self, node: Any, own: Any, path: tuple[object, ...]) -> Builder:
-        """All that a node has, as it was saved; but tensors that are divided where they are now, divided so."""
+    def _match_saved(self, node: Any, own: Any, path: tuple[object, ...]) -> Builder:
+        """Match all that a node has, with tensors sharded as they are now if they are."""
         if isinstance(own, Mapping) and isinstance(node, dict) and "dict" in node:
             members = node["dict"].items()
-            builders = {key: self._match_loosely(each, own.get(key), (*path, key)) for key, each in members}
+            builders = {key: self._match_saved(each, own.get(key), (*path, key)) for key, each in members}
             return lambda: {key: build() for key, build in builders.items()}
         if isinstance(own, torch.Tensor) and (isinstance(own, DTensor) or flat_shard_of(own) is not None):
-            return self._fill(node, empty_like(own, own.dtype), path)
+            return self._add_tensor(node, empty_shard_like(own, own.dtype), path)
         return self.decode(node, path)
 
     def _shapes(self, nodes: Mapping[str, Any]) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
-        """Shapes and dtypes of the tensors among some nodes."""
+        """The shapes and dtypes of the tensors among nodes."""
         keys = {name: node["tensor"] for name, node in nodes.items() if isinstance(node, dict) and "tensor" in node}
         tensors = self.manifest.tensors
         return {name: (tensors[key].shape, dtype_from_name(tensors[key].dtype)) for name, key in keys.items()}
@@ -344,7 +335,7 @@ class LoadPlanner:
             }
             for name in made
         }
-        self._leave(saved, made, (*path, "state"))
+        self._note_unexpected(saved, made, (*path, "state"))
         build_groups = self.decode(groups, (*path, "param_groups"))
 
         def finish() -> OptimizerState:
@@ -355,18 +346,18 @@ class LoadPlanner:
         return finish
 
 
-_KINDS: dict[str, Callable[[Any], Any]] = {
+_SEQUENCE_TYPES: dict[str, Callable[[Any], Any]] = {
     "list": list,
     "tuple": tuple,
     "set": set,
     "frozenset": frozenset,
     "size": torch.Size,
 }
-"""Of the marks of sequences."""
+"""The types of sequence marks."""
 
 
 def _keys_and_nodes(node: Any) -> dict[Any, Any] | None:
-    """What a dict was saved as; None for what was none."""
+    """Return the children of a dict's node; None for other nodes."""
     if isinstance(node, dict) and "dict" in node:
         return dict(node["dict"])
     if isinstance(node, dict) and "pairs" in node:
@@ -374,28 +365,28 @@ def _keys_and_nodes(node: Any) -> dict[Any, Any] | None:
     return None
 
 
-def _is_shared(tensor: torch.Tensor, into: Mapping[Any, Any], saved: Collection[Any]) -> bool:
-    """Whether a tensor is there under another name that was saved: other makers write it once, under any of them."""
+def _is_tied_and_saved(tensor: torch.Tensor, into: Mapping[Any, Any], saved: Collection[Any]) -> bool:
+    """Return whether a tensor is tied to one that was saved: other writers save tied tensors once, under any name."""
     own = tensor_identity(tensor)
     others = (other for key, other in into.items() if key in saved and isinstance(other, torch.Tensor))
     return any(tensor_identity(other) == own for other in others)
 
 
-def _other_name(key: Any, saved: Mapping[Any, Any], first_names: Mapping[str, str]) -> str | None:
-    """Another name of a shared tensor, under which it was saved."""
+def _tied_name(key: Any, saved: Mapping[Any, Any], first_names: Mapping[str, str]) -> str | None:
+    """Return another name of a tied tensor under which it was saved."""
     first = first_names.get(key)
     names = [name for name, other in first_names.items() if other == first] if first is not None else []
     return next((name for name in names if name in saved), None)
 
 
-def _wanted(key: str, value: Any) -> Any:
-    """What a value of a module's state dict is loaded into; None for what comes as it was saved."""
+def _module_target(key: str, value: Any) -> Any:
+    """Return the target of a module's tensor; None for values that are loaded as saved."""
     is_tensor = isinstance(value, torch.Tensor) and not key.endswith("_extra_state")
     return value if is_tensor else None
 
 
 def _is_empty(into: object) -> bool:
-    """Whether it is a plain container that says nothing of what is wanted."""
+    """Return whether ``into`` is an empty plain container, which asks for the saved one."""
     return type(into) in (dict, list, tuple) and not into
 
 
@@ -403,8 +394,8 @@ def _constant(value: Any) -> Builder:
     return lambda: value
 
 
-def _converts(saved: torch.dtype, wanted: torch.dtype) -> bool:
-    """Whether values stay what they are, but for digits."""
+def _is_safe_cast(saved: torch.dtype, wanted: torch.dtype) -> bool:
+    """Return whether a cast loses only precision."""
     if saved is wanted:
         return True
     if torch.can_cast(torch.int8, saved) and torch.can_cast(saved, torch.int8):  # both are integers

@@ -1,7 +1,7 @@
-"""Reading boxes of tensors from a checkpoint's files: only the bytes that are needed, and each block of them checked.
+"""Reading boxes of tensors from a checkpoint's files: only the needed bytes, with the hash of each block checked.
 
-A hash is of a block of a shard. What begins or ends inside of a block needs the whole block read, unless nobody checks:
-at most two blocks more than what is wanted, for each run of bytes.
+A hash covers a block of a shard. A range that begins or ends inside a block needs the full block, unless hashes are not
+checked: at most two more blocks for each range of bytes.
 """
 
 from __future__ import annotations
@@ -23,16 +23,16 @@ if TYPE_CHECKING:
     from ferrodist.checkpoint.format.manifest import Manifest, ShardEntry, TensorEntry
     from ferrodist.checkpoint.storage.base import Storage
 
-_ROWS_BYTES = 32 << 20
-"""About how much is read at once where elements don't lie as they are wanted."""
+_READ_BYTES = 32 << 20
+"""The size of one read of non-contiguous elements."""
 
 _LONG_ROW_BYTES = 4 << 20
-"""Of longer rows only what is wanted is read: all of a tensor may be one row."""
+"""Rows longer than this are read in part: a whole tensor may be one row."""
 
 
 @dataclass(frozen=True, slots=True)
-class _Run:
-    """A part of a shard that lies row-major from a byte of it on."""
+class _RowMajorRange:
+    """A row-major box of a shard that begins at one of its bytes."""
 
     key: str
     shard: ShardEntry
@@ -42,12 +42,12 @@ class _Run:
 
 
 class CheckpointReader:
-    """Reads one checkpoint; several threads may.
+    """Reads one checkpoint; safe for several threads.
 
     Args:
-        storage: Where it lies.
-        manifest: Its manifest.
-        verify: Whether to compare what is read with its hashes.
+        storage: The checkpoint's folder.
+        manifest: The checkpoint's manifest.
+        verify: Whether to check hashes.
     """
 
     def __init__(self, storage: Storage, manifest: Manifest, *, verify: bool) -> None:
@@ -62,11 +62,11 @@ class CheckpointReader:
 
         Args:
             key: The saved tensor.
-            box: Which elements.
-            target: Of the box's shape; other dtypes are converted.
+            box: The elements to read.
+            target: A tensor of the box's shape; elements are converted to its dtype.
 
         Raises:
-            DistCheckpointError: A file is missing, too short, or damaged; it is named, and the tensor.
+            DistCheckpointError: A file is missing, too short or damaged; names the file and the tensor.
         """
         tensor = self._manifest.tensors[key]
         missing = box.numel
@@ -76,36 +76,36 @@ class CheckpointReader:
             if common is None:
                 continue
             missing -= common.numel
-            self._read_common(key, tensor, shard, common.within(saved), common.within(box).take(target))
+            self._read_shard(key, tensor, shard, common.within(saved), common.within(box).take(target))
         if missing:
             raise DistCheckpointError(
                 f"{self._storage.url} lacks {counted(missing, 'element')} of tensor {key!r}, though its"
                 " manifest says it is whole"
             )
 
-    def _read_common(self, key: str, tensor: TensorEntry, shard: ShardEntry, box: Box, target: torch.Tensor) -> None:
+    def _read_shard(self, key: str, tensor: TensorEntry, shard: ShardEntry, box: Box, target: torch.Tensor) -> None:
         """Fill ``target`` with a box of a shard."""
         dtype = dtype_from_name(tensor.dtype)
-        self._read_rows(_Run(key, shard, dtype, 0, tuple(shard.shape)), box, target)
+        self._read_range(_RowMajorRange(key, shard, dtype, 0, tuple(shard.shape)), box, target)
 
-    def _read_rows(self, run: _Run, box: Box, target: torch.Tensor) -> None:
-        """Fill ``target`` with a box of what lies from a byte of a shard on."""
+    def _read_range(self, run: _RowMajorRange, box: Box, target: torch.Tensor) -> None:
+        """Fill ``target`` with a box of a row-major range."""
         shape, itemsize = run.shape, run.dtype.itemsize
         row_bytes = prod(shape[1:]) * itemsize
-        # Rows that are whole, one after the other, are one run of bytes.
+        # Consecutive full rows are one range of bytes.
         is_run = all(size == whole for size, whole in zip(box.shape[1:], shape[1:], strict=True))
         first = run.start + box.offsets[0] * row_bytes if box.offsets else run.start
-        if is_run and target.dtype is run.dtype and _lies_plain(target):
+        if is_run and target.dtype is run.dtype and _is_row_major_memory(target):
             self._read_bytes(run.key, run.shard, first, memory_of(target))
             return
         num_rows = box.shape[0] if box.shape else 1
         if row_bytes > _LONG_ROW_BYTES:
             inner = Box(box.offsets[1:], box.shape[1:])
             for row in range(num_rows):
-                below = _Run(run.key, run.shard, run.dtype, first + row * row_bytes, shape[1:])
-                self._read_rows(below, inner, target[row])
+                below = _RowMajorRange(run.key, run.shard, run.dtype, first + row * row_bytes, shape[1:])
+                self._read_range(below, inner, target[row])
             return
-        at_once = max(1, _ROWS_BYTES // max(1, row_bytes))
+        at_once = max(1, _READ_BYTES // max(1, row_bytes))
         for row in range(0, num_rows, at_once):
             count = min(at_once, num_rows - row)
             rows = torch.empty((count, *shape[1:]) if box.shape else (), dtype=run.dtype, device="cpu")
@@ -117,7 +117,7 @@ class CheckpointReader:
                 put_elements(target, rows, run.key)
 
     def _read_bytes(self, key: str, shard: ShardEntry, start: int, into: memoryview) -> None:
-        """Fill memory from a place of a shard on."""
+        """Fill memory with bytes of a shard."""
         name = self._manifest.files[shard.file].name
         try:
             self._check_file(shard.file)
@@ -138,7 +138,7 @@ class CheckpointReader:
         while at < stop:
             begin = at // block * block
             end = min(begin + block, size)
-            if begin < start or end > stop:  # a part of a block, which is checked whole
+            if begin < start or end > stop:  # a part of a block: its hash needs all of it
                 data = memoryview(bytearray(end - begin))
                 self._read_blocks(key, shard, begin, data)
                 last = min(end, stop)
@@ -150,7 +150,7 @@ class CheckpointReader:
             at = last
 
     def _read_blocks(self, key: str, shard: ShardEntry, begin: int, into: memoryview) -> None:
-        """Read whole blocks, from a place of a shard on, and check them."""
+        """Read full blocks of a shard and check them."""
         name, block = self._manifest.files[shard.file].name, self._manifest.block_bytes
         self._storage.read(name, shard.start + begin, into)
         for at in range(0, len(into), block):
@@ -163,74 +163,74 @@ class CheckpointReader:
                     f"is damaged: bytes {first} to {first + len(data)} don't have the hash that they were saved with",
                 )
 
-    def _check_file(self, place: int) -> None:
-        """Once for each file: its size, and the hash of its header."""
+    def _check_file(self, file_index: int) -> None:
+        """Check a file's size and the hash of its header, once."""
         with self._lock:
-            if place in self._checked:
+            if file_index in self._checked:
                 return
-        file = self._manifest.files[place]
+        file = self._manifest.files[file_index]
         found = self._storage.size_bytes(file.name)
         if found != file.size_bytes:
             raise DistCheckpointError(
-                f"{self._storage.url}/{file.name}, which has {self._tensors_in(place)}, has {found} bytes where"
+                f"{self._storage.url}/{file.name}, which has {self._tensors_in(file_index)}, has {found} bytes where"
                 f" {file.size_bytes} were written"
             )
         if self._verify:
-            self.check_header(place)
+            self.check_header(file_index)
         with self._lock:
-            self._checked.add(place)
+            self._checked.add(file_index)
 
-    def check_header(self, place: int) -> None:
-        """Compare a file's header with its hash.
+    def check_header(self, file_index: int) -> None:
+        """Check the hash of a file's header.
 
         Raises:
-            DistCheckpointError: It is another one.
+            DistCheckpointError: The hash differs.
         """
-        file = self._manifest.files[place]
+        file = self._manifest.files[file_index]
         header = bytearray(file.header_bytes)
         self._storage.read(file.name, 0, memoryview(header))
         if hash_bytes(header) != file.header_hash:
             raise DistCheckpointError(
-                f"{self._storage.url}/{file.name}, which has {self._tensors_in(place)}, is damaged: its header doesn't"
-                " have the hash that it was saved with"
+                f"{self._storage.url}/{file.name}, which has {self._tensors_in(file_index)}, is damaged: its header"
+                " doesn't have the hash that it was saved with"
             )
 
-    def _tensors_in(self, place: int) -> str:
-        """What a file has, for messages."""
+    def _tensors_in(self, file_index: int) -> str:
+        """The names of a file's tensors, for messages."""
         tensors = self._manifest.tensors.items()
-        keys = [key for key, tensor in tensors if any(shard.file == place for shard in tensor.shards)]
+        keys = [key for key, tensor in tensors if any(shard.file == file_index for shard in tensor.shards)]
         return f"tensor {', '.join(map(repr, keys[:3]))}{' and others' if len(keys) > 3 else ''}"
 
     def _error(self, name: str, key: str, what: str) -> DistCheckpointError:
         return DistCheckpointError(f"{self._storage.url}/{name}, which has a part of tensor {key!r}, {what}")
 
 
-def _lies_plain(tensor: torch.Tensor) -> bool:
-    """Whether a tensor's elements are its memory, row-major."""
+def _is_row_major_memory(tensor: torch.Tensor) -> bool:
+    """Return whether a tensor's elements are its memory, row-major, on the CPU."""
     return tensor.device.type == "cpu" and tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg()
 
 
 def put_elements(target: torch.Tensor, elements: torch.Tensor, key: str) -> None:
-    """Fill a tensor, which may be one of inference mode, with elements of a saved one.
+    """Copy elements of a saved tensor into a tensor, which may be an inference tensor.
 
     Raises:
-        DistCheckpointError: One of them is too large a number for the tensor's dtype.
+        DistCheckpointError: An element overflows the tensor's dtype.
     """
     with torch.inference_mode(target.is_inference()):  # such tensors may not be written outside of it
         target.copy_(elements)
-    if _has_less_range(target.dtype, elements.dtype) and _is_beyond(elements, target.dtype):
+    if _has_smaller_range(target.dtype, elements.dtype) and _has_overflow(elements, target.dtype):
         raise DistCheckpointError(f"tensor {key!r} was saved as {elements.dtype}, with numbers beyond {target.dtype}")
 
 
-def _has_less_range(dtype: torch.dtype, other: torch.dtype) -> bool:
-    """Whether a finite number of another dtype may be none of a dtype."""
+def _has_smaller_range(dtype: torch.dtype, other: torch.dtype) -> bool:
+    """Return whether a finite value of ``other`` may overflow ``dtype``."""
     if dtype is other or dtype.is_complex or not dtype.is_floating_point or not other.is_floating_point:
         return False
     return torch.finfo(dtype).max < torch.finfo(other).max
 
 
-def _is_beyond(elements: torch.Tensor, dtype: torch.dtype) -> bool:
-    """Whether a finite element becomes infinite, or the largest number that there is."""
+def _has_overflow(elements: torch.Tensor, dtype: torch.dtype) -> bool:
+    """Return whether a finite element becomes infinite or is clamped."""
     limits = torch.finfo(dtype)
     if elements.itemsize == 1:  # of which torch compares nothing
         elements = elements.float()
@@ -240,6 +240,6 @@ def _is_beyond(elements: torch.Tensor, dtype: torch.dtype) -> bool:
 
 
 def memory_of(tensor: torch.Tensor) -> memoryview:
-    """The memory of a contiguous CPU tensor, to be written."""
+    """Return the writable memory of a contiguous CPU tensor."""
     flat = tensor.detach().reshape(-1).view(torch.uint8)
     return memoryview(flat.numpy())  # type: ignore[arg-type] # mypy's NumPy lacks the protocol

@@ -1,7 +1,4 @@
-"""What else is in a checkpoint's folder: older saves to it, and files that are none of ours.
-
-Folders of checkpoints: which is the newest, and which may go.
-"""
+"""The contents of checkpoint folders: manifests, stale files, the newest checkpoint, and the removal of old ones."""
 
 from __future__ import annotations
 
@@ -18,11 +15,11 @@ from ferrodist.checkpoint.format.manifest import (
     TIME_WITHIN_BYTES,
     Manifest,
     decode_manifest,
-    find_time,
+    find_commit_time,
     is_time,
 )
 from ferrodist.checkpoint.storage import join_path, open_storage, parent_path
-from ferrodist.checkpoint.storage.base import save_of
+from ferrodist.checkpoint.storage.base import save_id_of
 from ferrodist.deadline import Deadline
 from ferrodist.errors import DistCheckpointError
 
@@ -34,65 +31,61 @@ if TYPE_CHECKING:
     from ferrodist.checkpoint.storage.base import Storage
 
 DCP_METADATA_NAME = ".metadata"
-"""What torch.distributed.checkpoint calls its manifest."""
+"""The manifest's name in torch.distributed.checkpoint."""
 
 _logger = logging.getLogger(__name__)
 
 
 def read_manifest(storage: Storage) -> Manifest:
-    """The manifest of the checkpoint in a folder.
+    """Read the manifest of the checkpoint in a folder.
 
     Raises:
-        DistCheckpointError: There is none, or it is damaged.
+        DistCheckpointError: The manifest is missing or damaged.
     """
     where = f"{storage.url}/{MANIFEST_NAME}"
     try:
         data = storage.get(MANIFEST_NAME)
     except FileNotFoundError:
-        raise DistCheckpointError(_why_none(storage)) from None
+        raise DistCheckpointError(_explain_missing(storage)) from None
     except NotADirectoryError as error:
         if not Path(storage.url).is_file():  # a file is above it
             raise DistCheckpointError(f"{where} can't be read: {error}") from error
         raise DistCheckpointError(
-            f"{storage.url} is a file, and a checkpoint is a folder. {_how_to_convert('torch', storage.url)}"
+            f"{storage.url} is a file, and a checkpoint is a folder. {_conversion_hint('torch', storage.url)}"
         ) from None
     except OSError as error:
         raise DistCheckpointError(f"{where} can't be read: {error}") from error
     return decode_manifest(data, where)
 
 
-def describe_other(storage: Storage) -> str:
-    """A sentence that says of which other format a folder is, and what to do; empty if it is of none that is known.
-
-    Raises:
-        OSError: The folder can't be listed.
-    """
+def describe_foreign_format(storage: Storage) -> str:
+    """Return a sentence on which other format a folder has and how to convert it; empty for unknown formats."""
     names = storage.list_names()
     if DCP_METADATA_NAME in names:
-        return f"It is a folder of torch.distributed.checkpoint. {_how_to_convert('dcp', storage.url)}"
+        return f"It is a folder of torch.distributed.checkpoint. {_conversion_hint('dcp', storage.url)}"
     if SINGLE_NAME in names or INDEX_NAME in names:
-        return f"It is a folder of Hugging Face's. {_how_to_convert('hf', storage.url)}"
+        return f"It is a folder of Hugging Face's. {_conversion_hint('hf', storage.url)}"
     for name in names:
-        if name.endswith(_TORCH_ENDINGS):
-            return f"It has {name}. {_how_to_convert('torch', f'{storage.url}/{name}')}"
+        if name.endswith(_TORCH_SUFFIXES):
+            return f"It has {name}. {_conversion_hint('torch', f'{storage.url}/{name}')}"
     return ""
 
 
-_TORCH_ENDINGS = (".pt", ".pth", ".bin", ".ckpt")
+_TORCH_SUFFIXES = (".pt", ".pth", ".bin", ".ckpt")
 _IMPORTS = {"torch": "import_torch_file", "dcp": "import_dcp", "hf": "import_hugging_face"}
 
 
-def _how_to_convert(kind: str, path: str) -> str:
+def _conversion_hint(kind: str, path: str) -> str:
     return (
         f"`ferrodist ckpt convert --from {kind} --to ferrodist {path} NEW` makes a checkpoint of it, in Python"
         f" `ferrodist.checkpoint.convert.{_IMPORTS[kind]}`."
     )
 
 
-def _why_none(storage: Storage) -> str:
-    """Why there is no checkpoint in a folder that lacks a manifest."""
+def _explain_missing(storage: Storage) -> str:
+    """Return the message for a folder without a manifest."""
     try:
-        is_empty, other, inner = not storage.list_names(), describe_other(storage), storage.list_folders()
+        is_empty, other, inner = not storage.list_names(), describe_foreign_format(storage), storage.list_folders()
     except OSError as error:
         return f"{storage.url} can't be read: {error}"
     what = "nothing in it, or is not there" if is_empty and not inner else "no checkpoint in it"
@@ -105,15 +98,15 @@ def _why_none(storage: Storage) -> str:
 
 
 def check_owned(storage: Storage) -> None:
-    """See that a save to the folder takes nothing from others.
+    """Refuse to save into a folder with files of tensors that no save of ferrodist wrote.
 
     Raises:
-        DistCheckpointError: The folder has tensors of something else.
+        DistCheckpointError: The folder has such files.
     """
     names = storage.list_names()
     if MANIFEST_NAME in names:
         return
-    others = [name for name in names if name.endswith(".safetensors") and save_of(name) is None]
+    others = [name for name in names if name.endswith(".safetensors") and save_id_of(name) is None]
     if others:
         raise DistCheckpointError(
             f"{storage.url} has {others[0]}, which is of no checkpoint of ferrodist: save to a folder of its own"
@@ -121,10 +114,10 @@ def check_owned(storage: Storage) -> None:
 
 
 def stale_files(storage: Storage) -> set[str]:
-    """The files of older saves to the folder."""
+    """Return the files of earlier saves in the folder."""
     names = set(storage.list_names())
     living = {None} | storage.living_saves()
-    stale = {name for name in names if save_of(name) not in living}
+    stale = {name for name in names if save_id_of(name) not in living}
     if MANIFEST_NAME not in names:
         return stale
     try:
@@ -134,27 +127,27 @@ def stale_files(storage: Storage) -> set[str]:
     return stale | {file.name for file in older.files if file.name in names}
 
 
-def next_time_ns(storage: Storage) -> int:
-    """The time of a checkpoint that is committed now: now, or later than that of every checkpoint beside it.
+def next_commit_time_ns(storage: Storage) -> int:
+    """Return the time of a commit now, later than that of every checkpoint in the folder and beside it.
 
-    Clocks are put back, and those of hosts differ; what is saved last is the newest all the same.
+    Clocks are set back, and those of hosts differ; the last checkpoint saved is the newest all the same.
     """
     now = time.time_ns()
-    if not is_time(now):  # of a clock that was never set: such a manifest would be none
+    if not is_time(now):  # the clock was never set
         now = 0
     try:
-        heads = storage.read_beside(MANIFEST_NAME, TIME_WITHIN_BYTES)
+        prefixes = storage.read_beside(MANIFEST_NAME, TIME_WITHIN_BYTES)
     except OSError as error:
         _logger.warning("what is beside %s can't be looked through, and may have a later time: %s", storage.url, error)
         return now
-    return max(now, *(time_ns + 1 for head in heads if (time_ns := find_time(head)) is not None), 0)
+    return max(now, *(time_ns + 1 for head in prefixes if (time_ns := find_commit_time(head)) is not None), 0)
 
 
-def remove_unfinished(storage: Storage) -> None:
-    """Remove what saves to the folder have left that were never committed, unless a checkpoint is there.
+def remove_uncommitted(storage: Storage) -> None:
+    """Remove the leftovers of saves that were never committed, unless the folder has a checkpoint.
 
     Raises:
-        OSError: What the storage says; another save is being committed.
+        OSError: The storage failed, or another save is being committed.
     """
     with storage.exclusive(Deadline(0.0)):
         if MANIFEST_NAME in storage.list_names():
@@ -164,37 +157,35 @@ def remove_unfinished(storage: Storage) -> None:
     storage.remove_folder()
 
 
-_DEATH_SECONDS = 2.0
-"""How long to wait for the end of a process that was lost."""
-_PAUSE_SECONDS = 0.01
+_EXIT_TIMEOUT_SECONDS = 2.0
+"""The wait for the operating system to clean up after a lost process."""
+_POLL_INTERVAL_SECONDS = 0.01
 
 
-def remove_dead(storage: Storage, save_id: str) -> bool:
-    """Remove what saves left whose rank 0 has died, and look for one of them.
+def remove_dead_saves(storage: Storage, save_id: str) -> bool:
+    """Remove the leftovers of saves whose rank 0 has died; return whether nothing is left of one.
 
     Args:
         storage: The folder.
-        save_id: The save; its published files go, too, unless it was committed. Empty for one that isn't known.
-
-    Returns:
-        Whether nothing is left of it; False where it may still live.
+        save_id: The save to report on, whose published files are removed too unless it was committed. Empty if its id
+            is unknown.
     """
-    deadline = Deadline(_DEATH_SECONDS)
+    deadline = Deadline(_EXIT_TIMEOUT_SECONDS)
     try:
-        # The system drops locks of a process that ends, and its connections, in any order.
+        # When a process ends, its connections may be closed before its locks are released.
         while storage.has_leftovers(save_id):
             storage.remove_leftovers()
             if not storage.has_leftovers(save_id):
                 break
             if deadline.expired:
                 return False
-            time.sleep(_PAUSE_SECONDS)
+            time.sleep(_POLL_INTERVAL_SECONDS)
         if not storage.is_staged:
             return False  # its manifest may still appear
         with storage.exclusive(deadline):
             names = storage.list_names()
             if MANIFEST_NAME not in names or read_manifest(storage).save_id != save_id:
-                storage.remove([name for name in names if save_id and save_of(name) == save_id])
+                storage.remove([name for name in names if save_id and save_id_of(name) == save_id])
             storage.remove_leftovers()
         storage.remove_folder()
     except FileNotFoundError:
@@ -205,8 +196,8 @@ def remove_dead(storage: Storage, save_id: str) -> bool:
 
 
 @dataclass(frozen=True, slots=True)
-class _Found:
-    """A checkpoint that can be loaded, as far as its manifest and the sizes of its files tell."""
+class _Checkpoint:
+    """A checkpoint whose manifest and file sizes are right."""
 
     path: str
     storage: Storage
@@ -218,20 +209,20 @@ def list_checkpoints(
     *,
     storage_options: Mapping[str, Any] | None = None,
 ) -> list[str]:
-    """The paths of the checkpoints in a folder, the oldest first; those that lack anything are left out.
+    """Return the paths of the complete checkpoints in a folder, oldest first.
 
-    Links to folders are left out too: a checkpoint counts once.
+    Links to folders are skipped: a checkpoint counts once.
 
     Args:
-        dir: The folder, or a URL of fsspec's.
-        storage_options: For fsspec's file system, if it is a URL.
+        dir: The folder, or an fsspec URL.
+        storage_options: Options of fsspec's file system, if ``dir`` is a URL.
 
     Raises:
         DistCheckpointError: The folder can't be listed.
     """
     storage = open_storage(dir, storage_options)
     try:
-        return [found.path for found in _find(storage.url, storage_options)]
+        return [found.path for found in _scan(storage.url, storage_options)]
     except OSError as error:
         raise DistCheckpointError(f"{storage.url} can't be looked through for checkpoints: {error}") from error
 
@@ -241,7 +232,7 @@ def find_latest(
     *,
     storage_options: Mapping[str, Any] | None = None,
 ) -> str | None:
-    """The path of the newest checkpoint in a folder that lacks nothing, or None. See `list_checkpoints`."""
+    """Return the path of the newest complete checkpoint in a folder, or None. See `list_checkpoints`."""
     return next(reversed(list_checkpoints(dir, storage_options=storage_options)), None)
 
 
@@ -251,17 +242,17 @@ def remove_old(
     storage_options: Mapping[str, Any] | None,
     names: re.Pattern[str] | None = None,
 ) -> None:
-    """Remove older checkpoints beside one that was just saved; what can't be removed is logged.
+    """Remove older checkpoints beside one that was just saved; failures are logged.
 
     Args:
-        saved: It; the newest, whatever clocks say.
-        keep_last: How many stay with it, at least 1. Damaged ones don't count and stay.
-        storage_options: For fsspec's file system, if it is a URL.
-        names: What the folders of those are called that count; None is anything.
+        saved: The path of the new checkpoint.
+        keep_last: The number of checkpoints to keep, including the new one. Damaged ones neither count nor are removed.
+        storage_options: Options of fsspec's file system, if ``saved`` is a URL.
+        names: The pattern of names of folders that count; None is any name.
     """
     try:
         newest = read_manifest(open_storage(saved, storage_options)).save_id  # by whatever path it was saved
-        others = [found for found in _find(parent_path(saved), storage_options) if found.manifest.save_id != newest]
+        others = [found for found in _scan(parent_path(saved), storage_options) if found.manifest.save_id != newest]
         others = [found for found in others if names is None or names.fullmatch(found.path.rpartition("/")[2])]
     except (OSError, DistCheckpointError) as error:
         _logger.warning("checkpoints older than %s can't be looked for: %s", saved, error)
@@ -270,32 +261,31 @@ def remove_old(
         _remove(found)
 
 
-def _remove(found: _Found) -> None:
+def _remove(found: _Checkpoint) -> None:
     try:
         with found.storage.exclusive(Deadline(0.0)):
             if read_manifest(found.storage).save_id != found.manifest.save_id:
                 return  # another job has saved there meanwhile
-            # Without its manifest it is no checkpoint any more: never one that lacks files.
-            found.storage.remove([INDEX_NAME])  # which no later look could tell from somebody else's
-            found.storage.remove([MANIFEST_NAME])
+            found.storage.remove([INDEX_NAME])  # first, since its name doesn't say whose it is
+            found.storage.remove([MANIFEST_NAME])  # before the files, so that no checkpoint ever lacks some
             found.storage.remove([file.name for file in found.manifest.files])
             found.storage.remove_leftovers()
         found.storage.remove_folder()
     except (TimeoutError, FileNotFoundError):
-        pass  # another job removes it at the moment, or has, or saves there: then it is no old one any more
+        pass  # another job removes it or saves there
     except (OSError, DistCheckpointError) as error:
-        if _is_there(found):
+        if _may_exist(found):
             _logger.warning("the old checkpoint %s can't be removed: %s", found.path, error)
 
 
-def _is_there(found: _Found) -> bool:
+def _may_exist(found: _Checkpoint) -> bool:
     try:
         return MANIFEST_NAME in found.storage.list_names()
     except OSError:
         return True
 
 
-def _find(dir: str, storage_options: Mapping[str, Any] | None) -> list[_Found]:  # noqa: A002
+def _scan(dir: str, storage_options: Mapping[str, Any] | None) -> list[_Checkpoint]:  # noqa: A002
     found = []
     for name in open_storage(dir, storage_options).list_folders():
         path = join_path(dir, name)
@@ -306,5 +296,5 @@ def _find(dir: str, storage_options: Mapping[str, Any] | None) -> list[_Found]: 
         except (DistCheckpointError, OSError):
             continue
         if sizes == [file.size_bytes for file in manifest.files]:
-            found.append(_Found(path, storage, manifest))
+            found.append(_Checkpoint(path, storage, manifest))
     return sorted(found, key=lambda each: (each.manifest.created_ns, each.path))

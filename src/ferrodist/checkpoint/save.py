@@ -1,10 +1,8 @@
-"""Saving a state from all ranks that have it.
+"""Saving a state from all ranks, and the commit by rank 0.
 
     state --collect--> tree and tensors --report--> rank 0 plans --> each rank writes its files --> rank 0 commits
 
 Until rank 0 commits, nothing that a reader sees has changed; see [Note: commit] in `storage/base.py`.
-
-The end of a save: a manifest of what was planned and written, and its publication. One process does this for all.
 """
 
 from __future__ import annotations
@@ -19,7 +17,8 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from ferrodist.checkpoint.consensus import all_or_none, run_on_rank0
+from ferrodist.arguments import check_int
+from ferrodist.checkpoint.consensus import Rank0Exchange, all_or_none
 from ferrodist.checkpoint.format.dtypes import dtype_from_name, dtype_name
 from ferrodist.checkpoint.format.manifest import (
     INDEX_NAME,
@@ -33,13 +32,18 @@ from ferrodist.checkpoint.format.manifest import (
     hash_bytes,
 )
 from ferrodist.checkpoint.format.tree import Encoder
-from ferrodist.checkpoint.retention import check_owned, next_time_ns, read_manifest, remove_dead, stale_files
+from ferrodist.checkpoint.retention import (
+    check_owned,
+    next_commit_time_ns,
+    read_manifest,
+    remove_dead_saves,
+    stale_files,
+)
 from ferrodist.checkpoint.save_plan import BoxReport, FilePlan, SavePlan, Span, StateReport, TensorReport, plan_save
 from ferrodist.checkpoint.shard_metadata import ShardMetadata
-from ferrodist.checkpoint.state import collect_state, fold_sums
+from ferrodist.checkpoint.state import collect_state, reduce_partials
 from ferrodist.checkpoint.storage.base import MAX_SMALL_FILE_BYTES
 from ferrodist.checkpoint.writer import BLOCK_BYTES, FileReport, bytes_of, hash_blocks, write_file
-from ferrodist.collectives.objects import gather_object, scatter_object
 from ferrodist.errors import DistCheckpointError, DistributedError
 
 if TYPE_CHECKING:
@@ -57,19 +61,13 @@ _logger = logging.getLogger(__name__)
 def commit(storage: Storage, manifest: Manifest, deadline: Deadline, *, single_name: str | None = None) -> None:
     """Publish a save whose files are all written; see [Note: commit] in `storage/base.py`.
 
-    When it raises, what was published is gone again, unless the folder's manifest may be this save's. What fails after
-    the manifest is there is logged.
-
-    Args:
-        storage: Where they are.
-        manifest: The save's.
-        deadline: When other saves to the folder must have been committed.
-        single_name: What the file is called in the end if it is the only one, where the storage can do that.
+    On an error the published files are removed again, unless the folder's manifest may be this save's. Errors after the
+    manifest is in place are only logged. ``single_name`` is the final name of a single file of tensors, if the storage
+    can rename it.
 
     Raises:
-        OSError: What the storage says, or a file is not what was written. Readers see what was there before, but for
-            one case: the manifest was put in its place, and the disk then refused to make that last. It is this save's
-            then, whole.
+        OSError: The storage failed, or a file has another size than was written. Readers see the previous checkpoint,
+            except when the disk refused to sync the new manifest: then they see this one, complete.
     """
     with storage.exclusive(deadline):
         _commit(storage, manifest, single_name)
@@ -82,7 +80,7 @@ def _commit(storage: Storage, manifest: Manifest, single_name: str | None) -> No
         stale = _publish(storage, manifest, names, index)
     except BaseException:
         try:
-            _withdraw(storage, manifest.save_id, names)
+            _unpublish(storage, manifest.save_id, names)
         except (OSError, DistCheckpointError) as second:
             _logger.warning("what was published of a checkpoint at %s can't be removed: %s", storage.url, second)
         raise
@@ -93,14 +91,14 @@ def _commit(storage: Storage, manifest: Manifest, single_name: str | None) -> No
         except OSError as error:  # some file systems have no links
             _logger.warning("%s at %s is not called %s: %s", names[0], storage.url, single_name, error)
     try:
-        _tidy(storage, manifest, stale, index)
-    except (OSError, DistCheckpointError) as error:  # all that a load needs is there, and the next save tidies again
+        _clean_up(storage, manifest, stale, index)
+    except (OSError, DistCheckpointError) as error:  # a load has all it needs, and the next save cleans up again
         _logger.warning("the checkpoint at %s is saved, but its folder is not tidy: %s", storage.url, error)
 
 
 def _publish(storage: Storage, manifest: Manifest, names: Sequence[str], index: bytes | None) -> set[str]:
-    """Put everything in its place, the manifest last, and return which files were there before."""
-    if index is not None and storage.is_staged:  # what the disk has no room for is known before the commit
+    """Move everything into place, the manifest last, and return the names of files that were there before."""
+    if index is not None and storage.is_staged:  # a full disk shows before the commit
         writer = storage.create(manifest.save_id, INDEX_NAME, len(index))
         try:
             writer.write(memoryview(index))
@@ -114,7 +112,7 @@ def _publish(storage: Storage, manifest: Manifest, names: Sequence[str], index: 
         if found != file.size_bytes:
             raise OSError(f"{file.name} has {found} bytes where {file.size_bytes} were written")
     stale = stale_files(storage) - set(names)
-    manifest.created_ns = next_time_ns(storage)
+    manifest.created_ns = next_commit_time_ns(storage)
     data = encode_manifest(manifest)
     if len(data) > MAX_SMALL_FILE_BYTES:
         raise OSError(
@@ -125,9 +123,9 @@ def _publish(storage: Storage, manifest: Manifest, names: Sequence[str], index: 
 
 
 def _rename_single(storage: Storage, manifest: Manifest, name: str, stale: set[str]) -> set[str]:
-    """Give the only file of a committed save its name, which a file of the save before may have; returns what is stale.
+    """Rename the only file of a committed save, also over a file of the previous save; return the stale names.
 
-    At each moment the manifest names a file that is there, whole.
+    At each moment the manifest names a file that is complete.
     """
     (file,) = manifest.files
     storage.copy(file.name, name)
@@ -136,21 +134,21 @@ def _rename_single(storage: Storage, manifest: Manifest, name: str, stale: set[s
     return {*stale, file.name} - {name}
 
 
-def _withdraw(storage: Storage, save_id: str, names: Sequence[str]) -> None:
-    """Remove what was published of a save, unless it was committed after all, or that can't be told."""
+def _unpublish(storage: Storage, save_id: str, names: Sequence[str]) -> None:
+    """Remove the published files of a save, unless it was committed after all, or that can't be known."""
     if not storage.is_staged:
-        return  # its `discard` does that, and knows whether the manifest may still appear
+        return  # `discard` does it, and knows whether the manifest may still appear
     if MANIFEST_NAME in storage.list_names() and read_manifest(storage).save_id == save_id:
         return
     storage.remove(names)
 
 
-def _tidy(storage: Storage, manifest: Manifest, stale: set[str], index: bytes | None) -> None:
-    """What readers of manifests can do without; the first error is raised at the end."""
+def _clean_up(storage: Storage, manifest: Manifest, stale: set[str], index: bytes | None) -> None:
+    """Write the index and remove leftovers; readers of manifests need neither. The first error is raised last."""
     if not storage.is_staged and read_manifest(storage).save_id != manifest.save_id:
         storage.discard(manifest.save_id)
-        return  # without a lock another save was committed meanwhile: what looks stale here may be its files
-    with contextlib.ExitStack() as steps:  # each is done, whatever becomes of the others; the last one first
+        return  # without a lock another save was committed meanwhile: files that look stale may be its files
+    with contextlib.ExitStack() as steps:  # each step runs even if another fails; in reverse order
         steps.callback(storage.remove_leftovers)
         steps.callback(storage.discard, manifest.save_id)
         steps.callback(storage.remove, stale if index is not None else {*stale, INDEX_NAME})
@@ -172,14 +170,7 @@ def _put_index(storage: Storage, save_id: str, index: bytes) -> None:
 def make_manifest(
     plan: SavePlan, reports: Sequence[Sequence[FileReport]], *, save_id: str, world_size: int
 ) -> Manifest:
-    """The manifest of a save, which has no time as yet.
-
-    Args:
-        plan: What was to be written.
-        reports: What was written, for each rank.
-        save_id: Names the save.
-        world_size: Of the ranks whose state it is.
-    """
+    """Build the manifest of a save, without its commit time, from the plan and each rank's reports of written files."""
     files: list[FileEntry] = []
     shards: dict[str, list[ShardEntry]] = {key: [] for key in plan.tensors}
     for plans, written in zip(plan.files, reports, strict=True):
@@ -214,7 +205,7 @@ def make_manifest(
     return Manifest(
         save_id=save_id,
         created_ns=0,
-        producer=_producer(),
+        producer=_producer_version(),
         world_size=world_size,
         block_bytes=BLOCK_BYTES,
         files=files,
@@ -228,21 +219,21 @@ def _size_bytes(plan: SavePlan, span: Span) -> int:
 
 
 def make_index(manifest: Manifest) -> bytes | None:
-    """What Hugging Face's tools look for, if each tensor lies whole in one file; else None, or if they need none."""
+    """Build Hugging Face's index of tensors and files; None if a tensor is sharded, or the only file needs no index."""
     if [file.name for file in manifest.files] == [SINGLE_NAME]:
         return None
-    places = {}
+    file_of_key = {}
     for key, tensor in manifest.tensors.items():
         if len(tensor.shards) != 1:
             return None
-        places[key] = manifest.files[tensor.shards[0].file].name
-    if not places:
+        file_of_key[key] = manifest.files[tensor.shards[0].file].name
+    if not file_of_key:
         return None
     total = sum(shard.stop - shard.start for tensor in manifest.tensors.values() for shard in tensor.shards)
-    return msgspec.json.format(msgspec.json.encode({"metadata": {"total_size": total}, "weight_map": places}))
+    return msgspec.json.format(msgspec.json.encode({"metadata": {"total_size": total}, "weight_map": file_of_key}))
 
 
-def _producer() -> str:
+def _producer_version() -> str:
     try:
         return f"ferrodist {importlib.metadata.version('ferrodist')}"
     except importlib.metadata.PackageNotFoundError:  # from its source tree
@@ -250,29 +241,39 @@ def _producer() -> str:
 
 
 DEFAULT_FILE_BYTES = 5 * 10**9
-"""What Hugging Face's tools take as the limit of a file, too."""
+"""The file size limit of Hugging Face's tools."""
+
+
+def open_and_collect(
+    action: str, open_checked: Callable[[], Storage], state: Any, path: str, *, group: Backend, deadline: Deadline
+) -> tuple[Storage, Any]:
+    """Open the storage and collect the state, on all ranks or on none.
+
+    Partial sums are reduced after this, by collectives that all ranks must reach.
+    """
+    with all_or_none(action, path, group, deadline) as phase:
+        storage = open_checked()
+        phase.action, phase.path = "prepare a checkpoint", storage.url
+        collected = collect_state(state)
+    return storage, collected
 
 
 class Save:
-    """One act of saving; every rank of the group makes it and calls its methods in this order.
+    """One save of a group: its ranks agree on a plan in the constructor, `run` writes and commits it.
 
     Args:
-        state: What to save.
-        storage: Where.
-        group: All ranks that have a part of it.
-        max_file_bytes: Longer files are split, between tensors.
-        check_replicas: Compare what several ranks should have the same.
-        shards: How plain tensors are divided.
-        deadline: When all must be done.
-
-    Raises:
-        DistCheckpointError: On all ranks: what they have doesn't fit together, or the storage refuses.
-        TypeError, ValueError: On the rank whose state can't be saved, and `DistCheckpointError` on the others.
+        collected: The state as `open_and_collect` returns it.
+        storage: The checkpoint's folder.
+        group: All ranks that hold a shard of the state.
+        max_file_bytes: The size from which files are split, between tensors.
+        check_replicas: Whether to compare replicas of a tensor.
+        shards: The sharding of plain tensors.
+        deadline: When all ranks must be done.
     """
 
     def __init__(
         self,
-        state: Any,
+        collected: Any,
         storage: Storage,
         group: Backend,
         *,
@@ -286,68 +287,61 @@ class Save:
         self._deadline = deadline
         self.save_id = ""
         self._plan: SavePlan | None = None
-        """Of all ranks; on rank 0 only."""
+        """The plan of all ranks; on rank 0 only."""
         self.files: list[FilePlan] = []
-        with all_or_none("prepare a checkpoint", storage.url, group, deadline):
-            collected = collect_state(state)
-        with all_or_none("prepare a checkpoint", storage.url, group, deadline):
-            if isinstance(max_file_bytes, bool) or not isinstance(max_file_bytes, int) or max_file_bytes < 1:
-                raise ValueError(f"max_file_bytes is a number of bytes, not {max_file_bytes!r}")
+        self._tensors: dict[str, TensorReport] = {}
+        self._views: dict[Span, torch.Tensor] = {}
+
+        def report() -> bytes:
+            check_int("max_file_bytes", max_file_bytes, min=1)
             encoder = Encoder(group.rank)
-            tree = encoder.encode(fold_sums(collected))
-            shards = shards or ShardMetadata(num_ranks=group.world_size)
-            shards.check(group.world_size)
-            report, self._views = _report(tree, encoder, shards, check_replicas=check_replicas)
-        self._tensors = report.tensors
-        self.files = self._share_plan(report, max_file_bytes)
+            tree = encoder.encode(reduce_partials(collected))
+            metadata = shards or ShardMetadata(num_ranks=group.world_size)
+            metadata.check(group.world_size)
+            own, self._views = _report(tree, encoder, metadata, check_replicas=check_replicas)
+            self._tensors = own.tensors
+            return msgspec.msgpack.encode(own)
 
-    def _share_plan(self, report: StateReport, max_file_bytes: int) -> list[FilePlan]:
-        """The files that this rank writes."""
-        group = self._group
-        encoded = gather_object(msgspec.msgpack.encode(report), group=group, timeout=self._deadline.remaining())
-
-        def plan() -> list[bytes]:
-            assert encoded is not None, "rank 0 has gathered"
-            reports = [msgspec.msgpack.decode(each, type=StateReport) for each in encoded]
-            save_id = uuid.uuid4().hex[:12]
-            check_owned(self._storage)
-            self._plan = plan_save(reports, prefix=f"model-{save_id}", max_file_bytes=max_file_bytes)
-            self.save_id = save_id  # from here on there is something to discard
-            self._storage.begin(save_id)
-            return [msgspec.msgpack.encode((self.save_id, files)) for files in self._plan.files]
-
+        exchange = Rank0Exchange(storage.url, group, deadline)
         try:
-            plans = run_on_rank0(plan, "plan a checkpoint", self._storage.url, group, self._deadline)
-            own = scatter_object(plans, group=group, timeout=self._deadline.remaining())
+            own_files = exchange.run(
+                "prepare a checkpoint",
+                report,
+                "plan a checkpoint",
+                lambda reports: self._make_plan(reports, max_file_bytes),
+            )
         except BaseException as error:
-            self.discard(error)
+            if exchange.may_be_answered:
+                self.discard(error)
             raise
-        self.save_id, files = msgspec.msgpack.decode(own, type=tuple[str, list[FilePlan]])
-        return files
+        self.save_id, self.files = msgspec.msgpack.decode(own_files, type=tuple[str, list[FilePlan]])
 
-    def write(self, find: Callable[[Span], torch.Tensor] | None = None) -> list[FileReport]:
-        """Write this rank's files; nothing is sent.
+    def _make_plan(self, encoded: Sequence[bytes], max_file_bytes: int) -> list[bytes]:
+        """Plan for all ranks, on rank 0; return each rank's encoded files."""
+        reports = [msgspec.msgpack.decode(each, type=StateReport) for each in encoded]
+        save_id = uuid.uuid4().hex[:12]
+        check_owned(self._storage)
+        self._plan = plan_save(reports, prefix=f"model-{save_id}", max_file_bytes=max_file_bytes)
+        self.save_id = save_id  # from here on there is something to discard
+        self._storage.begin(save_id)
+        return [msgspec.msgpack.encode((self.save_id, files)) for files in self._plan.files]
 
-        Args:
-            find: The elements of a span; None takes them from the state.
-
-        Raises:
-            OSError: What the storage says.
-        """
-        elements = find or self.elements
+    def write(self, get_data: Callable[[Span], torch.Tensor] | None = None) -> list[FileReport]:
+        """Write this rank's files, without communication; spans come from ``get_data``, or the state."""
+        elements = get_data or self.elements
         return [write_file(self._storage, self.save_id, plan, self._tensors, elements) for plan in self.files]
 
     @property
     def url(self) -> str:
-        """Where it goes."""
+        """The checkpoint's URL."""
         return self._storage.url
 
     def own_views(self) -> dict[Span, torch.Tensor]:
-        """The state's memory of what this rank writes."""
+        """The state's memory that this rank writes."""
         return {span: self._views[span] for plan in self.files for span in plan.spans}
 
-    def forget_state(self) -> None:
-        """Let go of the state's memory; `write` is given the elements."""
+    def release_state(self) -> None:
+        """Drop the references to the state; `write` is then called with ``get_data``."""
         self._views = {}
 
     def elements(self, span: Span) -> torch.Tensor:
@@ -356,49 +350,46 @@ class Save:
 
     def run(
         self,
-        find: Callable[[Span], torch.Tensor] | None = None,
+        get_data: Callable[[Span], torch.Tensor] | None = None,
         group: Backend | None = None,
         deadline: Deadline | None = None,
     ) -> None:
-        """Write this rank's files and commit with the others.
+        """Write this rank's files and commit with the other ranks.
 
         Args:
-            find: As for `write`.
-            group: The same ranks, for those who come from another thread; None is the group of the save.
-            deadline: When all must be done; None is that of the save.
+            get_data: As for `write`.
+            group: Another group of the same ranks, for a call from another thread; None is the group of the save.
+            deadline: When all ranks must be done; None is the save's.
 
         Raises:
-            DistCheckpointError: On all ranks: one could not write. Nothing was committed.
-            DistributedError: A rank was lost, or is late.
+            DistCheckpointError: On all ranks: one of them could not write. Nothing was committed.
+            DistributedError: A rank was lost or is late.
         """
-        group = group or self._group
         self._deadline = deadline or self._deadline
-        is_handed_over = False
+        exchange = Rank0Exchange(self._storage.url, group or self._group, self._deadline)
         try:
-            reports: list[FileReport] = []
-            with all_or_none("write a checkpoint", self._storage.url, group, self._deadline):
-                reports = self.write(find)
-            is_handed_over = group.rank != 0
-            gathered = gather_object(msgspec.msgpack.encode(reports), group=group, timeout=self._deadline.remaining())
-            run_on_rank0(
-                lambda: self._commit(gathered or []), "commit a checkpoint", self._storage.url, group, self._deadline
+            exchange.run(
+                "write a checkpoint",
+                lambda: msgspec.msgpack.encode(self.write(get_data)),
+                "commit a checkpoint",
+                self._commit,
             )
         except BaseException as error:
-            # From here on rank 0 may commit at any moment, whatever becomes of the group: as long as it lives its files
-            # are not for others to remove.
-            if not is_handed_over:
+            # Once rank 0 may have all reports it may commit at any moment, whatever becomes of the group: as long as it
+            # lives the files are not for other ranks to remove.
+            if self._group.rank == 0 or not exchange.may_be_answered:
                 self.discard(error)
             elif isinstance(error, DistributedError) and not isinstance(error, DistCheckpointError):
                 self._remove_dead(error)
             raise
 
     def discard(self, error: BaseException) -> None:
-        """Remove what was written; ``error`` is why."""
-        # Where the ranks have failed together every one does this, for rank 0 may be the one that died.
+        """Remove the files written so far, because of ``error``."""
+        # After a failure of the group every rank does this, since rank 0 may be the one that died.
         if self.save_id and (self._group.rank == 0 or isinstance(error, DistributedError)):
             try:
                 if not (self._storage.is_staged or self._group.rank == 0):
-                    # They have their places, and rank 0 doesn't know of them.
+                    # They are in the folder already, and rank 0 doesn't know of them.
                     self._storage.remove([plan.name for plan in self.files])
                 self._storage.discard(self.save_id)
             except OSError as second:
@@ -407,32 +398,33 @@ class Save:
                 )
         is_lost = isinstance(error, DistributedError) and not isinstance(error, DistCheckpointError)
         if is_lost and self._group.rank != 0:
-            remove_dead(self._storage, self.save_id)  # which it may have begun before the others heard of it
+            remove_dead_saves(self._storage, self.save_id)  # rank 0 may have begun it before it died
 
     def _remove_dead(self, error: DistributedError) -> None:
-        """Remove what rank 0 can't remove any more, or raise the error with words that say where it lies."""
-        if remove_dead(self._storage, self.save_id):
+        """Remove the files that a dead rank 0 can't remove, or raise the error with a note where they are."""
+        if remove_dead_saves(self._storage, self.save_id):
             return
-        told = error.fresh()
-        told.message = (
+        extended = error.fresh()
+        extended.message = (
             f"{error.message.rstrip('.')}. What was written of the checkpoint may be left at {self._storage.url}, under"
             f" names with {self.save_id}, if it was not committed; the next save to that path removes it."
         )
-        told.args = (told.message,)
-        raise told from error.__cause__
+        extended.args = (extended.message,)
+        raise extended from error.__cause__
 
-    def _commit(self, gathered: Sequence[bytes]) -> None:
-        """On rank 0, when all files are written."""
+    def _commit(self, encoded: Sequence[bytes]) -> list[bytes]:
+        """Commit on rank 0, after all files are written; the answers are empty."""
         assert self._plan is not None, "rank 0 has the plan"
-        reports = [msgspec.msgpack.decode(each, type=list[FileReport]) for each in gathered]
+        reports = [msgspec.msgpack.decode(each, type=list[FileReport]) for each in encoded]
         manifest = make_manifest(self._plan, reports, save_id=self.save_id, world_size=self._group.world_size)
         commit(self._storage, manifest, self._deadline)
+        return [b""] * self._group.world_size
 
 
 def _report(
     tree: Any, encoder: Encoder, shards: ShardMetadata, *, check_replicas: bool
 ) -> tuple[StateReport, dict[Span, torch.Tensor]]:
-    """What this rank has, and its memory of each box."""
+    """Return this rank's report, and its memory of each box."""
     tensors: dict[str, TensorReport] = {}
     views: dict[Span, torch.Tensor] = {}
     for key, tensor in encoder.tensors.items():

@@ -1,6 +1,6 @@
-"""Who writes what: each element once, the work divided over ranks by bytes. Pure; rank 0 plans for all.
+"""The plan of a save: which rank writes which box of each tensor, balanced by bytes, and the merged state tree.
 
-One tree of those of all ranks.
+Rank 0 plans for all ranks; the functions here are pure.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import msgspec
 from ferrodist.checkpoint.format.coverage import covers_once
 from ferrodist.checkpoint.format.dtypes import dtype_from_name
 from ferrodist.checkpoint.format.manifest import MAX_HEADER_BYTES
-from ferrodist.checkpoint.format.safetensors import most_entry_bytes
+from ferrodist.checkpoint.format.safetensors import max_entry_bytes
 from ferrodist.checkpoint.format.tree import (
     decode_leaf,
     is_leaf_node,
@@ -32,27 +32,23 @@ if TYPE_CHECKING:
 
 
 def merge_trees(trees: Mapping[int, Node]) -> Node:
-    """One tree of what ranks have: dicts may have other keys on other ranks, all else must be the same.
-
-    Args:
-        trees: By rank.
+    """Merge the ranks' state trees into one; dicts may have different keys, all else must be equal.
 
     Raises:
-        DistCheckpointError: Ranks have different values in one place.
+        DistCheckpointError: Ranks have different values at one path.
     """
     return _merge(dict(trees), ())
 
 
 def _merge(nodes: dict[int, Node], path: tuple[object, ...]) -> Node:
     first_rank, first = next(iter(nodes.items()))
-    # As text: 1, 1.0 and True are equal otherwise.
-    other = _find_other(nodes)
+    other = _first_differing_rank(nodes)
     if other is None:
         return first
     marks = {next(iter(node)) if isinstance(node, dict) else type(node) for node in nodes.values()}
     if marks in ({"dict"}, {"per_rank"}):
         mark = marks.pop()
-        return {mark: _merge_members({rank: node[mark] for rank, node in nodes.items()}, path)}
+        return {mark: _merge_dicts({rank: node[mark] for rank, node in nodes.items()}, path)}
     if marks <= {"dict", "pairs"}:
         return _merge_pairs(nodes, path)
     if marks == {list} and (members := _merge_lists(nodes, path)) is not None:
@@ -62,61 +58,63 @@ def _merge(nodes: dict[int, Node], path: tuple[object, ...]) -> Node:
         if members is not None:
             return {"tuple": members}
     if marks == {"tensor"}:
-        # Empty parts don't show that tensors are one: ranks that have elements know.
+        # Ranks with empty shards can't see that tensors are tied; ranks with elements can.
         others = {node["tensor"] for node in nodes.values()} - {tensor_key(path)}
         if len(others) == 1:
             return {"tensor": others.pop()}
     raise DistCheckpointError(
-        f"{path_text(path)} differs between ranks: rank {first_rank} has {_shown(first)}, rank {other} has"
-        f" {_shown(nodes[other])}. What each rank has its own of is saved as PerRank(value)",
+        f"{path_text(path)} differs between ranks: rank {first_rank} has {_abbreviate(first)}, rank {other} has"
+        f" {_abbreviate(nodes[other])}. What each rank has its own of is saved as PerRank(value)",
         ranks=(first_rank, other),
     )
 
 
-def _find_other(nodes: Mapping[int, Node]) -> int | None:
-    """The first rank whose node is not the same as the first one."""
+def _first_differing_rank(nodes: Mapping[int, Node]) -> int | None:
+    """Return the first rank whose node differs from the first rank's."""
+    # Compared as JSON: 1, 1.0 and True would be equal.
     texts = ((rank, msgspec.json.encode(node)) for rank, node in nodes.items())
     _, first = next(texts)
     return next((rank for rank, text in texts if text != first), None)
 
 
-def _merge_members(having: Mapping[int, Mapping[Any, Node]], path: tuple[object, ...]) -> dict[Any, Node]:
-    keys = dict.fromkeys(key for members in having.values() for key in members)
+def _merge_dicts(by_rank: Mapping[int, Mapping[Any, Node]], path: tuple[object, ...]) -> dict[Any, Node]:
+    keys = dict.fromkeys(key for members in by_rank.values() for key in members)
     return {
-        key: _merge({rank: members[key] for rank, members in having.items() if key in members}, (*path, key))
+        key: _merge({rank: members[key] for rank, members in by_rank.items() if key in members}, (*path, key))
         for key in keys
     }
 
 
 def _merge_pairs(nodes: Mapping[int, Node], path: tuple[object, ...]) -> Node:
-    """Of dicts of which some have keys that are no text."""
+    """Merge dicts of which some have keys that are not strings."""
     pairs = {rank: node.get("pairs") or list(node.get("dict", {}).items()) for rank, node in nodes.items()}
-    # Keys that are equal may be written in two ways, as 1 and 1.0 are: the same place, whatever it is called.
+    # Equal keys may be encoded differently, as 1 and 1.0 are; they are one key.
     written = {decode_leaf(key): key for members in pairs.values() for key, _ in members}
-    having = {rank: {decode_leaf(key): node for key, node in members} for rank, members in pairs.items()}
-    return {"pairs": [[written[key], node] for key, node in _merge_members(having, path).items()]}
+    by_rank = {rank: {decode_leaf(key): node for key, node in members} for rank, members in pairs.items()}
+    return {"pairs": [[written[key], node] for key, node in _merge_dicts(by_rank, path).items()]}
 
 
 def _merge_lists(nodes: Mapping[int, list[Node]], path: tuple[object, ...]) -> list[Node] | None:
-    """Of lists of one length their members, merged; else None."""
+    """Merge lists of one length element by element; None if lengths differ."""
     lengths = {len(node) for node in nodes.values()}
     if len(lengths) > 1:
         return None
     return [
-        _merge({rank: node[place] for rank, node in nodes.items()}, (*path, place)) for place in range(lengths.pop())
+        _merge({rank: node[state_path] for rank, node in nodes.items()}, (*path, state_path))
+        for state_path in range(lengths.pop())
     ]
 
 
-def _shown(node: Node) -> str:
+def _abbreviate(node: Node) -> str:
     text = leaf_text(node) if is_leaf_node(node) else str(node)
     return text if len(text) < 100 else f"{text[:100]}..."
 
 
-_NAME_OF_PART = re.compile(r"(.*)\[\d+:\d+(?:, \d+:\d+)*\]", re.DOTALL)
+_SHARD_NAME = re.compile(r"(.*)\[\d+:\d+(?:, \d+:\d+)*\]", re.DOTALL)
 
 
 class BoxReport(msgspec.Struct, frozen=True, array_like=True):
-    """A box that a rank has; ``digest`` is of its elements, where other ranks may have them too."""
+    """A box of a tensor on one rank; ``digest`` hashes its elements if other ranks may have a replica."""
 
     offsets: tuple[int, ...]
     shape: tuple[int, ...]
@@ -124,25 +122,25 @@ class BoxReport(msgspec.Struct, frozen=True, array_like=True):
 
 
 class TensorReport(msgspec.Struct, array_like=True):
-    """What a rank has of a tensor."""
+    """One rank's shard of a tensor."""
 
     shape: tuple[int, ...]
     dtype: str
     placement: str
     boxes: list[BoxReport]
-    place: str = ""
-    """Where it is in the state."""
+    state_path: str = ""
+    """The tensor's path in the state."""
 
 
 class StateReport(msgspec.Struct, array_like=True):
-    """What a rank has of a state."""
+    """One rank's tree and shards."""
 
     tree: Any
     tensors: dict[str, TensorReport]
 
 
 class Span(msgspec.Struct, frozen=True, array_like=True):
-    """A box of a tensor, as it goes to a file."""
+    """A box of a tensor that is written to one file."""
 
     key: str
     offsets: tuple[int, ...]
@@ -150,19 +148,19 @@ class Span(msgspec.Struct, frozen=True, array_like=True):
 
 
 class FilePlan(msgspec.Struct, array_like=True):
-    """A file that one rank writes: what lies in it, in order."""
+    """A file that one rank writes, with its spans in order."""
 
     name: str
     spans: list[Span]
 
 
 class SavePlan(msgspec.Struct):
-    """What all ranks write together.
+    """The plan of all ranks.
 
     Args:
-        tree: Of the whole state.
-        tensors: Whole tensors, without their boxes.
-        files: For each rank.
+        tree: The merged state tree.
+        tensors: Full tensors by key, without boxes.
+        files: Each rank's files.
     """
 
     tree: Any
@@ -171,36 +169,38 @@ class SavePlan(msgspec.Struct):
 
 
 def plan_save(reports: Sequence[StateReport], *, prefix: str, max_file_bytes: int) -> SavePlan:
-    """Divide a state over the ranks that have it.
+    """Assign each box to one rank that has it, and to a file.
 
     Args:
-        reports: Of each rank.
-        prefix: How names of files begin.
-        max_file_bytes: Files get no longer, but for one with a single shard.
+        reports: Each rank's report.
+        prefix: The beginning of file names.
+        max_file_bytes: The largest file, unless a single shard is larger.
 
     Raises:
-        DistCheckpointError: What ranks have doesn't fit together; it says what and on which ranks.
+        DistCheckpointError: The ranks' states don't fit together; names the tensor and the ranks.
     """
     tree = merge_trees({rank: report.tree for rank, report in enumerate(reports)})
     wanted = set(referenced_keys(tree))
     tensors: dict[str, TensorReport] = {}
-    holders: dict[str, dict[Span, list[int]]] = {}
+    owners: dict[str, dict[Span, list[int]]] = {}
     for key in dict.fromkeys(key for report in reports for key in report.tensors):
-        having = {rank: report.tensors[key] for rank, report in enumerate(reports) if key in report.tensors}
+        by_rank = {rank: report.tensors[key] for rank, report in enumerate(reports) if key in report.tensors}
         if key not in wanted:
-            _check_empty(key, having)
+            _check_empty(key, by_rank)
             continue
-        tensors[key] = _agree(key, having)
-        holders[key] = _find_holders(key, having)
-        _check_whole(key, tensors[key], holders[key])
-    _check_names(holders)
+        tensors[key] = _check_same_tensor(key, by_rank)
+        owners[key] = _find_owners(key, by_rank)
+        _check_coverage(key, tensors[key], owners[key])
+    _check_names(owners)
     sizes = {key: dtype_from_name(tensor.dtype).itemsize for key, tensor in tensors.items()}
-    owned = _divide((item for spans in holders.values() for item in spans.items()), sizes, len(reports))
-    # Larger elements first: then all lie at multiples of their size.
-    order = {key: place for place, key in enumerate(tensors)}
+    assigned = _assign_owners((item for spans in owners.values() for item in spans.items()), sizes, len(reports))
+    # Larger elements first, so that all are aligned to their size.
+    order = {key: state_path for state_path, key in enumerate(tensors)}
     binned = [
-        _bin(sorted(spans, key=lambda span: (-sizes[span.key], order[span.key], span.offsets)), sizes, max_file_bytes)
-        for spans in owned
+        _split_into_files(
+            sorted(spans, key=lambda span: (-sizes[span.key], order[span.key], span.offsets)), sizes, max_file_bytes
+        )
+        for spans in assigned
     ]
     total = sum(map(len, binned))
     numbers = iter(range(1, total + 1))
@@ -211,9 +211,9 @@ def plan_save(reports: Sequence[StateReport], *, prefix: str, max_file_bytes: in
     return SavePlan(tree, tensors, files)
 
 
-def _check_empty(key: str, having: Mapping[int, TensorReport]) -> None:
-    """What one rank takes for another tensor that it shares memory with must be so where there are elements."""
-    full = [rank for rank, tensor in having.items() if any(prod(box.shape) for box in tensor.boxes)]
+def _check_empty(key: str, by_rank: Mapping[int, TensorReport]) -> None:
+    """Check that a tensor that one rank takes for a tied one is empty on the ranks that don't."""
+    full = [rank for rank, tensor in by_rank.items() if any(prod(box.shape) for box in tensor.boxes)]
     if full:
         raise DistCheckpointError(
             f"{key!r} is the same memory as another tensor on some ranks, but not on {ranks_text(full)}: tie tensors on"
@@ -222,13 +222,13 @@ def _check_empty(key: str, having: Mapping[int, TensorReport]) -> None:
         )
 
 
-def _agree(key: str, having: Mapping[int, TensorReport]) -> TensorReport:
-    first_rank, first = next(iter(having.items()))
-    for rank, other in having.items():
-        if other.place != first.place:
+def _check_same_tensor(key: str, by_rank: Mapping[int, TensorReport]) -> TensorReport:
+    first_rank, first = next(iter(by_rank.items()))
+    for rank, other in by_rank.items():
+        if other.state_path != first.state_path:
             raise DistCheckpointError(
-                f"two tensors would be named {key!r} in the files, that of {first.place} on rank {first_rank} and that"
-                f" of {other.place} on rank {rank}: rename one",
+                f"two tensors would be named {key!r} in the files, that of {first.state_path} on rank {first_rank} and"
+                f" that of {other.state_path} on rank {rank}: rename one",
                 ranks=(first_rank, rank),
             )
         if (other.shape, other.dtype) != (first.shape, first.dtype):
@@ -241,62 +241,64 @@ def _agree(key: str, having: Mapping[int, TensorReport]) -> TensorReport:
     return TensorReport(first.shape, first.dtype, first.placement, [])
 
 
-def _find_holders(key: str, having: Mapping[int, TensorReport]) -> dict[Span, list[int]]:
-    """The distinct boxes of a tensor, and which ranks have each."""
-    holders: dict[Span, list[int]] = {}
+def _find_owners(key: str, by_rank: Mapping[int, TensorReport]) -> dict[Span, list[int]]:
+    """Return the distinct boxes of a tensor, each with the ranks that have it."""
+    owners: dict[Span, list[int]] = {}
     digests: dict[Span, str] = {}
-    for rank, tensor in having.items():
+    for rank, tensor in by_rank.items():
         for box in tensor.boxes:
             span = Span(key, box.offsets, box.shape)
-            holders.setdefault(span, []).append(rank)
+            owners.setdefault(span, []).append(rank)
             if box.digest is not None and digests.setdefault(span, box.digest) != box.digest:
                 raise DistCheckpointError(
-                    f"tensor {key!r} should be the same on ranks {holders[span][0]} and {rank}, but its elements"
+                    f"tensor {key!r} should be the same on ranks {owners[span][0]} and {rank}, but its elements"
                     " differ: broadcast it, save PerRank(tensor) where ranks have their own, or pass"
                     " check_replicas=False to save that of any rank",
-                    ranks=(holders[span][0], rank),
+                    ranks=(owners[span][0], rank),
                 )
-    return holders
+    return owners
 
 
-def _check_whole(key: str, tensor: TensorReport, holders: Mapping[Span, list[int]]) -> None:
-    if covers_once(((span.offsets, span.shape) for span in holders), tensor.shape):
+def _check_coverage(key: str, tensor: TensorReport, owners: Mapping[Span, list[int]]) -> None:
+    if covers_once(((span.offsets, span.shape) for span in owners), tensor.shape):
         return
-    found = sum(prod(span.shape) for span in holders)
+    found = sum(prod(span.shape) for span in owners)
     raise DistCheckpointError(
-        f"the parts of tensor {key!r} that ranks have are not each of its elements once: they are {found} together, and"
-        f" the tensor of shape {tensor.shape} has {prod(tensor.shape)}. Parts are missing or overlap, or ranks divide"
-        " it in different ways or call it by different names"
+        f"the shards of tensor {key!r} on all ranks don't have each of its elements once: they have {found} elements,"
+        f" and the tensor of shape {tensor.shape} has {prod(tensor.shape)}. Shards are missing or overlap, or ranks"
+        " shard it differently or name it differently"
     )
 
 
-def _check_names(holders: Mapping[str, Mapping[Span, Sequence[int]]]) -> None:
-    """In files parts of tensor ``a`` are called ``a[0:2, 0:3]``; no other tensor may be called so."""
-    for key in holders:
-        match = _NAME_OF_PART.fullmatch(key)
-        if match is not None and len(holders.get(match[1], ())) > 1:
-            raise DistCheckpointError(f"tensor {key!r} is named as a part of tensor {match[1]!r} is: rename one")
+def _check_names(owners: Mapping[str, Mapping[Span, Sequence[int]]]) -> None:
+    """Refuse a tensor named as a shard of another one: in files a shard of ``a`` is called ``a[0:2, 0:3]``."""
+    for key in owners:
+        match = _SHARD_NAME.fullmatch(key)
+        if match is not None and len(owners.get(match[1], ())) > 1:
+            raise DistCheckpointError(f"tensor {key!r} has the name of a shard of tensor {match[1]!r}: rename one")
 
 
-def _divide(holders: Iterable[tuple[Span, list[int]]], sizes: Mapping[str, int], world_size: int) -> list[list[Span]]:
-    """Give each span to one of the ranks that have it, so that all get about as many bytes."""
-    owned: list[list[Span]] = [[] for _ in range(world_size)]
+def _assign_owners(
+    owners: Iterable[tuple[Span, list[int]]], sizes: Mapping[str, int], world_size: int
+) -> list[list[Span]]:
+    """Assign each span to one of the ranks that have it, balanced by bytes."""
+    assigned: list[list[Span]] = [[] for _ in range(world_size)]
     load = [0] * world_size
-    items = [(prod(span.shape) * sizes[span.key], span, ranks) for span, ranks in holders]
-    # Those that leave no choice first, then from the largest on.
+    items = [(prod(span.shape) * sizes[span.key], span, ranks) for span, ranks in owners]
+    # Spans of a single rank first, then the largest.
     for size, span, ranks in sorted(items, key=lambda item: (len(item[2]) > 1, -item[0])):
         rank = min(ranks, key=lambda each: (load[each], each))
-        owned[rank].append(span)
+        assigned[rank].append(span)
         load[rank] += size
-    return owned
+    return assigned
 
 
-def _bin(spans: Sequence[Span], sizes: Mapping[str, int], max_file_bytes: int) -> list[list[Span]]:
-    """Spans for each file, in order; readers take no longer files, and no longer headers."""
+def _split_into_files(spans: Sequence[Span], sizes: Mapping[str, int], max_file_bytes: int) -> list[list[Span]]:
+    """Split spans into files, in order, within the limits of readers for a file and its header."""
     files: list[list[Span]] = []
     filled = header = 0
     for span in spans:
-        size, entry = prod(span.shape) * sizes[span.key], most_entry_bytes(span.key, len(span.shape))
+        size, entry = prod(span.shape) * sizes[span.key], max_entry_bytes(span.key, len(span.shape))
         if not files or filled + size > max_file_bytes or header + entry > MAX_HEADER_BYTES:
             files.append([])
             filled = header = 0

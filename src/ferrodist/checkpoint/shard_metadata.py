@@ -1,12 +1,12 @@
-"""Which part of a tensor each rank has, said by the program: for plain tensors that it has divided itself."""
+"""The sharding of plain tensors, as declared by a program that shards them itself."""
 
 from __future__ import annotations
 
-import operator
 from dataclasses import dataclass, field
 from math import prod
 from typing import TYPE_CHECKING, Any
 
+from ferrodist.arguments import check_int
 from ferrodist.checkpoint.retention import read_manifest
 from ferrodist.checkpoint.storage import open_storage
 from ferrodist.collectives.arguments import compute_shard_sizes, offsets_of
@@ -25,16 +25,16 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TensorShardSpec:
-    """How a tensor is divided along one dim.
+    """The sharding of a tensor along one dim.
 
     Args:
-        full_shape: Of the whole tensor.
-        shard_dim: The dim.
-        shard_sizes: Its size on each rank, in their order.
+        full_shape: The full tensor's shape.
+        shard_dim: The sharded dim.
+        shard_sizes: The dim's size on each rank, in rank order.
 
     Raises:
-        TypeError: A size or the dim is no int.
-        ValueError: The sizes are not the dim's together, or there is no such dim.
+        TypeError: A size or the dim is not an int.
+        ValueError: The sizes don't add up to the dim's, or the dim doesn't exist.
     """
 
     full_shape: Sequence[int]
@@ -42,30 +42,28 @@ class TensorShardSpec:
     shard_sizes: Sequence[int]
 
     def __post_init__(self) -> None:
-        try:
-            for each in (*self.full_shape, self.shard_dim, *self.shard_sizes):
-                operator.index(each)
-        except TypeError:
-            raise TypeError("full_shape, shard_dim and shard_sizes must be ints") from None
-        if any(size < 0 for size in self.full_shape):
-            raise ValueError(f"no tensor has shape {tuple(self.full_shape)}")
+        for size in self.full_shape:
+            check_int("full_shape", size, min=0)
+        for size in self.shard_sizes:
+            check_int("shard_sizes", size, min=0)
+        check_int("shard_dim", self.shard_dim)
         if not 0 <= self.shard_dim < len(self.full_shape):
             raise ValueError(f"a tensor of shape {tuple(self.full_shape)} has no dim {self.shard_dim}")
         size = self.full_shape[self.shard_dim]
-        if any(each < 0 for each in self.shard_sizes) or sum(self.shard_sizes) != size:
+        if sum(self.shard_sizes) != size:
             raise ValueError(f"shards of {list(self.shard_sizes)} are not dim {self.shard_dim} of {size} together")
 
     def shape_of(self, rank: int) -> tuple[int, ...]:
-        """The shape of a rank's part."""
+        """The shape of a rank's shard."""
         shape = [*self.full_shape]
         shape[self.shard_dim] = self.shard_sizes[rank]
         return tuple(shape)
 
     def part(self, tensor: torch.Tensor, rank: int) -> LocalShard:
-        """What a rank has of the tensor, which is ``tensor``; a flat shard may have any shape.
+        """Describe a rank's shard, which is ``tensor``; a flat shard may have any shape.
 
         Raises:
-            ValueError: It has another shape, or a flat shard is not contiguous.
+            ValueError: The tensor has another shape, or a flat shard is not contiguous.
         """
         shape = self.shape_of(rank)
         if len(shape) == 1 and tensor.dim() != 1 and tensor.numel() == shape[0]:
@@ -88,14 +86,14 @@ class TensorShardSpec:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ShardMetadata:
-    """How tensors are divided, by name.
+    """The sharding of tensors by name.
 
     Args:
-        num_ranks: Over how many ranks, from 1 on.
-        tensor_specs: For each tensor that is divided; names of nested ones are joined by dots.
+        num_ranks: The number of ranks, at least 1.
+        tensor_specs: The spec of each sharded tensor; names of nested tensors are joined by dots.
 
     Raises:
-        TypeError: ``num_ranks`` is no int.
+        TypeError: ``num_ranks`` is not an int.
         ValueError: ``num_ranks`` is below 1, or a tensor has shards for another number of ranks.
     """
 
@@ -103,22 +101,22 @@ class ShardMetadata:
     tensor_specs: Mapping[str, TensorShardSpec] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        check_num_ranks("num_ranks", self.num_ranks)
+        check_int("num_ranks", self.num_ranks, min=1)
         for name, spec in self.tensor_specs.items():
             if len(spec.shard_sizes) != self.num_ranks:
                 shards = counted(len(spec.shard_sizes), "shard")
                 raise ValueError(f"tensor {name!r} has {shards} for {counted(self.num_ranks, 'rank')}")
 
     def for_ranks(self, num_ranks: int) -> ShardMetadata:
-        """The same tensors, along the same dims, over another number of ranks, as evenly as can be.
+        """Shard the same tensors along the same dims over another number of ranks, as evenly as possible.
 
         Args:
-            num_ranks: How many; the first ones have an element more where the division leaves a rest.
+            num_ranks: The number of ranks; the first ones get an element more if the division leaves a remainder.
 
         Raises:
-            TypeError, ValueError: It is no number of ranks.
+            TypeError, ValueError: ``num_ranks`` is not a positive int.
         """
-        check_num_ranks("num_ranks", num_ranks)
+        check_int("num_ranks", num_ranks, min=1)
         specs = {
             name: TensorShardSpec(
                 full_shape=spec.full_shape,
@@ -130,15 +128,15 @@ class ShardMetadata:
         return ShardMetadata(num_ranks=num_ranks, tensor_specs=specs)
 
     def check(self, world_size: int) -> None:
-        """Raise ValueError unless it is for this number of ranks."""
+        """Raise ValueError unless this is for ``world_size`` ranks."""
         if self.num_ranks != world_size:
             raise ValueError(f"shards is for {counted(self.num_ranks, 'rank')}, and the group has {world_size}")
 
     def part(self, key: str, tensor: torch.Tensor, rank: int) -> LocalShard:
-        """What a rank has of a tensor.
+        """Describe a rank's shard of a tensor.
 
         Raises:
-            ValueError: It doesn't fit what is said of it here.
+            ValueError: The tensor doesn't fit its spec.
         """
         spec = self.tensor_specs.get(key)
         if spec is None:
@@ -151,25 +149,17 @@ class ShardMetadata:
             raise ValueError(f"tensor {key!r}: {error}") from None
 
 
-def check_num_ranks(name: str, value: object) -> None:
-    """Raise unless an argument is a number of ranks."""
-    if type(value) is not int:
-        raise TypeError(f"{name} must be an int, not {type(value).__name__}")
-    if value < 1:
-        raise ValueError(f"{name} must be a number of ranks from 1, not {value}")
-
-
 def flat_shard_metadata(state_dict: Mapping[str, torch.Tensor], world_size: int) -> ShardMetadata:
-    """The metadata of flat tensors that are divided evenly: each rank has as many elements as this one.
+    """Return the metadata of evenly sharded flat tensors: every rank has as many elements as this one.
 
     Args:
-        state_dict: This rank's parts. Those of several dims count as flat, row-major.
-        world_size: How many ranks there are.
+        state_dict: This rank's shards; tensors of several dims count as flattened, row-major.
+        world_size: The number of ranks.
 
     Raises:
-        TypeError, ValueError: ``world_size`` is no number of ranks.
+        TypeError, ValueError: ``world_size`` is not a positive int.
     """
-    check_num_ranks("world_size", world_size)
+    check_int("world_size", world_size, min=1)
     specs = {}
     for name, tensor in state_dict.items():
         size = tensor.numel()
@@ -178,26 +168,26 @@ def flat_shard_metadata(state_dict: Mapping[str, torch.Tensor], world_size: int)
 
 
 class DistributedCheckpoint:
-    """A checkpoint that lies there, to be looked at.
+    """An existing checkpoint, for a look at its metadata.
 
     Args:
-        path: Its folder, or a URL of fsspec's.
-        storage_options: For fsspec's file system, if it is a URL.
+        path: The checkpoint's folder, or an fsspec URL.
+        storage_options: Options of fsspec's file system, if ``path`` is a URL.
 
     Raises:
-        DistCheckpointError: There is none, or its manifest is damaged.
+        DistCheckpointError: The checkpoint is missing, or its manifest is damaged.
     """
 
     def __init__(self, path: str | os.PathLike[str], *, storage_options: Mapping[str, Any] | None = None) -> None:
         storage = open_storage(path, storage_options)
         self.checkpoint_dir = storage.url
-        """Its folder."""
+        """The checkpoint's folder."""
         self.manifest = read_manifest(storage)
-        """All that is known of it."""
+        """The checkpoint's manifest."""
 
     @property
     def shard_metadata(self) -> ShardMetadata:
-        """How its tensors are divided; those that are divided in another way than along one dim are left out."""
+        """The sharding of its tensors, without tensors that are sharded otherwise than along one dim."""
         num_ranks = self.manifest.world_size
         found = {key: _spec(entry, num_ranks) for key, entry in self.manifest.tensors.items()}
         return ShardMetadata(
@@ -206,7 +196,7 @@ class DistributedCheckpoint:
 
 
 def _spec(entry: TensorEntry, num_ranks: int) -> TensorShardSpec | None:
-    """How a tensor lies, if each rank has one part of it along one dim."""
+    """Return a tensor's spec if each rank has one shard of it along one dim."""
     dims = {
         dim
         for shard in entry.shards

@@ -1,9 +1,7 @@
-"""What of a program's objects is saved: modules, optimizers and whatever has ``state_dict()``.
+"""The state of modules, optimizers, random generators and other objects with ``state_dict()``.
 
-An object in a state stands for what its ``state_dict()`` gives. A module's tensors are those it has, not copies. What
-wraps a module (DDP, FSDP, ``torch.compile``) has the names of the module inside, so that a checkpoint fits all of them.
-
-The state of a process's random generators.
+In a state, an object stands for its ``state_dict()``. A module's tensors are its own, not copies. Wrappers of a module
+(DDP, FSDP, ``torch.compile``) use the names of the wrapped module, so that a checkpoint fits all of them.
 """
 
 from __future__ import annotations
@@ -32,24 +30,24 @@ if TYPE_CHECKING:
 
 @runtime_checkable
 class Stateful(Protocol):
-    """Whatever gives and takes its state, as schedulers and data loaders do."""
+    """An object that saves and loads its state, as schedulers and data loaders do."""
 
     def state_dict(self) -> Any:
-        """The state."""
+        """Return the state."""
 
     def load_state_dict(self, state_dict: Any) -> Any:
-        """Take it back."""
+        """Load the state."""
 
 
-_NUMBERS = frozenset({"step", "mu_product", "eta", "mu"})
-"""What torch's optimizers (Adam, NAdam, ASGD and others) keep as tensors without dims, whatever the parameter's."""
+_SCALAR_STATE = frozenset({"step", "mu_product", "eta", "mu"})
+"""State of torch's optimizers (Adam, NAdam, ASGD and others) that is a scalar tensor whatever the parameter's shape."""
 
 
 class OptimizerState:
-    """An optimizer's state by parameter names, so that it fits the same parameters divided in another way.
+    """An optimizer's state by parameter names, so that it fits the same parameters with another sharding.
 
     Args:
-        model: Whose parameters the optimizer has.
+        model: The module whose parameters the optimizer updates.
         optimizer: The optimizer.
     """
 
@@ -62,7 +60,7 @@ class OptimizerState:
         self._model = model
         self._optimizer = optimizer
 
-    def _names(self) -> dict[torch.Tensor, str]:
+    def _parameter_names(self) -> dict[torch.Tensor, str]:
         """The names of the optimizer's parameters, in the order of its groups."""
         first_names = getattr(self._model, "first_names", {})  # of what other ranks have by other names
         known = {
@@ -80,12 +78,12 @@ class OptimizerState:
         return names
 
     def state_dict(self) -> dict[str, Any]:
-        """The state: ``state`` by names, with the optimizer's own tensors, and ``param_groups`` of names.
+        """Return the state: ``state`` by names, with the optimizer's own tensors, and ``param_groups`` of names.
 
         Raises:
-            ValueError: The optimizer has other parameters than the model, or state that is not a parameter's.
+            ValueError: The optimizer has a parameter that the model lacks, or state that is not a parameter's.
         """
-        names = self._names()
+        names = self._parameter_names()
         others = [key for key in self._optimizer.state if key not in names]
         if others:
             raise ValueError(
@@ -97,9 +95,9 @@ class OptimizerState:
             entries = self._optimizer.state.get(parameter)
             if entries:
                 for value in entries.values():
-                    _mark_like(value, parameter)
+                    _annotate_like(value, parameter)
                 state[name] = dict(entries)
-        # As keys the names of all ranks come together; a list would have to be the same everywhere.
+        # Dict keys of all ranks are merged; a list would have to be the same on all.
         collect = dict.fromkeys if self._is_partial else list
         groups = [
             {**group, "params": collect([names[parameter] for parameter in group["params"]])}
@@ -108,14 +106,14 @@ class OptimizerState:
         return {"state": state, "param_groups": groups}
 
     def targets(self, shapes: Mapping[str, Mapping[str, tuple[tuple[int, ...], torch.dtype]]]) -> dict[str, Any]:
-        """Where saved tensors shall go, also before the optimizer's first step.
+        """Allocate the tensors that saved ones are loaded into, also before the optimizer's first step.
 
         Args:
-            shapes: Of each parameter's saved tensors, by names, with their dtypes.
+            shapes: The shapes and dtypes of each parameter's saved tensors, by names.
         """
-        names = self._names()
-        wholes = {name: whole_shape(parameter) for parameter, name in names.items()}
-        # Those of a parameter without dims can't be told from numbers by their shapes, but by how they are elsewhere.
+        names = self._parameter_names()
+        wholes = {name: full_shape(parameter) for parameter, name in names.items()}
+        # For scalar parameters, shapes don't tell per-element state from scalars; other parameters' state does.
         kinds = {
             key: shape == wholes[name]
             for name, entries in shapes.items()
@@ -124,8 +122,8 @@ class OptimizerState:
         }
         return {
             name: {
-                key: empty_like(parameter, dtype)
-                if shape == wholes[name] and (shape or kinds.get(key, key not in _NUMBERS))
+                key: empty_shard_like(parameter, dtype)
+                if shape == wholes[name] and (shape or kinds.get(key, key not in _SCALAR_STATE))
                 else torch.empty(shape, dtype=dtype, device="cpu")
                 for key, (shape, dtype) in shapes.get(name, {}).items()
             }
@@ -134,18 +132,18 @@ class OptimizerState:
 
     @property
     def _is_partial(self) -> bool:
-        """Whether other ranks have other parameters of the model: what wraps it says so by ``is_partial``."""
+        """True if other ranks have other parameters of the model, according to a wrapper's ``is_partial``."""
         return any(getattr(each, "is_partial", False) for each in _unwrap(self._model))
 
     def _groups(self) -> list[list[str]]:
-        names = self._names()
+        names = self._parameter_names()
         return [[names[parameter] for parameter in group["params"]] for group in self._optimizer.param_groups]
 
     def check_groups(self, saved: Sequence[Sequence[Any]], where: str) -> None:
-        """See that saved groups of parameters are the optimizer's, or have them if it has those of a part of the model.
+        """Check that the saved parameter groups are the optimizer's, or contain them if it has a part of the model.
 
         Raises:
-            DistCheckpointError: They are others.
+            DistCheckpointError: The groups differ.
         """
         own = self._groups()
         if len(own) == len(saved) and all(
@@ -163,10 +161,10 @@ class OptimizerState:
         )
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Take a state back.
+        """Load a state.
 
         Raises:
-            DistCheckpointError: It is of other parameters. Nothing was loaded.
+            DistCheckpointError: The state has other parameters. Nothing was loaded.
         """
         own = self._groups()
         self.check_groups([list(group["params"]) for group in state_dict["param_groups"]], "the optimizer")
@@ -177,19 +175,19 @@ class OptimizerState:
         ]
         state = {numbers[name]: dict(entries) for name, entries in state_dict["state"].items() if name in numbers}
         self._optimizer.load_state_dict({"state": state, "param_groups": groups})
-        # torch gives floating states the parameters' dtype: what was saved counts.
-        for parameter, name in self._names().items():
+        # torch casts floating-point state to the parameter's dtype; the saved dtype counts.
+        for parameter, name in self._parameter_names().items():
             taken = self._optimizer.state.get(parameter)
             if taken and name in state_dict["state"]:
                 taken.update(_with_dtypes(dict(taken), dict(state_dict["state"][name])))
 
 
 def collect_state(value: Any, path: tuple[object, ...] = ()) -> Any:
-    """A state with what stands for each of its objects: dicts, lists and tuples of values.
+    """Replace each object in a state by its own state: nested dicts, lists and tuples of values.
 
     Raises:
-        TypeError: An optimizer without names for its parameters.
-        ValueError: It is nested too deeply.
+        TypeError: An optimizer outside of `OptimizerState`.
+        ValueError: The state is nested too deeply.
     """
     check_depth(path)
     if isinstance(value, torch.optim.Optimizer):
@@ -197,7 +195,7 @@ def collect_state(value: Any, path: tuple[object, ...] = ()) -> Any:
     if isinstance(value, PerRank):
         return PerRank(collect_state(value.value, (*path, "own")), resize=value.resize)
     if isinstance(value, torch.nn.Module):
-        value = _saved_state(value)
+        value = _module_state_to_save(value)
     elif isinstance(value, Stateful) and not isinstance(value, type):
         return collect_state(value.state_dict(), (*path, "state_dict()"))
     if isinstance(value, Mapping) and not isinstance(value, Counter):
@@ -208,16 +206,16 @@ def collect_state(value: Any, path: tuple[object, ...] = ()) -> Any:
     return value
 
 
-def fold_sums(collected: Any) -> Any:
-    """What `collect_state` gives, with sums folded that ranks have parts of; all ranks of their meshes call this."""
+def reduce_partials(collected: Any) -> Any:
+    """Reduce the partial sums in a collected state; all ranks of their meshes call this."""
     if isinstance(collected, DTensor):
-        return _folded(collected)
+        return _reduce_partial(collected)
     if isinstance(collected, PerRank):
-        return PerRank(fold_sums(collected.value), resize=collected.resize)
+        return PerRank(reduce_partials(collected.value), resize=collected.resize)
     if isinstance(collected, dict) and not isinstance(collected, Counter):
-        return {key: fold_sums(each) for key, each in collected.items()}
+        return {key: reduce_partials(each) for key, each in collected.items()}
     if isinstance(collected, (list, tuple)) and not isinstance(collected, torch.Size):
-        members = [fold_sums(each) for each in collected]
+        members = [reduce_partials(each) for each in collected]
         return members if isinstance(collected, list) else tuple(members)
     return collected
 
@@ -231,12 +229,12 @@ def refuse_optimizer(path: Sequence[object]) -> NoReturn:
 
 
 def inner_module(module: torch.nn.Module) -> torch.nn.Module:
-    """The module whose names count: what wraps it says so by ``checkpoint_module()``."""
+    """Return the innermost module, whose names count; wrappers return theirs from ``checkpoint_module()``."""
     return list(_unwrap(module))[-1]
 
 
 def _unwrap(module: torch.nn.Module) -> Iterator[torch.nn.Module]:
-    """A module, and those that it wraps, from outside to inside."""
+    """Yield a module and the modules that it wraps, from outside to inside."""
     while True:
         yield module
         wraps: Callable[[], torch.nn.Module] | None = getattr(module, "checkpoint_module", None)
@@ -247,12 +245,12 @@ def _unwrap(module: torch.nn.Module) -> Iterator[torch.nn.Module]:
 
 
 def module_state(module: torch.nn.Module) -> dict[str, Any]:
-    """A module's state dict, with its own tensors."""
+    """Return a module's state dict, with its own tensors."""
     return dict(inner_module(module).state_dict(keep_vars=True))
 
 
-def _saved_state(module: torch.nn.Module) -> dict[str, Any]:
-    """The same, for what wraps the module may say that buffers are saved by another rank."""
+def _module_state_to_save(module: torch.nn.Module) -> dict[str, Any]:
+    """Return the same, with buffers marked if a wrapper says that another rank saves them."""
     state = module_state(module)
     if all(getattr(each, "saves_buffers", True) for each in _unwrap(module)):
         return state
@@ -263,13 +261,13 @@ def _saved_state(module: torch.nn.Module) -> dict[str, Any]:
     }
 
 
-def tell_autograd(tensor: torch.Tensor) -> None:
-    """Count a write to a tensor's memory that torch has not seen."""
+def bump_version(tensor: torch.Tensor) -> None:
+    """Count a write to a tensor's memory that autograd has not seen."""
     if not tensor.is_inference():
         increment_version(tensor)
 
 
-def _folded(tensor: DTensor) -> torch.Tensor:
+def _reduce_partial(tensor: DTensor) -> torch.Tensor:
     if not any(isinstance(placement, Partial) for placement in tensor.placements):
         return tensor
     local = redistribute_local(tensor._local.detach(), tensor._spec, tensor._spec.without_partial)
@@ -277,7 +275,7 @@ def _folded(tensor: DTensor) -> torch.Tensor:
 
 
 def _with_dtypes(taken: Any, saved: Any) -> Any:
-    """An optimizer's state where torch has put it, in the dtypes in which it was saved."""
+    """Return an optimizer's loaded state in the dtypes in which it was saved."""
     if isinstance(saved, torch.Tensor) and isinstance(taken, torch.Tensor):
         return taken if taken.dtype == saved.dtype else saved.to(taken.device)
     if isinstance(saved, dict) and isinstance(taken, dict):
@@ -287,23 +285,23 @@ def _with_dtypes(taken: Any, saved: Any) -> Any:
     return saved
 
 
-def whole_shape(parameter: torch.Tensor) -> tuple[int, ...]:
-    """The shape of the whole tensor of which this rank has a part."""
+def full_shape(parameter: torch.Tensor) -> tuple[int, ...]:
+    """The shape of the full tensor of which a parameter is a local shard."""
     piece = flat_shard_of(parameter)
     if piece is None:
         return tuple(parameter.shape)
     return piece.shape if piece.spec is None else piece.spec.shape
 
 
-def empty_like(parameter: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """A tensor that is divided as another one is."""
+def empty_shard_like(parameter: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Allocate a tensor with a parameter's sharding."""
     made = torch.empty_like(parameter, dtype=dtype, requires_grad=False)
-    _mark_like(made, parameter)
+    _annotate_like(made, parameter)
     return made
 
 
-def _mark_like(value: Any, parameter: torch.Tensor) -> None:
-    """Have a tensor of an optimizer, if it is divided as its parameter is, known as a piece too."""
+def _annotate_like(value: Any, parameter: torch.Tensor) -> None:
+    """Mark a tensor of an optimizer's state as a flat shard, if it has its parameter's shape."""
     piece = flat_shard_of(parameter)
     if piece is not None and isinstance(value, torch.Tensor) and value.dim() and value.shape == parameter.shape:
         annotate_flat_shard(value, piece)
@@ -316,7 +314,7 @@ class RandomState:
     """
 
     def state_dict(self) -> dict[str, Any]:
-        """The generators' states."""
+        """Return the generators' states."""
         has_gpus = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
         return {
             "python": random.getstate(),
@@ -329,7 +327,7 @@ class RandomState:
         """Set the generators.
 
         Raises:
-            ValueError: It is of another number of GPUs. Nothing was set.
+            ValueError: The number of GPUs differs. Nothing was set.
         """
         devices = state_dict["cuda"]
         if devices and len(devices) != torch.cuda.device_count():

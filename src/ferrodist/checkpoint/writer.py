@@ -1,4 +1,4 @@
-"""Writing one rank's files: safetensors, hashed block by block on the way."""
+"""Writing one rank's files: safetensors, each block hashed as it is written."""
 
 from __future__ import annotations
 
@@ -18,22 +18,22 @@ if TYPE_CHECKING:
     from ferrodist.checkpoint.storage.base import FileWriter, Storage
 
 BLOCK_BYTES = 4 << 20
-"""What each hash is of: a reader that wants a part of a shard reads the blocks that have it."""
+"""The size of a hashed block: a reader of a part of a shard reads whole blocks."""
 
-_STEP_BYTES = 1 << 20
-"""Hashed and written at once, so that it is in the cache when it is written."""
+_WRITE_BYTES = 1 << 20
+"""The size of one hash and write, so that the data is still in the cache when it is written."""
 
 
 class FileReport(msgspec.Struct, array_like=True):
-    """A file as it was written.
+    """A written file.
 
     Args:
-        name: Its name.
-        size_bytes: All of it.
-        header_bytes: Where tensors begin.
-        header_hash: Of the bytes before.
-        starts: Where each span begins.
-        hashes: For each span those of its blocks.
+        name: The file's name.
+        size_bytes: The size of the file.
+        header_bytes: The size of the header; tensors begin there.
+        header_hash: The hash of the header.
+        starts: The first byte of each span.
+        hashes: The hashes of each span's blocks.
     """
 
     name: str
@@ -45,31 +45,24 @@ class FileReport(msgspec.Struct, array_like=True):
 
 
 def bytes_of(tensor: torch.Tensor) -> memoryview:
-    """A CPU tensor's memory, row-major; a copy of what doesn't lie so."""
+    """Return a CPU tensor's elements as row-major bytes, copied only if they aren't contiguous."""
     flat = tensor.detach().resolve_conj().resolve_neg().contiguous().reshape(-1)
     return memoryview(flat.view(torch.uint8).numpy())  # type: ignore[arg-type] # mypy's NumPy lacks the protocol
 
 
 def hash_blocks(data: memoryview) -> list[str]:
-    """The hash of each block of some bytes."""
+    """Hash each block."""
     return [hash_bytes(data[start : start + BLOCK_BYTES]) for start in range(0, len(data), BLOCK_BYTES)]
 
 
 class FileStream:
-    """A file that gets what was planned for it.
-
-    Args:
-        storage: Where.
-        save_id: The save.
-        plan: What lies in the file.
-        tensors: The whole tensors, by key.
-    """
+    """A file that is filled with the spans of its plan, in order."""
 
     def __init__(self, storage: Storage, save_id: str, plan: FilePlan, tensors: Mapping[str, TensorReport]) -> None:
         self.plan = plan
         self._storage = storage
         self._save_id = save_id
-        parts = [
+        tensors_in_file = [
             (
                 name_in_file(span.key, span.offsets, span.shape, tensors[span.key].shape),
                 tensors[span.key].dtype,
@@ -77,46 +70,38 @@ class FileStream:
             )
             for span in plan.spans
         ]
-        self._header, self._starts, self._size_bytes = make_header(parts)
+        self._header, self._starts, self._size_bytes = make_header(tensors_in_file)
         self._ends = [*self._starts[1:], self._size_bytes]
         self._hashes: list[list[str]] = [[] for _ in plan.spans]
         self._hasher = xxhash.xxh3_128()
-        self._number = 0
-        """Which span gets the next byte."""
+        self._span_index = 0
+        """The span that takes the next byte."""
         self._at = len(self._header)
         self._writer: FileWriter | None = None
         self._is_closed = False
 
     def add(self, span: Span, data: memoryview) -> None:
-        """Write the next bytes of a span; the first that has not got all yet.
-
-        Raises:
-            OSError: What the storage says.
-        """
-        self._skip_full()
-        assert self.plan.spans[self._number] == span, "bytes come in the file's order"
+        """Write the next bytes of a span, which must be the first incomplete one."""
+        self._skip_complete()
+        assert self.plan.spans[self._span_index] == span, "bytes come in the file's order"
         writer = self._open()
-        start, end = self._starts[self._number], self._ends[self._number]
+        start, end = self._starts[self._span_index], self._ends[self._span_index]
         while len(data):
-            # A hash is of a block of the span, and the last may be shorter.
+            # Blocks begin at the span's first byte, and the last may be shorter.
             block_end = min(end, self._at + BLOCK_BYTES - (self._at - start) % BLOCK_BYTES)
-            piece, data = data[: block_end - self._at], data[block_end - self._at :]
-            self._hasher.update(piece)
-            writer.write(piece)
-            self._at += len(piece)
+            chunk, data = data[: block_end - self._at], data[block_end - self._at :]
+            self._hasher.update(chunk)
+            writer.write(chunk)
+            self._at += len(chunk)
             if self._at == block_end:
-                self._hashes[self._number].append(self._hasher.hexdigest())
+                self._hashes[self._span_index].append(self._hasher.hexdigest())
                 self._hasher.reset()
-        self._skip_full()
-        if self._number == len(self.plan.spans):
+        self._skip_complete()
+        if self._span_index == len(self.plan.spans):
             self.close()
 
     def close(self) -> None:
-        """Make the file last; it must have got all.
-
-        Raises:
-            OSError: What the storage says.
-        """
+        """Make the complete file durable."""
         if self._is_closed:
             return
         assert self._at == self._size_bytes, "all has come"
@@ -124,12 +109,12 @@ class FileStream:
         self._is_closed = True
 
     def discard(self) -> None:
-        """Give up."""
+        """Remove the unfinished file."""
         if self._writer is not None:
             self._writer.discard()
 
     def report(self) -> FileReport:
-        """The file as it was written."""
+        """Describe the written file."""
         assert self._is_closed, "the file is written"
         return FileReport(
             self.plan.name,
@@ -146,10 +131,10 @@ class FileStream:
             self._writer.write(memoryview(self._header))
         return self._writer
 
-    def _skip_full(self) -> None:
-        """Go to the next span that lacks bytes."""
-        while self._number < len(self.plan.spans) and self._at == self._ends[self._number]:
-            self._number += 1
+    def _skip_complete(self) -> None:
+        """Advance to the next span that lacks bytes."""
+        while self._span_index < len(self.plan.spans) and self._at == self._ends[self._span_index]:
+            self._span_index += 1
 
 
 def write_file(
@@ -159,24 +144,13 @@ def write_file(
     tensors: Mapping[str, TensorReport],
     find: Callable[[Span], torch.Tensor],
 ) -> FileReport:
-    """Write a file, and make it last.
-
-    Args:
-        storage: Where.
-        save_id: The save.
-        plan: What.
-        tensors: The whole tensors, by key.
-        find: Gives the elements of a span, on the CPU.
-
-    Raises:
-        OSError: What the storage says; nothing of the file stays.
-    """
+    """Write a file durably; ``get_data`` returns a span's elements on the CPU. On an error the file is removed."""
     stream = FileStream(storage, save_id, plan, tensors)
     try:
         for span in plan.spans:
             data = bytes_of(find(span))
-            for at in range(0, len(data), _STEP_BYTES):
-                stream.add(span, data[at : at + _STEP_BYTES])
+            for at in range(0, len(data), _WRITE_BYTES):
+                stream.add(span, data[at : at + _WRITE_BYTES])
         stream.close()
     except BaseException:
         stream.discard()

@@ -94,9 +94,8 @@ def empty_joined(
 def _make(
     group: Backend, call: CollectiveSignature, size_bytes: int, joined: Sequence[tuple[int, int]], timeout: float
 ) -> tuple[torch.Tensor, list[ContiguousSharedView]]:
-    if group.collectives is None or not hasattr(group.collectives, "empty_symmetric"):
+    engine = group.engine("cpu")
+    if not hasattr(engine, "empty_symmetric"):
         return torch.empty(size_bytes, dtype=torch.uint8, device="cpu"), []
-    made: tuple[torch.Tensor, list[ContiguousSharedView]] = group.collectives.empty_symmetric(
-        call, size_bytes, timeout, joined
-    )
+    made: tuple[torch.Tensor, list[ContiguousSharedView]] = engine.empty_symmetric(call, size_bytes, timeout, joined)
     return made

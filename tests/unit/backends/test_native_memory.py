@@ -120,7 +120,7 @@ def test_the_engine_counts_without_wrapping():
         try:
             for stride, size in ((_WRAPPED, 8192), (4096, 4097)):
                 with pytest.raises(OSError, match="size of") as caught:
-                    group.collectives.compiled.map_arena(descriptor, 1, stride, size)
+                    group.engine("cpu").compiled.map_arena(descriptor, 1, stride, size)
                 assert caught.value.errno == errno.EOVERFLOW
         finally:
             os.close(descriptor)

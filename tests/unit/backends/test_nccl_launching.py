@@ -174,7 +174,7 @@ def test_exchanges_of_one_rank_leave_nothing_behind() -> None:
     group = alone()
     assert fd.all_to_all_single_uneven(torch.ones(2), [2], [2], group=group).tolist() == [1, 1]
     group.synchronize()
-    assert group.device_collectives._split_sizes._own == {}
+    assert group.engine("cuda")._split_sizes._own == {}
     group.close()
 
 
@@ -203,8 +203,8 @@ def test_a_captured_graph_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
         with pytest.raises(fd.UnsupportedOpError, match="graph"):
             find(group, cuda)
     monkeypatch.setattr(select, "is_capturing", lambda: False)
-    assert select.engine_of(group, cuda) is group.device_collectives
-    assert select.messages_of(group, cuda) is group.device_messages
+    assert select.engine_of(group, cuda) is group.engine("cuda")
+    assert select.messages_of(group, cuda) is group.p2p("cuda")
     group.close()
 
 

@@ -12,7 +12,15 @@ from typing import TYPE_CHECKING
 import pytest
 import torch
 
-from ferrodist.checkpoint import DistCheckpointError, PerRank, api, load_distributed, save_distributed, verify
+from ferrodist.checkpoint import (
+    DistCheckpointError,
+    PerRank,
+    api,
+    consensus,
+    load_distributed,
+    save_distributed,
+    verify,
+)
 from ferrodist.checkpoint.format.manifest import INDEX_NAME, MANIFEST_NAME
 from ferrodist.checkpoint.storage import RemoteStorage, local
 from ferrodist.checkpoint.storage.local import LocalStorage
@@ -263,3 +271,24 @@ def test_programs_without_a_group_that_save_to_one_path(tmp_path: Path) -> None:
         assert "saved" in outcomes
         assert len(outcomes) == 3
         load_distributed(path)
+
+
+def test_a_save_takes_five_object_collectives(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One agrees on the path, two plan through rank 0, and two commit through it."""
+    calls: list[tuple[int, str]] = []
+
+    def recording(name: str) -> None:
+        collective = getattr(consensus, name)
+
+        def record(*arguments: object, group: Backend, timeout: float) -> object:
+            calls.append((group.rank, name.removesuffix("_object")))
+            return collective(*arguments, group=group, timeout=timeout)
+
+        monkeypatch.setattr(consensus, name, record)
+
+    for name in ("all_gather_object", "broadcast_object", "gather_object", "scatter_object"):
+        recording(name)
+    run_ranks(lambda group: save_distributed({"a": torch.ones(3)}, tmp_path, group=group), 2, backend="simulated")
+    expected = ["all_gather", "gather", "scatter", "gather", "scatter"]
+    for rank in range(2):
+        assert [name for each, name in calls if each == rank] == expected

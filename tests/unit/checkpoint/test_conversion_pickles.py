@@ -24,7 +24,7 @@ from torch.distributed.checkpoint import save as save_with_torch
 
 from ferrodist.checkpoint import load_distributed
 from ferrodist.checkpoint.convert import import_dcp, import_torch_file
-from ferrodist.checkpoint.convert.dcp import _KNOWN, METADATA_NAME, decode_metadata
+from ferrodist.checkpoint.convert.dcp import _ALLOWED_GLOBALS, METADATA_NAME, decode_metadata
 from ferrodist.checkpoint.convert.torch_pickle import check_pickles
 from ferrodist.errors import DistCheckpointError
 
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 
 _CLASSES = [
-    *(getattr(metadata, name) for name in _KNOWN[metadata.__name__]),
+    *(getattr(metadata, name) for name in _ALLOWED_GLOBALS[metadata.__name__]),
     filesystem._StorageInfo,
     torch.Size,
     dict,
@@ -121,7 +121,7 @@ def _numbered(codes: bytes, form: str) -> st.SearchStrategy[bytes]:
 
 _PIECES = st.one_of(
     st.sampled_from([bytes([code]) for code in b"().]}NaestubRQ0123\x81\x85\x86\x87\x88\x89\x8f\x90\x91\x92\x93\x94l"]),
-    st.sampled_from([_named(module, name) for module, names in _KNOWN.items() for name in names]),
+    st.sampled_from([_named(module, name) for module, names in _ALLOWED_GLOBALS.items() for name in names]),
     st.sampled_from([_named("torch", "Size"), _named("torch", "float32"), _named("os", "system")]),
     st.sampled_from(["fqn", "offset", "size", "chunks", "properties", "state_dict_metadata", "a", ""]).map(_text),
     _numbered(b"hqKC\x8c", "<B"),

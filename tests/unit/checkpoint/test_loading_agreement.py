@@ -74,7 +74,7 @@ def test_more_files_than_may_be_open(tmp_path: Path) -> None:
 
 def test_threads_that_read_more_files_than_are_kept_open(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """No file is closed while one of them reads it."""
-    monkeypatch.setattr(local, "_MAX_OPEN", 2)
+    monkeypatch.setattr(local, "_MAX_OPEN_FILES", 2)
     for number in range(8):
         (tmp_path / str(number)).write_bytes(bytes([number]) * 1000)
     storage = LocalStorage(tmp_path)

@@ -28,11 +28,11 @@ _STATE = {"a": torch.arange(2_500_000)}
 @pytest.fixture
 def few_places(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     """As many files past the page cache as other tests have; all are given back."""
-    yield local_writer._direct_places
+    yield local_writer._direct_slots
     for _ in range(2):
-        assert local_writer._direct_places.acquire(blocking=False)
+        assert local_writer._direct_slots.acquire(blocking=False)
     for _ in range(2):
-        local_writer._direct_places.release()
+        local_writer._direct_slots.release()
 
 
 @pytest.mark.usefixtures("few_places")

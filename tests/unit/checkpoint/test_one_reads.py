@@ -33,7 +33,7 @@ def test_each_byte_is_read_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, chunk_bytes: int, backend: str
 ) -> None:
     """All ranks get their parts, whole ones too, in one chunk or many; rank 0 alone reads, and reads nothing twice."""
-    monkeypatch.setattr(load, "_CHUNK_BYTES", chunk_bytes)
+    monkeypatch.setattr(load, "_MESSAGE_BYTES", chunk_bytes)
     values = _save(tmp_path)
     read_bytes: list[int] = []
     original = LocalStorage.read
@@ -83,14 +83,14 @@ def test_damage_is_told_to_all(tmp_path: Path) -> None:
 def test_a_rank_without_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """It is told to all ranks before anything is sent, whichever rank it is."""
     _save(tmp_path)
-    most_bytes, here = load._most_bytes, threading.local()
+    most_bytes, here = load._max_message_bytes, threading.local()
 
     def most(*args: object) -> int:
         if here.is_short:
             raise MemoryError
         return most_bytes(*args)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(load, "_most_bytes", most)
+    monkeypatch.setattr(load, "_max_message_bytes", most)
 
     def program(group: Backend) -> None:
         for short in (0, 1):

@@ -218,7 +218,7 @@ def test_full_disk(sharded, tmp_path, monkeypatch):
     ("arguments", "error", "message"),
     [
         ({"num_ranks": 0}, ValueError, "num_ranks must be at least 1, not 0"),
-        ({"num_ranks": "2"}, TypeError, "num_ranks must be an int, not str"),
+        ({"num_ranks": "2"}, TypeError, "num_ranks must be an integer, not"),
         ({"num_ranks": 2, "dim": 1.5}, TypeError, "dim must be an int, a function"),
         ({"num_ranks": 2, "max_memory_bytes": 1}, ValueError, "max_memory_bytes must be at least 16777216, not 1"),
         ({"num_ranks": 2, "max_file_bytes": 0}, ValueError, "max_file_bytes must be at least 1"),

@@ -15,7 +15,7 @@ from fsspec.implementations.local import LocalFileSystem
 from fsspec.registry import known_implementations
 
 from ferrodist.checkpoint import load_distributed, save_distributed, verify
-from ferrodist.checkpoint.retention import remove_unfinished, stale_files
+from ferrodist.checkpoint.retention import remove_uncommitted, stale_files
 from ferrodist.checkpoint.storage import LocalStorage, RemoteStorage, local_writer, open_storage, remote
 from ferrodist.checkpoint.storage.base import describe_process
 from ferrodist.checkpoint.storage.local_writer import LocalWriter
@@ -528,7 +528,7 @@ def test_a_living_save_keeps_its_files(reopen):
     assert other.has_leftovers(SAVE)
     other.remove_leftovers()
     assert not stale_files(other) & {name_of(SAVE)}
-    remove_unfinished(other)
+    remove_uncommitted(other)
     living.publish(SAVE, [name_of(SAVE)])
     assert living.get(name_of(SAVE)) == b"elements"
     living.put("metadata.json", b"{}")

@@ -104,21 +104,22 @@ class _TimedCollectives(ReferenceEngine):
         super().__init__(group)
         self.timeouts = []
 
-    def allreduce(self, *args, timeout, **options):
-        self.timeouts.append(timeout)
-        super().allreduce(*args, timeout=timeout, **options)
+    def run(self, op, sequence):
+        if op.kind == "allreduce":
+            self.timeouts.append(op.timeout)
+        return super().run(op, sequence)
 
 
 def test_coalesced_operations_travel_as_one_whatever_their_timeouts():
     """Ranks join the same operations though each has other timeouts; the smallest holds for all of them."""
 
     def program(group):
-        group.collectives = _TimedCollectives(group)
+        group.use_engine("cpu", _TimedCollectives(group))
         with fd.coalesce():
             pending = [fd.async_allreduce(torch.ones(2), timeout=timeout) for timeout in (30 + group.rank, 30, 40)]
         for handle in pending:
             assert handle.wait().tolist() == [2.0, 2.0]
-        return group.collectives.timeouts
+        return group.engine("cpu").timeouts
 
     assert run_ranks(program, 2) == [[30.0], [30.0]]
 

@@ -52,13 +52,13 @@ class _Only:
 @contextmanager
 def _way(group, way):
     """Have this rank go one way only: a short one that can't be gone to its end is an error."""
-    messages = group.tensor_messages
-    assert messages is not None
-    group.tensor_messages = _Only(messages) if way == "short" else None
+    path = group.fast_path
+    assert path.p2p is not None
+    group.fast_path = path._replace(p2p=_Only(path.p2p) if way == "short" else None)
     try:
         yield
     finally:
-        group.tensor_messages = messages
+        group.fast_path = path
 
 
 def _tensors():

@@ -304,7 +304,7 @@ def test_conjugates():
         torch.testing.assert_close((mine * scale).full_tensor(), whole.conj() * weight)
         given = fd.distribute(whole.conj(), mesh, Replicate(), src=None)
         torch.testing.assert_close((given * given).full_tensor(), whole.conj() * whole.conj())
-        with pytest.raises(UnsupportedOpError, match="would write to a view whose parts had to be moved"):
+        with pytest.raises(UnsupportedOpError, match="would write to a view whose shards had to be redistributed"):
             tensor.conj().mul_(2)
         for fold in (torch.var, torch.std, torch.linalg.vector_norm, lambda one: torch.logsumexp(one, 0)):
             torch.testing.assert_close(fold(tensor).full_tensor(), fold(whole))

@@ -9,9 +9,12 @@ from __future__ import annotations
 import weakref
 from typing import TYPE_CHECKING, Any
 
-from ferrodist.backends.control_plane import ControlPlaneBackend, control_of
+from typing_extensions import override
+
+from ferrodist.backends.control_plane import ControlPlaneBackend
 from ferrodist.backends.cuda import allow_queries_during_capture, streams_of
 from ferrodist.backends.lifecycle import snapshot_weak
+from ferrodist.backends.native.backend import open_host_group
 from ferrodist.backends.nccl.collectives import NcclEngine
 from ferrodist.backends.nccl.communicator import load_nccl, why_no_nccl
 from ferrodist.backends.nccl.p2p import NcclP2P
@@ -39,7 +42,7 @@ if TYPE_CHECKING:
 def reasons_without_nccl(control: Backend, deadline: Deadline) -> dict[int, str]:
     """The reasons why ranks can't use NCCL, by rank; collective."""
     own = (why_no_nccl() or "").encode()[:MAX_PAYLOAD]
-    answers = control.agreement.reach(CollectiveSignature(operation="is there NCCL", payload=own), deadline.remaining())
+    answers = control.verifier.verify(CollectiveSignature(operation="is there NCCL", payload=own), deadline.remaining())
     return {rank: reason.decode(errors="replace") for rank, reason in enumerate(answers) if reason}
 
 
@@ -79,15 +82,13 @@ class NcclGroup(ControlPlaneBackend):
         self._stream = stream
         self._library = library
         self._streams = streams
-        self.agreement = control.agreement
-        self.collectives = control.collectives
-        self.quick = control.quick
-        self.tensor_messages = control.tensor_messages
+        self.verifier = control.verifier
+        self.use_engine("cpu", control.engine("cpu"), control.p2p("cpu"))
+        self.fast_path = control.fast_path
         self._watchdog = Watchdog(f"ferrodist-nccl-{control.name}-{control.rank}", allow_queries_during_capture)
         self._executors: weakref.WeakValueDictionary[int, StreamExecutor] = weakref.WeakValueDictionary()  # by group
         self._executor = self._executor_of(self)
-        self.device_collectives = NcclEngine(self, self._executor)
-        self.device_messages = NcclP2P(self, self._executor)
+        self.use_engine("cuda", NcclEngine(self, self._executor), NcclP2P(self, self._executor))
         self.on_synchronize(self._executor.synchronize)
 
     @classmethod
@@ -97,7 +98,7 @@ class NcclGroup(ControlPlaneBackend):
         Raises:
             BackendUnavailable: On all ranks, when one can't use NCCL; with the reason.
         """
-        control = control_of(membership, timeout, deadline)
+        control = open_host_group(membership, timeout, deadline)
         try:
             cls._check_nccl(control, deadline)
             return cls(control)
@@ -154,7 +155,7 @@ class NcclGroup(ControlPlaneBackend):
         if self._is_closed:
             return
         self._is_closed = True
-        self.quick = self.tensor_messages = None  # like the control group's own
+        self.fast_path = None  # like the control group's own
         for executor in snapshot_weak(self._executors.values):
             executor.release(self.failure)
         self._watchdog.close()
@@ -174,15 +175,12 @@ class NcclGroup(ControlPlaneBackend):
             executor.release(self._control.subgroup_failure(group_id, members))
         super().close_subgroup(group_id, members)
 
-    def subgroup_device_collectives(self, subgroup: Backend) -> NcclEngine:
-        """See `Backend.subgroup_device_collectives`."""
+    @override
+    def equip_subgroup(self, subgroup: Backend) -> None:
+        super().equip_subgroup(subgroup)
         executor = self._executor_of(subgroup)
         subgroup.on_synchronize(executor.synchronize)
-        return NcclEngine(subgroup, executor)
-
-    def subgroup_device_messages(self, subgroup: Backend) -> NcclP2P:
-        """See `Backend.subgroup_device_messages`."""
-        return NcclP2P(subgroup, self._executor_of(subgroup))
+        subgroup.use_engine("cuda", NcclEngine(subgroup, executor), NcclP2P(subgroup, executor))
 
 
 class NcclBackend(NcclGroup):
@@ -269,7 +267,7 @@ class HybridBackend(NcclGroup):
 
 def best_backend(membership: Membership, timeout: float, deadline: Deadline) -> Backend:
     """The group of ``init_process_group(None)``: hybrid where all ranks have NCCL and a GPU, else without NCCL."""
-    control = control_of(membership, timeout, deadline)
+    control = open_host_group(membership, timeout, deadline)
     try:
         return control if reasons_without_nccl(control, deadline) else HybridBackend(control)
     except BaseException:

@@ -238,7 +238,7 @@ class NcclP2P:
 
 
 def _executor_of(pair: Backend) -> StreamExecutor:
-    messages: NcclP2P = pair.device_messages
+    messages: NcclP2P = pair.p2p("cuda")
     return messages.executor
 
 

@@ -12,10 +12,11 @@ import os
 import socket
 import threading
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 from ferrodist.backends.abort_reason import pack_reason, unpack_reason
 from ferrodist.backends.lifecycle import track
+from ferrodist.backends.liveness import LivenessProbe
 from ferrodist.backends.mailbox import EAGER_LIMIT, Message
 from ferrodist.backends.mailbox_backend import MAX_AHEAD, MailboxBackend, PeerExit, Send
 from ferrodist.backends.request import Stragglers
@@ -31,7 +32,6 @@ from ferrodist.backends.tcp.connection import (
     tune,
 )
 from ferrodist.backends.tcp.io_loop import BLOCK_BYTES, IoLoop
-from ferrodist.backends.tcp.liveness import TcpLivenessProbe
 from ferrodist.backends.tcp.wire import MAX_PAYLOAD, Frame, FrameType
 from ferrodist.deadline import Deadline, check_timeout
 from ferrodist.errors import DistributedError, ProtocolError, RendezvousError, ranks_text
@@ -128,6 +128,8 @@ class TcpBackend(MailboxBackend):
         self._incoming: dict[tuple[int, int], Message] = {}  # by source and number: offered to this rank, not whole
         self._changed = threading.Condition()
         self._ready = False
+        self.relays_messages = True
+        """Whether messages between other ranks pass through rank 0."""
         self._actions: dict[FrameType, Callable[[FramedConnection, Frame, memoryview | bytes], None]] = {
             FrameType.OFFER: self._on_offer,
             FrameType.GRANT: self._on_grant,
@@ -140,7 +142,8 @@ class TcpBackend(MailboxBackend):
             FrameType.PING: self._on_ping,
             FrameType.PONG: self._on_pong,
         }
-        self._life_signs = TcpLivenessProbe(rank, self._links, self._push, self._changed)
+        self._liveness = LivenessProbe(self._ping, self._wait_for_change, self._num_reads_from, self._is_unread)
+        self._unwritten_answers: set[int] = set()  # ranks for which a PONG waits to be written
         self._process = os.getpid()
         track(self)
         with naming_limits(f"rank {rank} of group {name!r} can't be made", (rank,)):
@@ -165,45 +168,11 @@ class TcpBackend(MailboxBackend):
         Rank 0 listens on a free port next to its store and publishes the address; the others dial it.
 
         Args:
-            membership: What the rendezvous gave.
+            membership: The result of the rendezvous.
             timeout: Seconds a blocking call may take when it names no timeout itself.
             deadline: When all ranks must have connected.
         """
-        store = membership.store
-        listener = None
-        try:
-            if membership.rank == 0 and membership.world_size > 1:
-                listener = cls._listen(membership)
-                host, port = listener.getsockname()[:2]
-                store.set(_ADDRESS_KEY, format_address(host, port).encode(), timeout=deadline.remaining())
-            alone = membership.world_size == 1
-            told = "" if alone else read_published(store.get(_ADDRESS_KEY, timeout=deadline.remaining()))
-            return cls(
-                membership.rank,
-                membership.world_size,
-                told,
-                secret=membership.secret,
-                timeout=timeout,
-                job=membership.job,
-                listener=listener,
-                connect_timeout=deadline.remaining(),
-            )
-        except BaseException:
-            if listener is not None:
-                listener.close()
-            raise
-
-    @staticmethod
-    def _listen(membership: Membership) -> socket.socket:
-        """Listen as rank 0, if it can have as many connections as there are ranks; else all ranks are told."""
-        family = socket.AF_INET6 if ":" in membership.host else socket.AF_INET
-        try:
-            with naming_limits(f"rank 0 can't connect {membership.world_size} ranks", (0,)):
-                check_descriptors(membership.world_size + _OWN_DESCRIPTORS)
-                return socket.create_server((membership.host, 0), family=family)
-        except RendezvousError as error:
-            membership.store.set(_ADDRESS_KEY, refusal_of(error))
-            raise
+        return join_members(cls, membership, timeout, deadline)
 
     def _connect(
         self, address: str, secret: bytes, job: str, listener: socket.socket | None, deadline: Deadline
@@ -318,6 +287,12 @@ class TcpBackend(MailboxBackend):
             offset=offset,
         )
 
+    def local_host(self) -> str:
+        """This rank's address on the interface that leads to rank 0, or on rank 0 to another rank."""
+        for link in self._links.values():
+            return str(link.sock.getsockname()[0])
+        return "127.0.0.1"
+
     def _link_to(self, rank: int) -> FramedConnection | None:
         return self._links.get(rank if self.rank == _HUB else _HUB)
 
@@ -336,23 +311,38 @@ class TcpBackend(MailboxBackend):
         """
         if within == 0 or peers == (_HUB,) or self.failure is not None:
             return Stragglers(ranks=peers)
-        silent = self._life_signs.find_silent({*peers, _HUB} - {self.rank}, within)
-        if _HUB in silent and not self._is_relayed(peers):  # which the others' answers are, so nothing is known of them
+        silent = self._liveness.find_silent({*peers, _HUB} - {self.rank}, within)
+        if _HUB in silent and not self.relays_messages:  # which the others' answers are, so nothing is known of them
             return Stragglers(ranks=(_HUB,) if _HUB in peers else peers)
         if _HUB in silent:
             role = f"rank 0 of group {self.name!r}, which passes on what others send each other,"
             return Stragglers(ranks=(_HUB,), detail=f" ({role} does not answer)", is_relay=True)
         if not silent:
             return Stragglers(ranks=peers)
-        who = f"{ranks_text(sorted(silent))} of group {self.name!r}"
-        return Stragglers(
-            ranks=tuple(sorted(silent)), detail=f" ({who} {'does' if len(silent) == 1 else 'do'} not answer)"
-        )
+        who = f"{ranks_text(silent)} of group {self.name!r}"
+        return Stragglers(ranks=silent, detail=f" ({who} {'does' if len(silent) == 1 else 'do'} not answer)")
 
-    def _is_relayed(self, peers: tuple[int, ...]) -> bool:
-        """Whether messages of some of these ranks, or of any when there are none, pass through rank 0."""
-        del peers
-        return True
+    def _ping(self, rank: int) -> None:
+        self._push(QueuedFrame(Frame(kind=FrameType.PING, source=self.rank, destination=rank)))
+
+    def _answer(self, rank: int) -> None:
+        """Tell a rank that this one is there, once for all that it has asked meanwhile."""
+        if rank not in self._unwritten_answers:
+            self._unwritten_answers.add(rank)
+            frame = Frame(kind=FrameType.PONG, source=self.rank, destination=rank)
+            self._push(QueuedFrame(frame, on_written=partial(self._unwritten_answers.discard, rank)))
+
+    def _wait_for_change(self, is_done: Callable[[], bool], seconds: float) -> None:
+        with self._changed:
+            self._changed.wait_for(is_done, seconds)
+
+    def _num_reads_from(self, rank: int) -> int:
+        link = self._links.get(rank)
+        return 0 if link is None else link.num_reads
+
+    def _is_unread(self, rank: int) -> bool:
+        link = self._links.get(rank)
+        return link is not None and link.blocked_by is not None
 
     # What comes in: called by the loop's thread.
 
@@ -445,13 +435,14 @@ class TcpBackend(MailboxBackend):
             self._refuse(link, frame, f"an ABORT frame with {error}")
             return
         if self._is_told(link, frame):
-            self._fail_group(frame.group, reason)
+            self.fail_group(frame.group, reason)
 
     def _on_left(self, link: FramedConnection, frame: Frame, _payload: memoryview | bytes) -> None:
         link.has_left |= frame.group == _WORLD and frame.source == link.peer
         if self._is_told(link, frame):
-            self._await_sent(frame.source, frame.message)
-            self._peer_left(frame.group, frame.source)
+            for observer in self._observers:
+                observer.await_sent(frame.source, frame.message)
+            self.peer_left(frame.group, frame.source)
 
     def _is_told(self, link: FramedConnection, frame: Frame) -> bool:
         """Whether to act on a notice of a group's end: not on one of a group that its sender is no member of."""
@@ -461,20 +452,20 @@ class TcpBackend(MailboxBackend):
         return self._is_member(frame.group, frame.source)
 
     def _on_died(self, _link: FramedConnection, frame: Frame, _payload: memoryview | bytes) -> None:
-        self._peer_died(frame.source, _death(f"its connection to rank 0 of group {self.name!r} ended"))
+        self.peer_died(frame.source, _death(f"its connection to rank 0 of group {self.name!r} ended"))
 
     def _on_ready(self, _link: FramedConnection, _frame: Frame, _payload: memoryview | bytes) -> None:
         self._ready = True
 
     def _on_ping(self, _link: FramedConnection, frame: Frame, _payload: memoryview | bytes) -> None:
-        self._life_signs.answer(frame.source)
+        self._answer(frame.source)
 
     def _on_pong(self, _link: FramedConnection, frame: Frame, _payload: memoryview | bytes) -> None:
-        self._life_signs.note(frame.source)
+        self._liveness.on_answer(frame.source)
 
     def link_blocked(self, link: FramedConnection) -> None:
-        """A rank whose frames are not read now can't ask whether this one is there: tell it."""
-        self._life_signs.answer(link.peer)
+        """Tell a rank that this one is there: its PING can't be read while its messages pile up for another rank."""
+        self._answer(link.peer)
 
     def link_ended(self, link: FramedConnection, reason: str, *, by_violation: bool) -> None:
         """A connection is gone: its rank has left or died, and at the hub's end so has every way to others."""
@@ -485,14 +476,14 @@ class TcpBackend(MailboxBackend):
                 self._mailbox.withdraw(message)
         if not link.has_left:
             violation = PeerExit(kind=ProtocolError, what=f"broke the protocol: {reason}")
-            self._peer_died(link.peer, violation if by_violation else _death(reason))
+            self.peer_died(link.peer, violation if by_violation else _death(reason))
         if self.rank == _HUB:
             for other in () if link.has_left else tuple(self._links):
                 self._push(QueuedFrame(Frame(kind=FrameType.DIED, source=link.peer, destination=other)))
         else:
             unreachable = PeerExit(what="can't be reached", relay=_HUB)
             for other in range(1, self.world_size):
-                self._peer_left(_WORLD, other, unreachable)
+                self.peer_left(_WORLD, other, unreachable)
         with self._changed:
             self._changed.notify_all()
 
@@ -500,10 +491,10 @@ class TcpBackend(MailboxBackend):
         """The loop has a defect: fail everything, rather than leave ranks waiting."""
         self._links.clear()
         for group_id in list(self._members):
-            number, who = self._describe(group_id, self.rank)
+            number, who = self.describe_rank(group_id, self.rank)
             failure = DistributedError(f"the connections of {who} ended by a defect: {error!r}", ranks=(number,))
             failure.__cause__ = error
-            self._fail_group(group_id, failure)
+            self.fail_group(group_id, failure)
 
     def _forget_messages(self, applies: Callable[[Message], bool]) -> None:
         super()._forget_messages(applies)
@@ -534,17 +525,9 @@ class TcpBackend(MailboxBackend):
     def _notify_left(self, group_id: int, members: tuple[int, ...]) -> None:
         for rank in members:
             if rank != self.rank:
-                count = self._num_sent(rank)
+                count = sum(observer.num_sent(rank) for observer in self._observers)
                 frame = Frame(kind=FrameType.LEFT, source=self.rank, destination=rank, group=group_id, message=count)
                 self._push(QueuedFrame(frame))
-
-    def _num_sent(self, rank: int) -> int:
-        """How much has been sent to a rank by a way that the news of this rank's leaving may overtake."""
-        del rank
-        return 0
-
-    def _await_sent(self, rank: int, count: int) -> None:
-        """Wait, not long, until so much has come from a rank; called by the loop's thread."""
 
     def close(self, timeout: float | None = None) -> None:
         """Leave the group; see `Backend.close`.
@@ -567,22 +550,67 @@ class TcpBackend(MailboxBackend):
         """In a forked child: the group stays the parent's, and using it here raises ``error``, and does not hang."""
         self._state_lock = threading.Lock()  # the parent's threads may have held it
         self._ended = error  # looked at before anything that could wait for another of its locks
-        self._forget_in_child()
-
-    def _forget_in_child(self) -> None:
-        """In a forked child: drop what is the parent's."""
+        for observer in self._observers:
+            observer.on_forked()
 
     def _drain(self, deadline: Deadline) -> None:
         """Wait until all is written and the peers have closed their side too, so that no last word is lost.
 
         Closing a socket with unread input resets the connection, which would destroy what the peer has not read yet.
         """
+        for observer in self._observers:
+            observer.drain(deadline)
         with self._changed:
             while self._links and not deadline.expired:
                 for link in list(self._links.values()):
                     if not link.waiting and (self.rank != _HUB or link.has_left):
                         link.finish_writing()
                 self._changed.wait(min(_FLUSH_POLL_SECONDS, deadline.remaining()))
+
+
+_Group = TypeVar("_Group")
+
+
+def join_members(make: Callable[..., _Group], membership: Membership, timeout: float, deadline: Deadline) -> _Group:
+    """Make the group of all ranks that met; ``make`` takes the arguments of `TcpBackend`.
+
+    See `TcpBackend.from_membership`.
+    """
+    store = membership.store
+    listener = None
+    try:
+        if membership.rank == 0 and membership.world_size > 1:
+            listener = _listen(membership)
+            host, port = listener.getsockname()[:2]
+            store.set(_ADDRESS_KEY, format_address(host, port).encode(), timeout=deadline.remaining())
+        is_alone = membership.world_size == 1
+        address = "" if is_alone else read_published(store.get(_ADDRESS_KEY, timeout=deadline.remaining()))
+        return make(
+            membership.rank,
+            membership.world_size,
+            address,
+            secret=membership.secret,
+            timeout=timeout,
+            job=membership.job,
+            listener=listener,
+            connect_timeout=deadline.remaining(),
+        )
+    except BaseException:
+        if listener is not None:
+            listener.close()
+        raise
+
+
+def _listen(membership: Membership) -> socket.socket:
+    """Listen as rank 0, if it can have as many connections as there are ranks; else all ranks are told."""
+    family = socket.AF_INET6 if ":" in membership.host else socket.AF_INET
+    try:
+        with naming_limits(f"rank 0 can't connect {membership.world_size} ranks", (0,)):
+            check_descriptors(membership.world_size + _OWN_DESCRIPTORS)
+            return socket.create_server((membership.host, 0), family=family)
+    except RendezvousError as error:
+        membership.store.set(_ADDRESS_KEY, refusal_of(error))
+        raise
 
 
 class _Bytes:

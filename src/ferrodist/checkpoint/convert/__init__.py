@@ -1,4 +1,4 @@
-"""Checkpoints of other makers, to ours and back, by one process in bounded memory."""
+"""Conversion of checkpoints from and to other formats, by one process in bounded memory."""
 
 from ferrodist.checkpoint.convert.dcp import export_dcp, import_dcp
 from ferrodist.checkpoint.convert.hugging_face import export_hugging_face, import_hugging_face

@@ -1,11 +1,7 @@
-"""Tensors in files of other makers, as what `rewriting` takes.
+"""Conversion between checkpoints and other formats: external tensors as a source, and materialized state for writers.
 
-Where their bytes lie as they are wanted, row-major in a file, the reader of checkpoints reads them, with a manifest
-that is made up for it; what doesn't lie so is loaded whole.
-
-A checkpoint's state with whole tensors, for writers of other formats, which want all of it at once.
-
-The tensors are files in a folder of their own, mapped to memory: the system keeps of them what memory there is for.
+Tensors that are row-major in external files are read by the checkpoint reader, through a temporary manifest; others are
+loaded whole. Writers of other formats want the full state at once: its tensors are memory-mapped temporary files.
 """
 
 from __future__ import annotations
@@ -29,7 +25,7 @@ from ferrodist.checkpoint.reader import CheckpointReader
 from ferrodist.checkpoint.retention import read_manifest
 from ferrodist.checkpoint.shard_metadata import ShardMetadata
 from ferrodist.checkpoint.storage import open_storage
-from ferrodist.checkpoint.tools.reshard import BAND_BYTES, Progress, RewriteSource, row_blocks
+from ferrodist.checkpoint.tools.reshard import ROW_BLOCK_BYTES, ProgressCounter, RewriteSource, row_blocks
 from ferrodist.checkpoint.writer import BLOCK_BYTES
 from ferrodist.errors import DistCheckpointError
 from ferrodist.tensor.local_shards import Box
@@ -43,13 +39,13 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class RawPart:
+class FileShard:
     """A box of a tensor, row-major in a file.
 
     Args:
-        box: Which elements.
+        box: The elements.
         file: The file's name.
-        start: Its first byte there.
+        start: The first byte in the file.
     """
 
     box: Box
@@ -58,12 +54,12 @@ class RawPart:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class LoadedPart:
-    """A box of a tensor that is loaded whole when it is wanted.
+class LazyShard:
+    """A box of a tensor that is loaded whole when it is needed.
 
     Args:
-        box: Which elements.
-        load: Gives them.
+        box: The elements.
+        load: Returns them.
     """
 
     box: Box
@@ -72,31 +68,27 @@ class LoadedPart:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExternalTensor:
-    """A tensor in files of another maker; stands for it in a state.
+    """A tensor in files of another format; stands for it in a state.
 
     Args:
-        shape: Of the whole.
-        dtype: Torch's name of it.
-        parts: The tensor together, all of one kind.
+        shape: The full tensor's shape.
+        dtype: torch's name of its dtype.
+        parts: Shards that cover the tensor, all of one kind.
     """
 
     shape: tuple[int, ...]
     dtype: str
-    parts: Sequence[RawPart] | Sequence[LoadedPart]
+    parts: Sequence[FileShard] | Sequence[LazyShard]
 
     @property
     def size_bytes(self) -> int:
-        """Of its elements."""
+        """The size of its elements."""
         return prod(self.shape) * dtype_from_name(self.dtype).itemsize
 
 
 @contextlib.contextmanager
-def explain_external(where: str) -> Iterator[None]:
-    """Say of what the block can't use that it is in a file of another maker.
-
-    Raises:
-        DistCheckpointError: For what the block raises but such errors.
-    """
+def conversion_errors(where: str) -> Iterator[None]:
+    """Convert errors of the block to DistCheckpointError, with the name of the external file."""
     try:
         yield
     except DistCheckpointError:
@@ -111,43 +103,39 @@ def _first_line(error: Exception) -> str:
     return str(error).strip().partition("\n")[0] or type(error).__name__
 
 
-def make_contents(state: Any, storage: Storage) -> RewriteSource:
-    """A state, in which `ExternalTensor`s may be where tensors are, for `rewrite`.
-
-    Args:
-        state: Nested dicts, lists and tuples; its own tensors are taken as they are.
-        storage: Has the files.
+def make_rewrite_source(state: Any, storage: Storage) -> RewriteSource:
+    """Return a state that may have `ExternalTensor` leaves as a source for `rewrite`.
 
     Raises:
         TypeError, ValueError: A part of it can't be saved.
-        DistCheckpointError: A tensor's parts are not the tensor.
+        DistCheckpointError: A tensor's shards don't cover it.
     """
-    foreign: dict[int, ExternalTensor] = {}
+    external: dict[int, ExternalTensor] = {}
     encoder = Encoder(0)
-    tree = encoder.encode(_with_stands(state, foreign))
+    tree = encoder.encode(_with_placeholders(state, external))
     for key, tensor in encoder.tensors.items():
         if tensor.dim() > MAX_DIMS:
             raise ValueError(f"tensor {key!r} has {tensor.dim()} dims, and {MAX_DIMS} are the most")
-    known = {key: foreign[id(tensor)] for key, tensor in encoder.tensors.items() if id(tensor) in foreign}
+    known = {key: external[id(tensor)] for key, tensor in encoder.tensors.items() if id(tensor) in external}
     for key, each in known.items():
         _check_whole(key, each, storage.url)
     own = {key: tensor for key, tensor in encoder.tensors.items() if key not in known}
     shapes = {key: (tuple(tensor.shape), dtype_name(tensor.dtype)) for key, tensor in encoder.tensors.items()}
-    return RewriteSource(tree=tree, tensors=shapes, source=_Source(storage, known, own))
+    return RewriteSource(tree=tree, tensors=shapes, source=_ExternalSource(storage, known, own))
 
 
-def _with_stands(node: Any, foreign: dict[int, ExternalTensor]) -> Any:
-    """The state with tensors of right shapes in the places of foreign ones, of which only one element is in memory."""
+def _with_placeholders(node: Any, external: dict[int, ExternalTensor]) -> Any:
+    """Replace external tensors by tensors of the same shape that have one element in memory."""
     if isinstance(node, ExternalTensor):
         dtype = dtype_from_name(node.dtype)
         first = torch.empty((1,) * len(node.shape), dtype=dtype, device="cpu")
-        stand = first.expand(node.shape)
-        foreign[id(stand)] = node
-        return stand
+        placeholder = first.expand(node.shape)
+        external[id(placeholder)] = node
+        return placeholder
     if isinstance(node, dict):
-        return {key: _with_stands(each, foreign) for key, each in node.items()}
+        return {key: _with_placeholders(each, external) for key, each in node.items()}
     if type(node) in (list, tuple):
-        return type(node)(_with_stands(each, foreign) for each in node)
+        return type(node)(_with_placeholders(each, external) for each in node)
     return node
 
 
@@ -168,22 +156,22 @@ def _check_whole(key: str, tensor: ExternalTensor, where: str) -> None:
         raise DistCheckpointError(f"{where}: the parts of tensor {key!r} overlap, or are not all of it")
 
 
-class _Source:
-    """A `BoxSource` of foreign tensors, and of some in memory."""
+class _ExternalSource:
+    """A `BoxSource` of external tensors, and of some in memory."""
 
     def __init__(
-        self, storage: Storage, foreign: Mapping[str, ExternalTensor], own: Mapping[str, torch.Tensor]
+        self, storage: Storage, external: Mapping[str, ExternalTensor], own: Mapping[str, torch.Tensor]
     ) -> None:
-        raw = {key: each for key, each in foreign.items() if all(isinstance(part, RawPart) for part in each.parts)}
+        raw = {key: each for key, each in external.items() if all(isinstance(part, FileShard) for part in each.parts)}
         self._raw = raw.keys()
-        self._loaded = {key: each for key, each in foreign.items() if key not in raw}
+        self._loaded = {key: each for key, each in external.items() if key not in raw}
         self._own = own
         self._url = storage.url
         self._reader = CheckpointReader(storage, _manifest_of(storage, raw), verify=False)
-        self._last: tuple[object, torch.Tensor] | None = None
+        self._cached_shard: tuple[object, torch.Tensor] | None = None
 
     def read_box(self, key: str, box: Box, target: torch.Tensor) -> None:
-        """See `BoxSource`."""
+        """Fill a tensor with a box of a tensor."""
         if key in self._raw:
             self._reader.read_box(key, box, target)
         elif key in self._own:
@@ -195,17 +183,17 @@ class _Source:
                     common.within(box).take(target).copy_(common.within(part.box).take(self._load(key, part)))
 
     def _load(self, key: str, part: Any) -> torch.Tensor:
-        """A part; the last one is kept, for bands follow each other in it."""
-        if self._last is None or self._last[0] is not part:
-            self._last = None
-            with explain_external(f"{self._url}: {key!r}"):
-                self._last = part, part.load()
-        return self._last[1]
+        """Load a shard; the last one is cached, since consecutive row blocks are in the same one."""
+        if self._cached_shard is None or self._cached_shard[0] is not part:
+            self._cached_shard = None
+            with conversion_errors(f"{self._url}: {key!r}"):
+                self._cached_shard = part, part.load()
+        return self._cached_shard[1]
 
 
 def _manifest_of(storage: Storage, tensors: Mapping[str, ExternalTensor]) -> Manifest:
-    """Where raw tensors lie, as if we had written them; there are no hashes."""
-    parts = [part for each in tensors.values() for part in each.parts if isinstance(part, RawPart)]
+    """Return a manifest of file shards, without hashes."""
+    parts = [part for each in tensors.values() for part in each.parts if isinstance(part, FileShard)]
     names = list(dict.fromkeys(part.file for part in parts))
     files = []
     for name in names:
@@ -214,7 +202,7 @@ def _manifest_of(storage: Storage, tensors: Mapping[str, ExternalTensor]) -> Man
         except FileNotFoundError:
             raise DistCheckpointError(f"{storage.url}/{name} is missing") from None
         files.append(FileEntry(name=name, size_bytes=size, header_bytes=0, header_hash=""))
-    places = {name: place for place, name in enumerate(names)}
+    indices = {name: place for place, name in enumerate(names)}
     entries = {}
     for key, each in tensors.items():
         itemsize = dtype_from_name(each.dtype).itemsize
@@ -222,13 +210,13 @@ def _manifest_of(storage: Storage, tensors: Mapping[str, ExternalTensor]) -> Man
             ShardEntry(
                 offsets=part.box.offsets,
                 shape=part.box.shape,
-                file=places[part.file],
+                file=indices[part.file],
                 start=part.start,
                 stop=part.start + part.box.numel * itemsize,
                 hashes=[],
             )
             for part in each.parts
-            if isinstance(part, RawPart)
+            if isinstance(part, FileShard)
         ]
         entries[key] = TensorEntry(shape=each.shape, dtype=each.dtype, placement="", shards=shards)
     return Manifest(
@@ -246,78 +234,80 @@ def _manifest_of(storage: Storage, tensors: Mapping[str, ExternalTensor]) -> Man
 @contextlib.contextmanager
 def materialize(
     path: str | os.PathLike[str],
-    beside: Path,
+    scratch_folder: Path,
     *,
     storage_options: Mapping[str, Any] | None,
     progress: ProgressCallback | None,
 ) -> Iterator[Any]:
-    """The state of a checkpoint, as long as the block runs.
+    """Provide a checkpoint's full state during the block.
 
-    NumPy arrays and numbers come as tensors and Python's numbers, and what each rank had its own of as a dict by ranks,
-    as text: readers of other formats take no more than these.
+    NumPy arrays and numbers become tensors and Python's numbers, and `PerRank` values a dict by rank, since readers of
+    other formats support no more.
 
     Args:
         path: The checkpoint.
-        beside: In this folder the tensors' files are made, and removed at the end; it needs room for all of them.
-        storage_options: For fsspec's file system, if the path is a URL.
-        progress: Told how many bytes are read, and of how many.
+        scratch_folder: The folder for temporary files of the tensors; it needs room for all of them.
+        storage_options: Options of fsspec's file system, if the path is a URL.
+        progress: Called with the bytes read, and their total.
 
     Raises:
-        DistCheckpointError: There is no checkpoint, it is damaged, or the folder can't be written.
+        DistCheckpointError: The checkpoint is missing or damaged, or the folder can't be written.
     """
     storage = open_storage(path, storage_options)
     try:
         manifest = read_manifest(storage)
         try:
-            made = tempfile.TemporaryDirectory(prefix=".ferrodist-", dir=beside)
+            made = tempfile.TemporaryDirectory(prefix=".ferrodist-", dir=scratch_folder)
         except OSError as error:
-            raise DistCheckpointError(f"{beside} can't be written: {error}") from error
+            raise DistCheckpointError(f"{scratch_folder} can't be written: {error}") from error
         with made as folder:
             names = iter(range(len(manifest.tensors)))
 
             def make(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-                return _map(Path(folder) / str(next(names)), shape, dtype)
+                return _mmap_tensor(Path(folder) / str(next(names)), shape, dtype)
 
-            matching = LoadPlanner(manifest, 0, 1, ShardMetadata(num_ranks=1), make=make)
+            planner = LoadPlanner(manifest, 0, 1, ShardMetadata(num_ranks=1), make=make)
             try:
-                build = matching.decode(_plain(manifest.tree))
+                build = planner.decode(_portable_tree(manifest.tree))
             except OSError as error:
-                raise DistCheckpointError(f"{beside} has no room for the tensors: {error}") from error
+                raise DistCheckpointError(f"{scratch_folder} has no room for the tensors: {error}") from error
             reader = CheckpointReader(storage, manifest, verify=True)
-            sizes = {key: dtype_from_name(manifest.tensors[key].dtype).itemsize for key, _, _ in matching.targets}
-            meter = Progress(sum(tensor.numel() * sizes[key] for key, tensor, _ in matching.targets), progress)
-            for key, tensor, _ in matching.targets:
-                for band in row_blocks(tuple(tensor.shape), BAND_BYTES // sizes[key]):
-                    reader.read_box(key, band, band.take(tensor))
-                    meter.add(band.numel * sizes[key])
+            sizes = {key: dtype_from_name(manifest.tensors[key].dtype).itemsize for key, _, _ in planner.targets}
+            progress_meter = ProgressCounter(
+                sum(tensor.numel() * sizes[key] for key, tensor, _ in planner.targets), progress
+            )
+            for key, tensor, _ in planner.targets:
+                for rows in row_blocks(tuple(tensor.shape), ROW_BLOCK_BYTES // sizes[key]):
+                    reader.read_box(key, rows, rows.take(tensor))
+                    progress_meter.add(rows.numel * sizes[key])
             yield build()
     finally:
         storage.close()
 
 
-def _map(file: Path, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-    """A tensor whose memory is a new file."""
+def _mmap_tensor(file: Path, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+    """Return a tensor in a new memory-mapped file."""
     if not prod(shape):
         return torch.empty(shape, dtype=dtype, device="cpu")
     with file.open("wb") as opened:
-        # On a disk that is full this fails; a mapped file without its room would end the process when it is written.
+        # Fails on a full disk, where writing to a sparse mapped file would kill the process.
         os.posix_fallocate(opened.fileno(), 0, prod(shape) * dtype.itemsize)
     return torch.from_file(str(file), shared=True, size=prod(shape), dtype=dtype, device="cpu").view(shape)
 
 
-def _plain(node: Any) -> Any:
-    """A tree without what only we and NumPy have."""
+def _portable_tree(node: Any) -> Any:
+    """Replace nodes that other formats don't support."""
     if isinstance(node, list):
-        return [_plain(each) for each in node]
+        return [_portable_tree(each) for each in node]
     if not isinstance(node, dict):
         return node
     ((mark, content),) = node.items()
     if mark in ("array", "number"):
         return {"tensor": content} if mark == "array" else content[1]
     if mark in ("dict", "per_rank"):
-        return {"dict": {key: _plain(each) for key, each in content.items()}}
+        return {"dict": {key: _portable_tree(each) for key, each in content.items()}}
     if mark == "pairs":
-        content = [[key, _plain(each)] for key, each in content]
+        content = [[key, _portable_tree(each)] for key, each in content]
     elif mark in ("tuple", "set", "frozenset"):
-        content = _plain(content)
+        content = _portable_tree(content)
     return {mark: content}

@@ -1,11 +1,7 @@
-"""Folders of torch.distributed.checkpoint (DCP).
+"""Conversion from and to folders of torch.distributed.checkpoint (DCP).
 
-Each item of a DCP file is a file of ``torch.save`` in itself: of a chunk of a tensor, whose bytes lie in it as they
-are, or of a value.
-
-``.metadata`` of torch.distributed.checkpoint: a pickle, of which nothing is taken but what belongs there.
-
-A part of a file of a `Storage` as a Python file, for those who read only these.
+Each item of a DCP file is a ``torch.save`` file in itself: a chunk of a tensor, whose bytes are in it as they are, or a
+value. ``.metadata`` is a pickle, of which only known classes are accepted, as inert values.
 """
 
 from __future__ import annotations
@@ -22,22 +18,23 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict_saver import save
+from typing_extensions import override
 
 from ferrodist.checkpoint.convert.common import (
     ExternalTensor,
-    LoadedPart,
-    RawPart,
-    explain_external,
-    make_contents,
+    FileShard,
+    LazyShard,
+    conversion_errors,
+    make_rewrite_source,
     materialize,
 )
-from ferrodist.checkpoint.convert.pickle_reader import Global, Items, Made, check_written_out, read_pickle
+from ferrodist.checkpoint.convert.pickle_reader import Global, PickledCall, PickledDict, check_expansion, read_pickle
 from ferrodist.checkpoint.convert.torch_pickle import load_checked
 from ferrodist.checkpoint.format.dtypes import dtype_name
 from ferrodist.checkpoint.format.manifest import MAX_DIMS
-from ferrodist.checkpoint.format.tree import spread
+from ferrodist.checkpoint.format.tree import check_collisions
 from ferrodist.checkpoint.retention import DCP_METADATA_NAME as METADATA_NAME
-from ferrodist.checkpoint.retention import describe_other
+from ferrodist.checkpoint.retention import describe_foreign_format
 from ferrodist.checkpoint.storage import open_storage
 from ferrodist.checkpoint.tools.reshard import RewriteOptions, rewrite
 from ferrodist.errors import DistCheckpointError
@@ -54,7 +51,7 @@ if TYPE_CHECKING:
     from ferrodist.checkpoint.tools.reshard import ProgressCallback
 
 _METADATA = "torch.distributed.checkpoint.metadata"
-_KNOWN = {
+_ALLOWED_GLOBALS = {
     _METADATA: (
         "Metadata",
         "MetadataIndex",
@@ -75,7 +72,7 @@ _KNOWN = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DcpTensor:
-    """A tensor: its shape, and the chunks that it lies in."""
+    """A tensor's shape, dtype and chunks."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
@@ -84,14 +81,14 @@ class DcpTensor:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DcpItem:
-    """Where a chunk or a value lies.
+    """The position of a chunk or a value.
 
     Args:
         name: The name of the tensor or value.
         file: The file's name.
         offset: The item's first byte in the file.
-        length: Its size in bytes.
-        transforms: How its bytes are transformed, by names.
+        length: The item's size in bytes.
+        transforms: The names of transforms of its bytes.
     """
 
     name: str
@@ -103,12 +100,12 @@ class DcpItem:
 
 @dataclass(slots=True, kw_only=True)
 class DcpMetadata:
-    """What a folder has.
+    """The contents of a folder.
 
     Args:
-        tensors: By name; None for what is a value.
-        paths: The keys that lead to each in the state, where they are known.
-        items: By name, and for a chunk its offsets.
+        tensors: Tensors by name; None for a value.
+        paths: The path of each in the state, where it is known.
+        items: Items by name, and for a chunk its offsets.
     """
 
     tensors: dict[str, DcpTensor | None] = field(default_factory=dict)
@@ -117,32 +114,32 @@ class DcpMetadata:
 
 
 def decode_metadata(data: bytes) -> DcpMetadata:
-    """Read the file's bytes. Nothing is called or changed for them, and memory is taken in proportion to them.
+    """Decode ``.metadata``. Nothing is called or changed by it, and memory is proportional to its size.
 
     Raises:
-        ValueError: They are something else, or name a class that doesn't belong there.
+        ValueError: The bytes are something else, or name an unexpected class.
     """
     try:
-        value = read_pickle(io.BytesIO(data), len(data), _check_known)
-        check_written_out(value, len(data))  # chunks that many tensors share are made for each
+        value = read_pickle(io.BytesIO(data), len(data), _check_allowed)
+        check_expansion(value, len(data))  # chunks that many tensors share are made for each
         fields = _fields(value, "Metadata")
         found = DcpMetadata()
-        for name, node in _by_text(fields.get("state_dict_metadata")).items():
+        for name, node in _str_keyed(fields.get("state_dict_metadata")).items():
             found.tensors[name] = _tensor(node)
-        if isinstance(fields.get("planner_data"), Items):  # otherwise another planner's
-            for name, path in _by_text(fields["planner_data"]).items():
+        if isinstance(fields.get("planner_data"), PickledDict):  # otherwise another planner's
+            for name, path in _str_keyed(fields["planner_data"]).items():
                 found.paths[name] = _path(path)
         if fields.get("storage_data") is not None:
             pairs = _pairs(fields["storage_data"])
-            keys = spread(_index(key) for key, _ in pairs)
+            keys = check_collisions(_index(key) for key, _ in pairs)
             found.items = {key: _item(key[0], node) for key, (_, node) in zip(keys, pairs, strict=True)}
     except ValueError as error:
         raise ValueError(f"{METADATA_NAME} is not what torch.distributed.checkpoint writes: {error}") from error
     return found
 
 
-def _check_known(found: Global) -> None:
-    if found.name in _KNOWN.get(found.module, ()):
+def _check_allowed(found: Global) -> None:
+    if found.name in _ALLOWED_GLOBALS.get(found.module, ()):
         return
     if found.module == "torch" and (found.name == "Size" or isinstance(vars(torch).get(found.name), torch.dtype)):
         return
@@ -150,29 +147,29 @@ def _check_known(found: Global) -> None:
 
 
 def _tensor(node: Any) -> DcpTensor | None:
-    if isinstance(node, Made) and node.function == (_METADATA, "BytesStorageMetadata"):
+    if isinstance(node, PickledCall) and node.function == (_METADATA, "BytesStorageMetadata"):
         return None
     fields = _fields(node, "TensorStorageMetadata")
     properties = fields.get("properties")
-    if not isinstance(properties, Made) or properties.function != (_METADATA, "TensorProperties"):
+    if not isinstance(properties, PickledCall) or properties.function != (_METADATA, "TensorProperties"):
         raise ValueError("it has a tensor without properties")
-    state = _of(properties.state, tuple)
+    state = _expect(properties.state, tuple)
     dtype = vars(torch).get(state[0].name) if state and isinstance(state[0], Global) else None
     if not isinstance(dtype, torch.dtype):
         raise ValueError("it has a tensor without a dtype")  # noqa: TRY004 - of the file
     layout = state[1] if len(state) > 1 else None
-    if not isinstance(layout, Made) or layout.arguments != ("torch.strided",):
+    if not isinstance(layout, PickledCall) or layout.arguments != ("torch.strided",):
         raise ValueError("it has a tensor of another layout than torch.strided")
-    chunks = [_fields(chunk, "ChunkStorageMetadata") for chunk in _of(fields.get("chunks"), list)]
+    chunks = [_fields(chunk, "ChunkStorageMetadata") for chunk in _expect(fields.get("chunks"), list)]
     boxes = tuple(Box(_sizes(chunk.get("offsets")), _sizes(chunk.get("sizes"))) for chunk in chunks)
     return DcpTensor(shape=_sizes(fields.get("size")), dtype=dtype, chunks=boxes)
 
 
 def _index(node: Any) -> tuple[str, tuple[int, ...] | None]:
-    """The name of a tensor or value, and for a chunk its offsets."""
+    """Return the name of a tensor or value, and for a chunk its offsets."""
     fields = _fields(node, "MetadataIndex")
     offset = fields.get("offset")
-    return _of(fields.get("fqn"), str), None if offset is None else _sizes(offset)
+    return _expect(fields.get("fqn"), str), None if offset is None else _sizes(offset)
 
 
 def _item(name: str, node: Any) -> DcpItem:
@@ -180,29 +177,31 @@ def _item(name: str, node: Any) -> DcpItem:
     transforms = fields.get("transform_descriptors")
     return DcpItem(
         name=name,
-        file=_of(fields.get("relative_path"), str),
-        offset=_of(fields.get("offset"), int),
-        length=_of(fields.get("length"), int),
-        transforms=() if transforms is None else tuple(_of(each, str) for each in _of(transforms, (list, tuple))),
+        file=_expect(fields.get("relative_path"), str),
+        offset=_expect(fields.get("offset"), int),
+        length=_expect(fields.get("length"), int),
+        transforms=()
+        if transforms is None
+        else tuple(_expect(each, str) for each in _expect(transforms, (list, tuple))),
     )
 
 
 def _fields(node: Any, name: str) -> dict[str, Any]:
-    """The attributes of an object of a class."""
-    if not isinstance(node, Made) or node.function.name != name or node.arguments:
+    """Return the attributes of an object of a class."""
+    if not isinstance(node, PickledCall) or node.function.name != name or node.arguments:
         raise ValueError(f"it has something else where {with_article(name)} is expected")
-    return {} if node.state is None else _by_text(node.state)
+    return {} if node.state is None else _str_keyed(node.state)
 
 
 def _pairs(node: Any) -> list[tuple[Any, Any]]:
-    if isinstance(node, Made) and node.function.name == "OrderedDict" and not node.arguments:
+    if isinstance(node, PickledCall) and node.function.name == "OrderedDict" and not node.arguments:
         node = node.items
-    pairs: list[tuple[Any, Any]] = _of(node, Items).pairs
+    pairs: list[tuple[Any, Any]] = _expect(node, PickledDict).pairs
     return pairs
 
 
-def _by_text(node: Any) -> dict[str, Any]:
-    return {_of(key, str): value for key, value in _pairs(node)}
+def _str_keyed(node: Any) -> dict[str, Any]:
+    return {_expect(key, str): value for key, value in _pairs(node)}
 
 
 def _path(node: Any) -> tuple[str | int, ...]:
@@ -212,22 +211,22 @@ def _path(node: Any) -> tuple[str | int, ...]:
 
 
 def _sizes(node: Any) -> tuple[int, ...]:
-    """A torch.Size."""
-    if isinstance(node, Made) and node.function == ("torch", "Size") and len(node.arguments) == 1:
+    """Return the sizes of a torch.Size."""
+    if isinstance(node, PickledCall) and node.function == ("torch", "Size") and len(node.arguments) == 1:
         sizes = node.arguments[0]
         if isinstance(sizes, (list, tuple)) and len(sizes) <= MAX_DIMS:
-            return tuple(_of(size, int) for size in sizes)
+            return tuple(_expect(size, int) for size in sizes)
     raise ValueError("it has something else where a torch.Size is expected")
 
 
-def _of(node: Any, kind: Any) -> Any:
+def _expect(node: Any, kind: Any) -> Any:
     if not isinstance(node, kind) or isinstance(node, (bool, Global)):
         raise ValueError(f"it has {with_article(type(node).__name__)} in a place of something else")  # noqa: TRY004 - of the file
     return node
 
 
 def open_view(storage: Storage, name: str, start: int, size_bytes: int) -> io.BufferedReader:
-    """Bytes of a file, to be read and sought in; the file isn't read before."""
+    """Open a range of bytes of a file as a seekable Python file."""
     return io.BufferedReader(_View(storage, name, start, size_bytes))
 
 
@@ -240,28 +239,28 @@ class _View(io.RawIOBase):
         self._size_bytes = size_bytes
         self._at = 0
 
+    @override
     def readable(self) -> bool:
-        """See `io.RawIOBase`."""
         return True
 
+    @override
     def seekable(self) -> bool:
-        """See `io.RawIOBase`."""
         return True
 
+    @override
     def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
-        """See `io.RawIOBase`."""
         base = {os.SEEK_SET: 0, os.SEEK_CUR: self._at, os.SEEK_END: self._size_bytes}[whence]
         if base + offset < 0:
             raise OSError("a place before the beginning of a file")
         self._at = base + offset
         return self._at
 
+    @override
     def tell(self) -> int:
-        """See `io.RawIOBase`."""
         return self._at
 
+    @override
     def readinto(self, buffer: Buffer) -> int:
-        """See `io.RawIOBase`."""
         into = memoryview(buffer).cast("B")
         into = into[: max(0, self._size_bytes - self._at)]
         if len(into):
@@ -278,36 +277,36 @@ def import_dcp(
     storage_options: Mapping[str, Any] | None = None,
     new_storage_options: Mapping[str, Any] | None = None,
 ) -> None:
-    """Make a checkpoint of a folder that ``torch.distributed.checkpoint.save`` has written.
+    """Convert a folder of ``torch.distributed.checkpoint.save`` to a checkpoint.
 
-    None of its code runs: ``.metadata`` is read without any class, values with ``weights_only=True``. Memory is taken
-    in proportion to the files. Keys of dicts are text there, whatever they were.
+    None of its code runs: ``.metadata`` is read without any class, values with ``weights_only=True``. Memory is
+    proportional to the files. DCP turns all keys of dicts into text.
 
     Args:
         path: The folder.
-        new_path: Where the checkpoint goes.
-        options: How it is written; None is whole tensors.
-        storage_options: For fsspec's file system, if ``path`` is a URL.
-        new_storage_options: The same for ``new_path``.
+        new_path: The new checkpoint.
+        options: Options for writing it; None writes full tensors.
+        storage_options: Options of fsspec's file system, if ``path`` is a URL.
+        new_storage_options: Options of fsspec's file system, if ``new_path`` is a URL.
 
     Raises:
-        DistCheckpointError: There is no such folder, it is damaged or has what is not to be loaded, or the checkpoint
-            can't be written.
+        DistCheckpointError: The folder is missing, damaged or not safe to load, or the checkpoint can't be
+            written.
     """
     storage, new_storage = open_storage(path, storage_options), open_storage(new_path, new_storage_options)
     try:
-        with explain_external(storage.url):
+        with conversion_errors(storage.url):
             if METADATA_NAME not in storage.list_names():
                 what = f"{storage.url} is no folder of torch.distributed.checkpoint: {METADATA_NAME} is missing"
-                raise DistCheckpointError(f"{what}. {other}" if (other := describe_other(storage)) else what)
-            contents = make_contents(_Folder(storage).state(), storage)
+                raise DistCheckpointError(f"{what}. {other}" if (other := describe_foreign_format(storage)) else what)
+            contents = make_rewrite_source(_DcpReader(storage).state(), storage)
         rewrite(contents, new_storage, options or RewriteOptions())
     finally:
         storage.close()
 
 
-class _Folder:
-    """A DCP folder."""
+class _DcpReader:
+    """Reads a DCP folder."""
 
     def __init__(self, storage: Storage) -> None:
         self._storage = storage
@@ -315,39 +314,39 @@ class _Folder:
         self._sizes: dict[str, int] = {}
 
     def state(self) -> Any:
-        """The state that was saved, with `ExternalTensor`s."""
+        """Return the state that was saved, with `ExternalTensor` leaves."""
         state: dict[Any, Any] = {}
         for name, found in self._metadata.tensors.items():
-            with explain_external(f"{self._storage.url}: {name!r}"):
+            with conversion_errors(f"{self._storage.url}: {name!r}"):
                 value = self._load(self._item(name, None)) if found is None else self._tensor(name, found)
-            _put(state, self._metadata.paths.get(name, (name,)), value)
+            _set_at(state, self._metadata.paths.get(name, (name,)), value)
         return _with_lists(state)
 
     def _tensor(self, name: str, found: DcpTensor) -> ExternalTensor:
         dtype = found.dtype
-        parts = [self._part(name, box, dtype) for box in found.chunks]
-        if not all(isinstance(part, RawPart) for part in parts):
+        parts = [self._chunk_source(name, box, dtype) for box in found.chunks]
+        if not all(isinstance(part, FileShard) for part in parts):
             parts = [
-                LoadedPart(box=part.box, load=partial(self._load, self._item(name, part.box.offsets))) for part in parts
+                LazyShard(box=part.box, load=partial(self._load, self._item(name, part.box.offsets))) for part in parts
             ]
         return ExternalTensor(shape=found.shape, dtype=dtype_name(dtype), parts=parts)  # type: ignore[arg-type]
 
-    def _part(self, name: str, box: Box, dtype: torch.dtype) -> RawPart | LoadedPart:
-        """A chunk: where its bytes are, if they lie row-major."""
+    def _chunk_source(self, name: str, box: Box, dtype: torch.dtype) -> FileShard | LazyShard:
+        """Return a chunk as a range of a file, if it is row-major there."""
         item = self._item(name, box.offsets)
         tensor = self._load(item, device="meta")
         if not isinstance(tensor, torch.Tensor) or (tuple(tensor.shape), tensor.dtype) != (box.shape, dtype):
             raise ValueError(f"its chunk at {box.offsets} in {item.file} is another tensor")
         start = checkpoint_offset(tensor)
         if start is None or not tensor.is_contiguous() or tensor.is_conj() or tensor.is_neg():
-            return LoadedPart(box=box, load=partial(self._load, item))
+            return LazyShard(box=box, load=partial(self._load, item))
         at = item.offset + start + tensor.storage_offset() * dtype.itemsize
         if not item.offset <= at <= at + tensor.nbytes <= item.offset + item.length:
             raise ValueError(f"its chunk at {box.offsets} in {item.file} is longer than its item")
-        return RawPart(box=box, file=item.file, start=at)
+        return FileShard(box=box, file=item.file, start=at)
 
     def _item(self, key: str, offsets: tuple[int, ...] | None) -> DcpItem:
-        """Where a value lies, or a chunk of a tensor."""
+        """Return the position of a value, or of a chunk of a tensor."""
         found = self._metadata.items.get((key, offsets))
         if found is None:
             raise ValueError("it has no place in a file")
@@ -370,8 +369,8 @@ class _Folder:
             return load_checked(view, item.length, map_location=device)
 
 
-def _put(state: dict[Any, Any], path: tuple[Any, ...], value: Any) -> None:
-    """Put a value to its place in nested dicts; a list is a dict by numbers as yet."""
+def _set_at(state: dict[Any, Any], path: tuple[Any, ...], value: Any) -> None:
+    """Set a value in nested dicts; lists are dicts with int keys for now."""
     for step in path[:-1]:
         state = state.setdefault(step, {})
         if not isinstance(state, dict):
@@ -380,7 +379,7 @@ def _put(state: dict[Any, Any], path: tuple[Any, ...], value: Any) -> None:
 
 
 def _with_lists(node: Any) -> Any:
-    """What has the keys 0, 1, ... as numbers was a list."""
+    """Convert dicts with int keys to lists."""
     if not isinstance(node, dict):
         return node
     members = {key: _with_lists(each) for key, each in node.items()}
@@ -396,24 +395,24 @@ def export_dcp(
     storage_options: Mapping[str, Any] | None = None,
     progress: ProgressCallback | None = None,
 ) -> None:
-    """Write a checkpoint's state with torch.distributed.checkpoint; its ``load`` reads it, on any number of ranks.
+    """Write a checkpoint's state with torch.distributed.checkpoint, whose ``load`` reads it on any number of ranks.
 
-    DCP has dicts of text and lists: other keys become text. NumPy arrays and numbers become tensors and Python's
-    numbers, and `PerRank` a dict by ranks.
+    DCP supports dicts of strings and lists: other keys become strings. NumPy arrays and numbers become tensors and
+    Python's numbers, and `PerRank` a dict by rank.
 
     Args:
         path: The checkpoint, of a dict.
-        new_path: A local folder that is not there yet, or is empty; beside it there must be room for as much again.
-        storage_options: For fsspec's file system, if ``path`` is a URL.
-        progress: Told how many bytes are read, and of how many.
+        new_path: A local folder that is new or empty, with room beside it for as much again.
+        storage_options: Options of fsspec's file system, if ``path`` is a URL.
+        progress: Called with the bytes read, and their total.
 
     Raises:
-        DistCheckpointError: There is no checkpoint, it is damaged or has no dict, or the folder can't be written.
+        DistCheckpointError: The checkpoint is missing, damaged or not a dict, or the folder can't be written.
     """
-    place = Path(new_path).absolute()
-    if place.exists() and (not place.is_dir() or any(place.iterdir())):
-        raise DistCheckpointError(f"{place} is there already: name a folder that is not, or is empty")
-    with materialize(path, place.parent, storage_options=storage_options, progress=progress) as state:
+    folder = Path(new_path).absolute()
+    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        raise DistCheckpointError(f"{folder} is there already: name a folder that is not, or is empty")
+    with materialize(path, folder.parent, storage_options=storage_options, progress=progress) as state:
         if not isinstance(state, dict):
             raise DistCheckpointError(
                 f"{path} has {with_article(type(state).__name__)}, and torch.distributed.checkpoint keeps dicts"
@@ -421,12 +420,12 @@ def export_dcp(
         try:
             with warnings.catch_warnings():
                 warnings.filterwarnings("ignore", message="torch.distributed is disabled")
-                save(state, checkpoint_id=place, no_dist=True)
+                save(state, checkpoint_id=folder, no_dist=True)
         except BaseException as error:
-            shutil.rmtree(place, ignore_errors=True)
+            shutil.rmtree(folder, ignore_errors=True)
             if isinstance(error, CheckpointException):  # which is no Exception
                 first, _ = next(iter(error.failures.values()))
-                raise DistCheckpointError(f"could not write {place}: {first}") from error
+                raise DistCheckpointError(f"could not write {folder}: {first}") from error
             if isinstance(error, Exception):
-                raise DistCheckpointError(f"could not write {place}: {error}") from error
+                raise DistCheckpointError(f"could not write {folder}: {error}") from error
             raise

@@ -1,4 +1,4 @@
-"""Folders of safetensors files as Hugging Face's tools write and read them."""
+"""Conversion from and to Hugging Face's folders of safetensors files."""
 
 from __future__ import annotations
 
@@ -6,13 +6,13 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from ferrodist.checkpoint.convert.common import ExternalTensor, RawPart, explain_external, make_contents
-from ferrodist.checkpoint.format.dtypes import name_of_safetensors_dtype
+from ferrodist.checkpoint.convert.common import ExternalTensor, FileShard, conversion_errors, make_rewrite_source
+from ferrodist.checkpoint.format.dtypes import from_safetensors
 from ferrodist.checkpoint.format.manifest import INDEX_NAME, LENGTH_BYTES, MANIFEST_NAME, MAX_HEADER_BYTES, SINGLE_NAME
 from ferrodist.checkpoint.format.safetensors import parse_header
 from ferrodist.checkpoint.format.tree import tensor_key
 from ferrodist.checkpoint.reader import CheckpointReader
-from ferrodist.checkpoint.retention import describe_other, read_manifest
+from ferrodist.checkpoint.retention import describe_foreign_format, read_manifest
 from ferrodist.checkpoint.storage import open_storage
 from ferrodist.checkpoint.tools.reshard import RewriteOptions, RewriteSource, rewrite
 from ferrodist.errors import DistCheckpointError
@@ -40,24 +40,24 @@ def import_hugging_face(
     storage_options: Mapping[str, Any] | None = None,
     new_storage_options: Mapping[str, Any] | None = None,
 ) -> None:
-    """Make a checkpoint of a folder with ``model.safetensors``, or with several such files and an index.
+    """Convert a folder with ``model.safetensors``, or with several such files and an index, to a checkpoint.
 
-    Its state is a dict of the tensors by name, as a module's.
+    Its state is a dict of tensors by name, like a module's state dict.
 
     Args:
         path: The folder.
-        new_path: Where the checkpoint goes.
-        options: How it is written; None is whole tensors.
-        storage_options: For fsspec's file system, if ``path`` is a URL.
-        new_storage_options: The same for ``new_path``.
+        new_path: The new checkpoint.
+        options: Options for writing it; None writes full tensors.
+        storage_options: Options of fsspec's file system, if ``path`` is a URL.
+        new_storage_options: Options of fsspec's file system, if ``new_path`` is a URL.
 
     Raises:
-        DistCheckpointError: There is no such folder, it is damaged, or the checkpoint can't be written.
+        DistCheckpointError: The folder is missing or damaged, or the checkpoint can't be written.
     """
     storage, new_storage = open_storage(path, storage_options), open_storage(new_path, new_storage_options)
     try:
-        with explain_external(storage.url):
-            contents = make_contents(_find_tensors(storage), storage)
+        with conversion_errors(storage.url):
+            contents = make_rewrite_source(_find_tensors(storage), storage)
         rewrite(contents, new_storage, options or RewriteOptions())
     finally:
         storage.close()
@@ -68,45 +68,45 @@ def _find_tensors(storage: Storage) -> dict[str, ExternalTensor]:
     if MANIFEST_NAME in names:
         raise DistCheckpointError(f"{storage.url} is a checkpoint of ferrodist already: reshard makes another of it")
     if SINGLE_NAME in names:
-        return _tensors_of(storage, SINGLE_NAME)
+        return _parse_file(storage, SINGLE_NAME)
     if INDEX_NAME not in names:
         what = f"{storage.url} has neither {SINGLE_NAME} nor {INDEX_NAME}"
-        raise DistCheckpointError(f"{what}. {other}" if (other := describe_other(storage)) else what)
-    places = msgspec.json.decode(storage.get(INDEX_NAME), type=_Index).weight_map
-    for file in dict.fromkeys(places.values()):
+        raise DistCheckpointError(f"{what}. {other}" if (other := describe_foreign_format(storage)) else what)
+    file_of_tensor = msgspec.json.decode(storage.get(INDEX_NAME), type=_Index).weight_map
+    for file in dict.fromkeys(file_of_tensor.values()):
         if file not in names:
             raise DistCheckpointError(f"{storage.url}/{file} is missing, which {INDEX_NAME} names")
-    files = {file: _tensors_of(storage, file) for file in dict.fromkeys(places.values())}
-    for name, file in places.items():
+    files = {file: _parse_file(storage, file) for file in dict.fromkeys(file_of_tensor.values())}
+    for name, file in file_of_tensor.items():
         if name not in files[file]:
             raise DistCheckpointError(f"{storage.url}/{file} lacks tensor {name!r}, which {INDEX_NAME} says it has")
-    return {name: files[file][name] for name, file in places.items()}
+    return {name: files[file][name] for name, file in file_of_tensor.items()}
 
 
-def _tensors_of(storage: Storage, file: str) -> dict[str, ExternalTensor]:
-    """The tensors of a file."""
+def _parse_file(storage: Storage, file: str) -> dict[str, ExternalTensor]:
+    """Return the tensors of a file."""
     where, size = f"{storage.url}/{file}", storage.size_bytes(file)
-    head = bytearray(LENGTH_BYTES)
+    length_field = bytearray(LENGTH_BYTES)
     if size < LENGTH_BYTES:
         raise DistCheckpointError(f"{where} is no safetensors file: it has {counted(size, 'byte')}")
-    storage.read(file, 0, memoryview(head))
-    begin = LENGTH_BYTES + int.from_bytes(head, "little")
+    storage.read(file, 0, memoryview(length_field))
+    begin = LENGTH_BYTES + int.from_bytes(length_field, "little")
     if begin > min(size, MAX_HEADER_BYTES):
         raise DistCheckpointError(f"{where} is no safetensors file, or is cut off: its header is longer than it is")
     header = bytearray(begin)
     storage.read(file, 0, memoryview(header))
     found = {}
-    with explain_external(where):
+    with conversion_errors(where):
         entries = parse_header(bytes(header))
         _check_layout(entries, size - begin, where)
         for name, entry in entries.items():
             start, stop = entry.data_offsets
             if not 0 <= start <= stop <= size - begin:
                 raise DistCheckpointError(f"{where} is damaged or cut off: tensor {name!r} ends after its end")
-            dtype = name_of_safetensors_dtype(entry.dtype)
+            dtype = from_safetensors(entry.dtype)
             box = Box((0,) * len(entry.shape), entry.shape)
             found[name] = ExternalTensor(
-                shape=entry.shape, dtype=dtype, parts=[RawPart(box=box, file=file, start=begin + start)]
+                shape=entry.shape, dtype=dtype, parts=[FileShard(box=box, file=file, start=begin + start)]
             )
             if found[name].size_bytes != stop - start:
                 raise DistCheckpointError(
@@ -116,10 +116,10 @@ def _tensors_of(storage: Storage, file: str) -> dict[str, ExternalTensor]:
 
 
 def _check_layout(entries: Mapping[str, HeaderEntry], size_bytes: int, where: str) -> None:
-    """See that each byte behind the header is of one tensor, as readers of these files demand.
+    """Check that each byte after the header belongs to one tensor, as other readers demand.
 
-    A small file of many tensors in the same bytes would fill the disk with its checkpoint, and bytes of no tensor may
-    be of one that comes twice, of which readers see different ones.
+    A small file of many tensors in the same bytes would make a huge checkpoint, and bytes of no tensor may hide one
+    that occurs twice, of which readers see different ones.
     """
     end, last = 0, ""
     for (start, stop), name in sorted((entry.data_offsets, name) for name, entry in entries.items()):
@@ -142,23 +142,22 @@ def export_hugging_face(
     storage_options: Mapping[str, Any] | None = None,
     new_storage_options: Mapping[str, Any] | None = None,
 ) -> None:
-    """Write a checkpoint's tensors whole; the folder is a checkpoint of ferrodist, too.
+    """Write a checkpoint's full tensors to a folder, which is also a checkpoint of ferrodist.
 
-    One file is called ``model.safetensors``, as Hugging Face's tools call it; of several there is an index.
+    A single file is named ``model.safetensors``, as by Hugging Face's tools; several have an index.
 
     Args:
         path: The checkpoint.
-        new_path: Where the folder goes.
-        part: Only what is in this place of the state, dicts' keys with dots between, and the tensors named from there
-            on: with ``"model"``, ``model.weight`` is named ``weight``.
-        options: How it is written; tensors stay whole.
-        storage_options: For fsspec's file system, if ``path`` is a URL.
-        new_storage_options: The same for ``new_path``.
+        new_path: The folder.
+        part: The path of the part to export, dict keys joined by dots, which tensor names then don't begin with: with
+            ``"model"``, ``model.weight`` is named ``weight``.
+        options: Options for writing; tensors stay whole.
+        storage_options: Options of fsspec's file system, if ``path`` is a URL.
+        new_storage_options: Options of fsspec's file system, if ``new_path`` is a URL.
 
     Raises:
-        DistCheckpointError: There is no checkpoint, or no such part of it, it is damaged, or the folder can't be
-            written.
-        ValueError: ``options`` asks for more than one rank's files.
+        DistCheckpointError: The checkpoint or the part is missing or damaged, or the folder can't be written.
+        ValueError: ``options`` asks for the files of more than one rank.
     """
     options = options or RewriteOptions()
     if options.num_ranks != 1:
@@ -171,27 +170,29 @@ def export_hugging_face(
         if not names:
             raise DistCheckpointError(f"{storage.url} has no tensors{'' if part is None else f' in {part!r}'}")
         tensors = {names[key]: (tensor.shape, tensor.dtype) for key, tensor in manifest.tensors.items() if key in names}
-        source = _Renamed(CheckpointReader(storage, manifest, verify=True), {name: key for key, name in names.items()})
+        source = _RenamedSource(
+            CheckpointReader(storage, manifest, verify=True), {name: key for key, name in names.items()}
+        )
         contents = RewriteSource(tree=tree, tensors=tensors, source=source, world_size=manifest.world_size)
         rewrite(contents, new_storage, options, single_name=SINGLE_NAME)
     finally:
         storage.close()
 
 
-class _Renamed:
-    """A `BoxSource` by other keys."""
+class _RenamedSource:
+    """A `BoxSource` with other keys."""
 
     def __init__(self, source: BoxSource, keys: Mapping[str, str]) -> None:
         self._source = source
         self._keys = keys
 
     def read_box(self, key: str, box: Box, target: Any) -> None:
-        """See `BoxSource`."""
+        """Fill a tensor with a box of a tensor."""
         self._source.read_box(self._keys[key], box, target)
 
 
 def _find_part(node: Any, part: str | None, where: str) -> Any:
-    """What is in a place of a tree; keys may have dots themselves."""
+    """Return the node at a path; keys may contain dots themselves."""
     if not part:
         return node
     members = node.get("dict") if isinstance(node, dict) else None
@@ -205,7 +206,7 @@ def _find_part(node: Any, part: str | None, where: str) -> Any:
 
 
 def _rename(node: Any, path: tuple[object, ...], names: dict[str, str]) -> Any:
-    """A tree whose tensors have the keys that they would have been saved with; ``names`` gets them."""
+    """Rename a tree's tensors by their new paths; ``names`` collects the new names."""
     if isinstance(node, list):
         return [_rename(each, (*path, place), names) for place, each in enumerate(node)]
     if not isinstance(node, dict):

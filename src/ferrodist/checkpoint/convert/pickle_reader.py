@@ -1,14 +1,14 @@
-"""Pickles of other makers, read without a class of theirs: an interpreter of pickle's opcodes that makes inert values.
+"""A safe reader of pickles: an interpreter of pickle's opcodes that produces inert values.
 
-Python's own unpickler calls what a file names, sets attributes of what it has made, and sizes its memo by a number in
-the file. This one looks up nothing, calls nothing, hashes nothing that a file says, and takes memory in proportion to
-the bytes that it reads. A pickle becomes::
+Python's unpickler calls whatever a file names, sets attributes of the results, and sizes its memo by a number in the
+file. This one looks up nothing, calls nothing, hashes nothing from the file, and takes memory in proportion to the
+bytes read. A pickle becomes::
 
     None, bool, int, float, str, bytes, list, tuple      itself
-    dict                                                 Items
+    dict                                                 PickledDict
     a class or function                                  Global
-    a call of one, or an object                          Made
-    a persistent id                                      Persistent
+    a call of one, or an object                          PickledCall
+    a persistent id                                      PersistentId
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _MEMBERS_PER_BYTE = 10
 
 
 class Global(NamedTuple):
-    """A class or function that a pickle names."""
+    """A class or function named by a pickle."""
 
     module: str
     name: str
@@ -41,103 +41,103 @@ class Global(NamedTuple):
 
 
 @dataclass(slots=True, eq=False)
-class Items:
+class PickledDict:
     """A dict's keys and values, in the file's order; a key may come twice."""
 
     pairs: list[tuple[Any, Any]] = field(default_factory=list)
 
 
 @dataclass(slots=True, eq=False)
-class Made:
-    """A call that a pickle asks for, and what it does with the result.
+class PickledCall:
+    """A call that a pickle requests, and its use of the result.
 
     Args:
         function: The class or function.
-        arguments: Its arguments.
-        state: What BUILD gives the object; None without BUILD.
-        items: What is set in the object as in a dict.
+        arguments: The arguments of the call.
+        state: The state that BUILD sets; None without BUILD.
+        items: Items that are set as in a dict.
     """
 
     function: Global
     arguments: tuple[Any, ...]
     state: Any = None
-    items: Items = field(default_factory=Items)
+    items: PickledDict = field(default_factory=PickledDict)
 
 
 @dataclass(slots=True, eq=False)
-class Persistent:
-    """A reference to what lies outside of the pickle."""
+class PersistentId:
+    """A reference to an object outside of the pickle."""
 
     id: Any
 
 
 def read_pickle(file: IO[bytes], size_bytes: int, check: Callable[[Global], None]) -> Any:
-    """Read one pickle from where a file stands, up to its STOP.
+    """Read one pickle from a file's position up to its STOP.
 
     Args:
         file: The file.
-        size_bytes: The most that the pickle may have. Holes of a file cost nothing on a disk, so that a file's size
-            says little: it may have `MAX_SMALL_FILE_BYTES` in any case.
-        check: Raises ValueError for a class or function that doesn't belong into the file.
+        size_bytes: The largest size of the pickle. Since sparse files are cheap, it is capped at
+            `MAX_SMALL_FILE_BYTES`.
+        check: Raises ValueError for an unexpected class or function.
 
     Raises:
-        ValueError: The bytes are no pickle, or one with opcodes that these files don't have.
+        ValueError: The bytes are not a pickle, or have opcodes that these files don't use.
     """
-    return _Machine(file, min(size_bytes, MAX_SMALL_FILE_BYTES), check).run()
+    return _PickleMachine(file, min(size_bytes, MAX_SMALL_FILE_BYTES), check).run()
 
 
 def members_of(value: Any) -> list[Any]:
-    """The values directly in a value."""
+    """Return the direct members of a value."""
     if isinstance(value, (list, tuple)) and not isinstance(value, Global):
         return list(value)
-    if isinstance(value, Items):
+    if isinstance(value, PickledDict):
         return [each for pair in value.pairs for each in pair]
-    if isinstance(value, Made):
+    if isinstance(value, PickledCall):
         return [value.arguments, value.state, value.items]
-    return [value.id] if isinstance(value, Persistent) else []
+    return [value.id] if isinstance(value, PersistentId) else []
 
 
-def check_written_out(value: Any, pickle_bytes: int) -> None:
-    """See that a value written out is in proportion to the bytes of its pickle.
+def check_expansion(value: Any, pickle_bytes: int) -> None:
+    """Check that a value is in proportion to the bytes of its pickle when shared members are expanded.
 
     Raises:
-        ValueError: It is larger, or holds itself.
+        ValueError: The value is larger, or contains itself.
     """
     check_expanded_size(value, max(_MIN_MEMBERS, _MEMBERS_PER_BYTE * pickle_bytes))
 
 
-def check_expanded_size(value: Any, most: int) -> None:
-    """See that a value written out, shared members each time, has at most so many members.
+def check_expanded_size(value: Any, max_members: int) -> None:
+    """Check the number of members of a value when shared members are expanded.
 
-    A few bytes of pickle can say a list of two lists, each of which is the same list of two, and so on. Text and bytes
-    count one more for each 8 of them.
+    A few bytes of pickle can encode a list of two lists, each of which is the same list of two, and so on. Strings and
+    bytes count one more per 8 of them.
 
     Raises:
-        ValueError: It has more, or holds itself.
+        ValueError: The value has more members, or contains itself.
     """
     sizes: dict[int, int] = {}
-    open_ones: set[int] = set()
-    left: list[tuple[Any, list[Any] | None]] = [(value, None)]
-    while left:
-        node, members = left.pop()
+    in_progress: set[int] = set()
+    pending: list[tuple[Any, list[Any] | None]] = [(value, None)]
+    while pending:
+        node, members = pending.pop()
         if members is None:
             if id(node) in sizes:
                 continue
-            if id(node) in open_ones:
+            if id(node) in in_progress:
                 raise ValueError("it holds itself")
             members = members_of(node)
-            open_ones.add(id(node))
-            left.append((node, members))
-            left += [(each, None) for each in members]
+            in_progress.add(id(node))
+            pending.append((node, members))
+            pending += [(each, None) for each in members]
         else:
-            open_ones.discard(id(node))
+            in_progress.discard(id(node))
             own = len(node) // 8 if isinstance(node, (str, bytes)) else 0
             sizes[id(node)] = 1 + own + sum(sizes[id(each)] for each in members)
-            if sizes[id(node)] > most:
-                raise ValueError(f"it has more than {most} members when it is written out")
+            if sizes[id(node)] > max_members:
+                raise ValueError(f"it has more than {max_members} members when it is written out")
 
 
-class _Machine:
+class _PickleMachine:
     """Pickle's stack machine, with inert values on its stack."""
 
     def __init__(self, file: IO[bytes], size_bytes: int, check: Callable[[Global], None]) -> None:
@@ -150,7 +150,7 @@ class _Machine:
         self._memo: dict[int, Any] = {}
 
     def run(self) -> Any:
-        """The value."""
+        """Return the value."""
         try:
             while (code := self._take(1)) != b".":
                 operation = _OPERATIONS.get(code)
@@ -256,9 +256,9 @@ class _Machine:
 
     def _pairs(self) -> list[tuple[Any, Any]]:
         target = self._stack[-1]
-        if isinstance(target, Made):
+        if isinstance(target, PickledCall):
             target = target.items
-        if not isinstance(target, Items):
+        if not isinstance(target, PickledDict):
             _refuse("it sets items of what is no dict")
         return target.pairs
 
@@ -293,17 +293,17 @@ class _Machine:
         arguments, function = self._stack.pop(), self._stack.pop()
         if not isinstance(function, Global) or not isinstance(arguments, tuple) or isinstance(arguments, Global):
             _refuse("it calls what is no class")
-        self._push(Made(function, arguments))
+        self._push(PickledCall(function, arguments))
 
     def _build(self, _: None) -> None:
         state = self._stack.pop()
         target = self._stack[-1]
-        if not isinstance(target, Made) or target.state is not None:
+        if not isinstance(target, PickledCall) or target.state is not None:
             _refuse("it gives a state to what takes none")
         target.state = state
 
     def _persistent(self, _: None) -> None:
-        self._push(Persistent(self._stack.pop()))
+        self._push(PersistentId(self._stack.pop()))
 
 
 def _refuse(why: str) -> NoReturn:
@@ -311,45 +311,45 @@ def _refuse(why: str) -> NoReturn:
 
 
 _OPERATIONS: dict[bytes, tuple[Callable[..., None], Any]] = {
-    b"\x80": (_Machine._protocol, None),
-    b"\x95": (_Machine._frame, None),
-    b"N": (_Machine._push, None),
-    b"\x88": (_Machine._push, True),
-    b"\x89": (_Machine._push, False),
-    b"J": (_Machine._int, _INT),
-    b"K": (_Machine._int, _BYTE),
-    b"M": (_Machine._int, _SHORT),
-    b"\x8a": (_Machine._long, None),
-    b"G": (_Machine._float, None),
-    b"X": (_Machine._text, _WORD),
-    b"\x8c": (_Machine._text, _BYTE),
-    b"\x8d": (_Machine._text, _LONG),
-    b"B": (_Machine._bytes, _WORD),
-    b"C": (_Machine._bytes, _BYTE),
-    b"U": (_Machine._bytes, _BYTE),
-    b"\x8e": (_Machine._bytes, _LONG),
-    b"(": (_Machine._mark, None),
-    b"t": (_Machine._tuple, None),
-    b")": (_Machine._push, ()),
-    b"\x85": (_Machine._short_tuple, 1),
-    b"\x86": (_Machine._short_tuple, 2),
-    b"\x87": (_Machine._short_tuple, 3),
-    b"]": (_Machine._new, list),
-    b"a": (_Machine._append, None),
-    b"e": (_Machine._appends, None),
-    b"}": (_Machine._new, Items),
-    b"s": (_Machine._set_item, None),
-    b"u": (_Machine._set_items, None),
-    b"q": (_Machine._put, _BYTE),
-    b"r": (_Machine._put, _WORD),
-    b"\x94": (_Machine._memoize, None),
-    b"h": (_Machine._get, _BYTE),
-    b"j": (_Machine._get, _WORD),
-    b"c": (_Machine._global, None),
-    b"\x93": (_Machine._stack_global, None),
-    b"R": (_Machine._make, None),
-    b"\x81": (_Machine._make, None),
-    b"b": (_Machine._build, None),
-    b"Q": (_Machine._persistent, None),
+    b"\x80": (_PickleMachine._protocol, None),
+    b"\x95": (_PickleMachine._frame, None),
+    b"N": (_PickleMachine._push, None),
+    b"\x88": (_PickleMachine._push, True),
+    b"\x89": (_PickleMachine._push, False),
+    b"J": (_PickleMachine._int, _INT),
+    b"K": (_PickleMachine._int, _BYTE),
+    b"M": (_PickleMachine._int, _SHORT),
+    b"\x8a": (_PickleMachine._long, None),
+    b"G": (_PickleMachine._float, None),
+    b"X": (_PickleMachine._text, _WORD),
+    b"\x8c": (_PickleMachine._text, _BYTE),
+    b"\x8d": (_PickleMachine._text, _LONG),
+    b"B": (_PickleMachine._bytes, _WORD),
+    b"C": (_PickleMachine._bytes, _BYTE),
+    b"U": (_PickleMachine._bytes, _BYTE),
+    b"\x8e": (_PickleMachine._bytes, _LONG),
+    b"(": (_PickleMachine._mark, None),
+    b"t": (_PickleMachine._tuple, None),
+    b")": (_PickleMachine._push, ()),
+    b"\x85": (_PickleMachine._short_tuple, 1),
+    b"\x86": (_PickleMachine._short_tuple, 2),
+    b"\x87": (_PickleMachine._short_tuple, 3),
+    b"]": (_PickleMachine._new, list),
+    b"a": (_PickleMachine._append, None),
+    b"e": (_PickleMachine._appends, None),
+    b"}": (_PickleMachine._new, PickledDict),
+    b"s": (_PickleMachine._set_item, None),
+    b"u": (_PickleMachine._set_items, None),
+    b"q": (_PickleMachine._put, _BYTE),
+    b"r": (_PickleMachine._put, _WORD),
+    b"\x94": (_PickleMachine._memoize, None),
+    b"h": (_PickleMachine._get, _BYTE),
+    b"j": (_PickleMachine._get, _WORD),
+    b"c": (_PickleMachine._global, None),
+    b"\x93": (_PickleMachine._stack_global, None),
+    b"R": (_PickleMachine._make, None),
+    b"\x81": (_PickleMachine._make, None),
+    b"b": (_PickleMachine._build, None),
+    b"Q": (_PickleMachine._persistent, None),
 }
-"""Methods and their arguments by the opcodes, but for those that neither DCP nor torch.save writes."""
+"""Methods and their arguments by opcode, for the opcodes that DCP and torch.save write."""

@@ -1,4 +1,4 @@
-"""Files of ``torch.save``."""
+"""Conversion from and to files of ``torch.save``."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ferrodist.checkpoint.convert.common import explain_external, make_contents, materialize
+from ferrodist.checkpoint.convert.common import conversion_errors, make_rewrite_source, materialize
 from ferrodist.checkpoint.convert.torch_pickle import check_pickles
-from ferrodist.checkpoint.retention import describe_other
+from ferrodist.checkpoint.retention import describe_foreign_format
 from ferrodist.checkpoint.storage import LocalStorage, open_storage
 from ferrodist.checkpoint.storage.local import open_regular
 from ferrodist.checkpoint.tools.reshard import RewriteOptions, rewrite
@@ -30,29 +30,29 @@ def import_torch_file(
     options: RewriteOptions | None = None,
     new_storage_options: Mapping[str, Any] | None = None,
 ) -> None:
-    """Make a checkpoint of a file of ``torch.save``. It is read with ``weights_only=True``: none of its code runs.
+    """Convert a file of ``torch.save`` to a checkpoint. It is read with ``weights_only=True``: none of its code runs.
 
-    Tensors stay in the file, which is mapped to memory, until they are written; but not those of the format that torch
-    wrote before version 1.6.
+    Tensors stay in the file, which is memory-mapped, until they are written; except those of the format before torch
+    1.6.
 
     Args:
         file: The file.
-        new_path: Where the checkpoint goes.
-        options: How it is written; None is whole tensors.
-        new_storage_options: For fsspec's file system, if the path is a URL.
+        new_path: The new checkpoint.
+        options: Options for writing it; None writes full tensors.
+        new_storage_options: Options of fsspec's file system, if ``new_path`` is a URL.
 
     Raises:
-        DistCheckpointError: The file has what is not to be loaded, can't be read, or the checkpoint can't be written.
+        DistCheckpointError: The file is not safe to load or can't be read, or the checkpoint can't be written.
     """
     storage = open_storage(new_path, new_storage_options)
-    place = Path(file).absolute()
-    if place.is_dir():
+    path_ = Path(file).absolute()
+    if path_.is_dir():
         raise DistCheckpointError(
-            f"{place} is a folder, not a file of torch.save. {describe_other(LocalStorage(place))}".strip()
+            f"{path_} is a folder, not a file of torch.save. {describe_foreign_format(LocalStorage(path_))}".strip()
         )
-    with explain_external(str(place)):
-        state = _load(place)
-        contents = make_contents(state, LocalStorage(place.parent))
+    with conversion_errors(str(path_)):
+        state = _load(path_)
+        contents = make_rewrite_source(state, LocalStorage(path_.parent))
     rewrite(contents, storage, options or RewriteOptions())
 
 
@@ -73,7 +73,7 @@ def _load(file: Path) -> Any:
 
 
 def _reason(error: Exception) -> str:
-    """The sentence in torch's long explanation that says which class it is."""
+    """Return the sentence in torch's long explanation that names the class."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     named = [line for line in lines if "GLOBAL" in line or "Unsupported" in line]
     return [*named, *lines, type(error).__name__][0]
@@ -88,27 +88,29 @@ def export_torch_file(
 ) -> None:
     """Write a checkpoint's state to a file with ``torch.save``; ``torch.load`` reads it.
 
-    NumPy arrays and numbers are written as tensors and Python's numbers, and `PerRank` as a dict by ranks.
+    NumPy arrays and numbers become tensors and Python's numbers, and `PerRank` a dict by rank.
 
     Args:
         path: The checkpoint.
-        file: The file, which is there when it is whole; beside it there must be room for as much again.
-        storage_options: For fsspec's file system, if the path is a URL.
-        progress: Told how many bytes are read, and of how many.
+        file: The file, which appears when it is complete; there must be room beside it for as much again.
+        storage_options: Options of fsspec's file system, if the path is a URL.
+        progress: Called with the bytes read, and their total.
 
     Raises:
-        DistCheckpointError: There is no checkpoint, it is damaged, or the file can't be written.
+        DistCheckpointError: The checkpoint is missing or damaged, or the file can't be written.
     """
-    place = Path(file).absolute()
-    with materialize(path, place.parent, storage_options=storage_options, progress=progress) as state:
-        made = place.with_name(f".{place.name}.{secrets.token_hex(8)}")  # which nobody else can have made a link before
+    path_ = Path(file).absolute()
+    with materialize(path, path_.parent, storage_options=storage_options, progress=progress) as state:
+        temporary = path_.with_name(
+            f".{path_.name}.{secrets.token_hex(8)}"
+        )  # which nobody else can have made a link before
         try:
-            with made.open("xb") as opened:
+            with temporary.open("xb") as opened:
                 torch.save(state, opened)
                 opened.flush()
                 os.fsync(opened.fileno())
-            made.replace(place)
+            temporary.replace(path_)
         except (OSError, RuntimeError) as error:
-            raise DistCheckpointError(f"could not write {place}: {error}") from error
+            raise DistCheckpointError(f"could not write {path_}: {error}") from error
         finally:
-            made.unlink(missing_ok=True)
+            temporary.unlink(missing_ok=True)

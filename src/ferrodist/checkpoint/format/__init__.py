@@ -1,1 +1,1 @@
-"""The format of a checkpoint: its manifest, tree of values, and data files (docs/formats.md)."""
+"""File formats: the manifest, its state tree, and safetensors headers."""

@@ -1,4 +1,4 @@
-"""Whether boxes are a whole tensor together, each element once."""
+"""A check that boxes cover a tensor, each element once."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ _PRIME = (1 << 127) - 1
 
 
 def covers_once(boxes: Iterable[tuple[Sequence[int], Sequence[int]]], shape: Sequence[int]) -> bool:
-    """Whether each element of a tensor is in exactly one of some boxes.
+    """Return whether each element of a tensor is in exactly one box.
 
-    Boxes are weighed: along each dim an interval weighs the difference of two secret random numbers, one for each of
-    its ends, and a box the product of its intervals, modulo a prime. Boxes that cover the tensor once weigh what it
-    does. Other boxes weigh as much with a probability of at most the number of dims in 2**127, by the Schwartz-Zippel
-    lemma, for the difference is a polynomial in the random numbers that isn't zero. Each dim of each box is a step.
+    Boxes are weighed: along each dim an interval weighs the difference of two secret random numbers, one for each end,
+    and a box weighs the product of its intervals, modulo a prime. Boxes that cover the tensor once weigh as much as it
+    does. Other boxes do so with a probability of at most the number of dims in 2**127, by the Schwartz-Zippel lemma,
+    since the difference is a non-zero polynomial in the random numbers. The cost is one step per dim and box.
 
     Args:
-        boxes: Offsets and shape of each; all lie within the tensor.
-        shape: The tensor's.
+        boxes: The offsets and shape of each box; all lie within the tensor.
+        shape: The tensor's shape.
     """
     places: list[dict[int, int]] = [{} for _ in shape]
 

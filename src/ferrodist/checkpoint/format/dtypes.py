@@ -1,4 +1,4 @@
-"""Names of dtypes: torch's, and those of safetensors files."""
+"""Names of dtypes in manifests (torch's) and in safetensors files."""
 
 from __future__ import annotations
 
@@ -23,23 +23,23 @@ _SAFETENSORS = {
     "bool": "BOOL",
 }
 
-_OTHERS = ("complex128", "complex32", "float8_e4m3fnuz", "float8_e5m2fnuz", "float8_e8m0fnu")
-"""These have no name in safetensors files, where they are bytes along one dim more."""
+_WITHOUT_SAFETENSORS_NAME = ("complex128", "complex32", "float8_e4m3fnuz", "float8_e5m2fnuz", "float8_e8m0fnu")
+"""Stored in safetensors files as bytes, with one more dim."""
 
-_FOREIGN = {"F8_E8M0": "float8_e8m0fnu", "F8_E4M3FNUZ": "float8_e4m3fnuz", "F8_E5M2FNUZ": "float8_e5m2fnuz"}
-"""Names that others write in safetensors files."""
+_READ_ONLY = {"F8_E8M0": "float8_e8m0fnu", "F8_E4M3FNUZ": "float8_e4m3fnuz", "F8_E5M2FNUZ": "float8_e5m2fnuz"}
+"""Dtypes that other writers of safetensors files use."""
 
 _DTYPES: dict[str, torch.dtype] = {
-    name: getattr(torch, name) for name in (*_SAFETENSORS, *_OTHERS) if hasattr(torch, name)
+    name: getattr(torch, name) for name in (*_SAFETENSORS, *_WITHOUT_SAFETENSORS_NAME) if hasattr(torch, name)
 }
 _NAMES = {dtype: name for name, dtype in _DTYPES.items()}
 
 
 def dtype_name(dtype: torch.dtype) -> str:
-    """The name by which manifests know a dtype.
+    """Return a dtype's name in manifests.
 
     Raises:
-        TypeError: Checkpoints don't carry it.
+        TypeError: Checkpoints don't support the dtype.
     """
     if dtype not in _NAMES:
         raise TypeError(f"checkpoints don't carry {dtype}: convert the tensor, or save what it is made of")
@@ -47,30 +47,30 @@ def dtype_name(dtype: torch.dtype) -> str:
 
 
 def dtype_from_name(name: str) -> torch.dtype:
-    """The dtype of a name.
+    """Return the dtype of a name.
 
     Raises:
-        ValueError: There is none of this name.
+        ValueError: The name is unknown.
     """
     if name not in _DTYPES:
         raise ValueError(f"there is no dtype {name!r}")
     return _DTYPES[name]
 
 
-def safetensors_form(name: str, shape: tuple[int, ...]) -> tuple[str, tuple[int, ...]]:
-    """How a safetensors file calls a dtype, and the shape of a tensor of it there."""
+def to_safetensors(name: str, shape: tuple[int, ...]) -> tuple[str, tuple[int, ...]]:
+    """Return the name of a dtype and the shape of a tensor in safetensors files."""
     if name in _SAFETENSORS:
         return _SAFETENSORS[name], shape
     return "U8", (*shape, dtype_from_name(name).itemsize)
 
 
-def name_of_safetensors_dtype(form: str) -> str:
-    """The name of a dtype of a safetensors file.
+def from_safetensors(st_dtype: str) -> str:
+    """Return the name in manifests of a dtype of safetensors files.
 
     Raises:
-        ValueError: Checkpoints don't carry it.
+        ValueError: Checkpoints don't support the dtype.
     """
-    names = {**{own: name for name, own in _SAFETENSORS.items()}, **_FOREIGN}
-    if names.get(form) not in _DTYPES:
-        raise ValueError(f"checkpoints don't carry the dtype {form!r}")
-    return names[form]
+    names = {**{own: name for name, own in _SAFETENSORS.items()}, **_READ_ONLY}
+    if names.get(st_dtype) not in _DTYPES:
+        raise ValueError(f"checkpoints don't carry the dtype {st_dtype!r}")
+    return names[st_dtype]

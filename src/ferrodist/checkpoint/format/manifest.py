@@ -1,6 +1,6 @@
-"""What a checkpoint has, and where: the schema of ``metadata.json``, which docs/formats.md describes for other readers.
+"""The manifest of a checkpoint: the schema of ``metadata.json``, which docs/formats.md describes for other readers.
 
-The file is one line, in one spelling only, so that every byte of it counts::
+The file is one line with a single valid spelling, so that every byte of it is checked::
 
     {"format":"ferrodist-checkpoint","version":1,"hash":"<xxh3-128 of what follows>","checkpoint":{...}}
 """
@@ -25,37 +25,37 @@ if TYPE_CHECKING:
 MANIFEST_NAME = "metadata.json"
 INDEX_NAME = "model.safetensors.index.json"
 SINGLE_NAME = "model.safetensors"
-"""What Hugging Face's tools call a folder's only file of tensors, which then has no index."""
+"""Hugging Face's name of a folder's only file of tensors, which has no index."""
 HASH_BYTES = 16
 LENGTH_BYTES = 8
 MAX_HEADER_BYTES = 100_000_000
-"""Of a safetensors file, without its length; readers of these files accept no longer one."""
+"""The limit of a safetensors header, without its length field, in all readers."""
 _VERSION = 1
-_START = b'{"format":"ferrodist-checkpoint","version":'
+_PREFIX = b'{"format":"ferrodist-checkpoint","version":'
 _HASH = b',"hash":"'
-_BODY = b'","checkpoint":'
-_END = b"}\n"
+_CONTENT_KEY = b'","checkpoint":'
+_SUFFIX = b"}\n"
 MAX_DIMS = 64
-"""Of torch's tensors."""
+"""torch's limit of dims."""
 _MAX_BLOCK_BYTES = 1 << 30
-"""A reader holds a whole block."""
+"""A reader holds a full block in memory."""
 _MAX_TIME_NS = 1 << 63
-"""In the year 2262."""
-_NUM_TIMES_BELOW = 1 << 32
-"""Later times are not counted on from: these are left for checkpoints that must be later than another one."""
+"""A time in the year 2262."""
+_RESERVED_TIMES = 1 << 32
+"""The last valid times are left for checkpoints that must be later than another one."""
 TIME_WITHIN_BYTES = 256
-"""A manifest has its `created_ns` in its first bytes."""
-_TIME = re.compile(re.escape(_START) + rb'[^{]*"checkpoint":\{"save_id":"[^"]*","created_ns":(\d{1,20}),')
+"""The length of the prefix of a manifest that contains its `created_ns`."""
+_TIME_PATTERN = re.compile(re.escape(_PREFIX) + rb'[^{]*"checkpoint":\{"save_id":"[^"]*","created_ns":(\d{1,20}),')
 
 
 class FileEntry(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
-    """One safetensors file.
+    """A safetensors file.
 
     Args:
-        name: Within the checkpoint's folder.
-        size_bytes: All of it.
-        header_bytes: Its header, with the 8 bytes that say how long it is; tensors begin here.
-        header_hash: Of these.
+        name: The name in the checkpoint's folder.
+        size_bytes: The size of the file.
+        header_bytes: The size of the header with the 8-byte length; tensors begin there.
+        header_hash: The hash of these bytes.
     """
 
     name: str
@@ -68,12 +68,12 @@ class ShardEntry(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     """A box of a tensor, row-major in one file.
 
     Args:
-        offsets: Where the box begins in the tensor.
-        shape: Its sizes.
-        file: Its file's place among the manifest's files.
-        start: Its first byte in the file.
-        stop: The byte after its last.
-        hashes: One for each `Manifest.block_bytes` of it, the last of which may be shorter; an empty box has none.
+        offsets: The first index of the box in each dim.
+        shape: The box's shape.
+        file: The index of the file in the manifest's files.
+        start: The first byte in the file.
+        stop: The byte after the last one.
+        hashes: The hash of each block of `Manifest.block_bytes`; the last block may be shorter, an empty box has none.
     """
 
     offsets: tuple[int, ...]
@@ -85,13 +85,13 @@ class ShardEntry(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
 
 
 class TensorEntry(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
-    """One tensor.
+    """A tensor.
 
     Args:
-        shape: Of the whole tensor.
-        dtype: Its name in torch.
-        placement: In words, how it lay over the ranks that saved it.
-        shards: Boxes that are the tensor together, each element once.
+        shape: The full tensor's shape.
+        dtype: torch's name of its dtype.
+        placement: The placement on the ranks that saved it, in words.
+        shards: Boxes that cover the tensor, each element once.
     """
 
     shape: tuple[int, ...]
@@ -101,17 +101,17 @@ class TensorEntry(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
 
 
 class Manifest(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
-    """All of a checkpoint but the elements of its tensors.
+    """A checkpoint without the elements of its tensors.
 
     Args:
-        save_id: Names the act of saving.
-        created_ns: When it was committed, since 1970; later than that of each checkpoint that was beside it then.
-        producer: Who wrote it.
-        world_size: By how many ranks it was saved.
-        block_bytes: How much of a shard each hash is of.
-        files: All files with tensors.
-        tensors: By key.
-        tree: What was saved, with `tree`'s marks in the places of tensors.
+        save_id: The id of the save.
+        created_ns: The time of the commit in ns since 1970; later than that of each checkpoint that was beside it then.
+        producer: The program that wrote it.
+        world_size: The number of ranks that saved it.
+        block_bytes: The size of a hashed block.
+        files: All files of tensors.
+        tensors: All tensors, by key.
+        tree: The state; tensors in it are referred to by key.
     """
 
     save_id: str
@@ -124,44 +124,40 @@ class Manifest(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     tree: Any
 
     def place(self, key: str) -> tuple[int, int]:
-        """Where a tensor begins: the number of its first file, and the byte there. Disks read ahead."""
+        """Return a tensor's first file and byte, for reading in the order in which disks read ahead."""
         return min(((shard.file, shard.start) for shard in self.tensors[key].shards), default=(0, 0))
 
 
-class _HeadOfFile(msgspec.Struct, kw_only=True):
+class _FormatHeader(msgspec.Struct, kw_only=True):
     format: str
     version: int
 
 
 def hash_bytes(data: Any) -> str:
-    """The checksum of some bytes as text: xxh3 with 128 bits."""
+    """Return the checksum of bytes as text: 128-bit xxh3."""
     return xxhash.xxh3_128_hexdigest(data)
 
 
 def encode_manifest(manifest: Manifest) -> bytes:
-    """The file's bytes."""
+    """Encode a manifest as the bytes of its file."""
     body = msgspec.json.encode(manifest)
-    return _START + str(_VERSION).encode() + _HASH + hash_bytes(body).encode() + _BODY + body + _END
+    return _PREFIX + str(_VERSION).encode() + _HASH + hash_bytes(body).encode() + _CONTENT_KEY + body + _SUFFIX
 
 
 def decode_manifest(data: bytes, where: str) -> Manifest:
-    """Read the file's bytes; nothing in them is believed unseen.
-
-    Args:
-        data: The bytes.
-        where: The file, for messages.
+    """Decode the bytes of a manifest's file, which are not trusted; ``where`` names the file in errors.
 
     Raises:
-        DistCheckpointError: They are not what `encode_manifest` makes.
+        DistCheckpointError: `encode_manifest` would not write these bytes.
     """
-    start = _START + str(_VERSION).encode() + _HASH
-    body_at = len(start) + 2 * HASH_BYTES + len(_BODY)
+    start = _PREFIX + str(_VERSION).encode() + _HASH
+    body_at = len(start) + 2 * HASH_BYTES + len(_CONTENT_KEY)
     if not data.startswith(start):
-        raise DistCheckpointError(_why_other(data, where))
-    body = data[body_at : -len(_END)]
-    told = data[len(start) : len(start) + 2 * HASH_BYTES]
+        raise DistCheckpointError(_describe_mismatch(data, where))
+    body = data[body_at : -len(_SUFFIX)]
+    expected_hash = data[len(start) : len(start) + 2 * HASH_BYTES]
     rest = data[len(start) + 2 * HASH_BYTES : body_at], data[body_at + len(body) :]
-    if rest != (_BODY, _END) or hash_bytes(body).encode() != told:
+    if rest != (_CONTENT_KEY, _SUFFIX) or hash_bytes(body).encode() != expected_hash:
         raise DistCheckpointError(
             f"{where} is damaged: its bytes don't have the hash that it says. Nothing of this checkpoint can be"
             " trusted; take another one, or a copy"
@@ -174,20 +170,20 @@ def decode_manifest(data: bytes, where: str) -> Manifest:
     return manifest
 
 
-def find_time(head: bytes) -> int | None:
-    """The `created_ns` that the beginning of a manifest has; None if it has none that can be."""
-    found = _TIME.match(head)
+def find_commit_time(head: bytes) -> int | None:
+    """Return the `created_ns` in the first bytes of a manifest; None without a valid one."""
+    found = _TIME_PATTERN.match(head)
     return int(found[1]) if found and is_time(int(found[1])) else None
 
 
 def is_time(time_ns: int) -> bool:
-    """Whether it is a time since 1970 that a checkpoint can have, and others after it."""
-    return 0 <= time_ns < _MAX_TIME_NS - _NUM_TIMES_BELOW
+    """Return whether a checkpoint can have this commit time, and others a later one."""
+    return 0 <= time_ns < _MAX_TIME_NS - _RESERVED_TIMES
 
 
-def _why_other(data: bytes, where: str) -> str:
+def _describe_mismatch(data: bytes, where: str) -> str:
     try:
-        head = msgspec.json.decode(data, type=_HeadOfFile)
+        head = msgspec.json.decode(data, type=_FormatHeader)
     except (msgspec.MsgspecError, ValueError, RecursionError, MemoryError):
         return f"{where} is damaged, or is no manifest of a checkpoint"
     if head.format != "ferrodist-checkpoint":
@@ -198,7 +194,7 @@ def _why_other(data: bytes, where: str) -> str:
 
 
 def _check(manifest: Manifest) -> None:
-    """Raise ValueError unless each shard can lie where it is said to."""
+    """Raise ValueError unless the manifest is consistent."""
     if manifest.world_size < 1 or manifest.block_bytes < 1:
         raise ValueError("a world size or block size below 1")
     if manifest.block_bytes > _MAX_BLOCK_BYTES:
@@ -215,24 +211,24 @@ def _check(manifest: Manifest) -> None:
         if not LENGTH_BYTES <= file.header_bytes <= most:
             raise ValueError(f"file {file.name!r} of {file.size_bytes} bytes has a header of {file.header_bytes}")
     for key, tensor in manifest.tensors.items():
-        for problem in _problems(manifest, tensor):
+        for problem in _find_problems(manifest, tensor):
             raise ValueError(f"tensor {key!r}: {problem}")
     check_tree(manifest.tree, manifest.tensors)
 
 
-def _problems(manifest: Manifest, tensor: TensorEntry) -> Iterator[str]:
+def _find_problems(manifest: Manifest, tensor: TensorEntry) -> Iterator[str]:
     itemsize = dtype_from_name(tensor.dtype).itemsize
     if len(tensor.shape) > MAX_DIMS or any(size < 0 for size in tensor.shape):
         yield f"shape {tensor.shape[: MAX_DIMS + 1]}"
     if prod(size for size in tensor.shape if size) * itemsize >= 1 << 63:
         yield f"shape {tensor.shape} is more than any memory"
     for shard in tensor.shards:
-        yield from _problems_of_shard(manifest, tensor, shard, itemsize)
+        yield from _shard_problems(manifest, tensor, shard, itemsize)
     if not covers_once(((shard.offsets, shard.shape) for shard in tensor.shards), tensor.shape):
         yield "its shards overlap, or are not all of it"
 
 
-def _problems_of_shard(manifest: Manifest, tensor: TensorEntry, shard: ShardEntry, itemsize: int) -> Iterator[str]:
+def _shard_problems(manifest: Manifest, tensor: TensorEntry, shard: ShardEntry, itemsize: int) -> Iterator[str]:
     if not len(shard.offsets) == len(shard.shape) == len(tensor.shape):
         yield "a shard has another number of dims"
     sides = zip(shard.offsets, shard.shape, tensor.shape, strict=True)

@@ -1,4 +1,4 @@
-"""Nested state as JSON, and back: what a manifest has of everything that is no tensor.
+"""The state tree: nested state as JSON nodes in a manifest, and back.
 
     in the state                                       in the manifest
     None, bool, str, int of 64 bits, finite float      itself
@@ -14,10 +14,8 @@
     torch.dtype, torch.device, torch.Size              {"dtype": name}, {"device": text}, {"size": [...]}
     PerRank                                            {"per_rank": {rank: node}}
 
-Other subclasses of dict, list and tuple come back as these. All else is refused: no class is ever looked up by a name
-that a file says.
-
-What a tree from a file must be, before anybody follows it.
+Other subclasses of dict, list and tuple come back as dict, list and tuple. All else is refused: no class is ever looked
+up by a name in a file. A tree from a file is checked by `check_tree` before it is used.
 """
 
 from __future__ import annotations
@@ -41,28 +39,28 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 
 Node = Any
-"""JSON: a value or a dict with one mark."""
+"""A JSON value, or a dict with one mark as its key."""
 
 _INT_BITS = 63
 MAX_DEPTH = 100
-"""How deep states may be nested; a few calls for each level stay below Python's limit."""
+"""The deepest nesting of a state; a few calls per level stay below Python's recursion limit."""
 
-_MOST_OF_ONE_HASH = 100
-"""Members of a set; those of honest ones have hashes of their own, but for a few."""
+_MAX_SAME_HASH = 100
+"""The most members of a set with one hash; honest values rarely share one."""
 
-_NAMES_OF_NUMBERS = (
+_NUMPY_SCALAR_NAMES = (
     "bool int8 int16 int32 int64 uint8 uint16 uint32 uint64 float16 float32 float64 complex64 complex128"
 )
-_NUMBERS = {name: np.dtype(name).type for name in _NAMES_OF_NUMBERS.split()}
+_NUMPY_SCALARS = {name: np.dtype(name).type for name in _NUMPY_SCALAR_NAMES.split()}
 
 
 class PerRank:
-    """Marks what each rank has its own of, as the state of its random generator: all ranks' are saved.
+    """Marks a value that each rank has its own of, such as the state of a random generator; all are saved.
 
     Args:
-        value: This rank's; any state.
-        resize: ``resize(values, rank, world_size)`` makes this rank's value of the saved ones, by rank, when another
-            number of ranks loads them. None is an error then.
+        value: This rank's value; any state.
+        resize: ``resize(values, rank, world_size)`` makes this rank's value from the saved ones, by rank, when another
+            number of ranks loads them. Without it that is an error.
     """
 
     def __init__(self, value: Any, *, resize: Callable[[list[Any], int, int], Any] | None = None) -> None:
@@ -74,35 +72,31 @@ class PerRank:
 
 
 class SavedElsewhere:
-    """Marks a tensor that this rank has too, but another one saves.
-
-    Args:
-        tensor: Of the same shape as that one's.
-    """
+    """Marks a replica of a tensor that another rank saves."""
 
     def __init__(self, tensor: torch.Tensor) -> None:
         self.tensor = tensor
 
 
 def path_text(path: Sequence[object]) -> str:
-    """Where something is in a state, for messages."""
+    """Format a path in a state, for messages."""
     return "".join(f"[{part!r}]" for part in path) or "the state itself"
 
 
 def tensor_key(path: Sequence[object]) -> str:
-    """The name of a tensor in files."""
+    """Return the name in files of the tensor at a path."""
     return ".".join(str(part) for part in path) or "tensor"
 
 
 def check_depth(path: Sequence[object]) -> None:
-    """Raise ValueError where no state ends that doesn't hold itself."""
+    """Raise ValueError for a path so deep that the state probably contains itself."""
     if len(path) > MAX_DEPTH:
         raise ValueError(f"the state is nested too deeply, or holds itself, at {path_text(path[:5])}...")
 
 
 @dataclass
 class Encoder:
-    """Turns a state into a node, and collects its tensors.
+    """Encodes a state as a node, and collects its tensors.
 
     Args:
         rank: This rank.
@@ -110,32 +104,32 @@ class Encoder:
 
     rank: int
     tensors: dict[str, torch.Tensor] = field(default_factory=dict)
-    """By key; what several places of the state have is here once."""
+    """Tensors by key; tied tensors are here once."""
     paths: dict[str, str] = field(default_factory=dict)
-    """Where each is in the state."""
+    """The path of each tensor in the state."""
     own: set[str] = field(default_factory=set)
-    """The keys of those that only this rank has, for they are in a `PerRank`."""
+    """The keys of tensors within a `PerRank`, which only this rank has."""
     unsaved: set[str] = field(default_factory=set)
-    """The keys of those that another rank saves."""
-    _known: dict[object, str] = field(default_factory=dict)
-    _arrays: list[torch.Tensor] = field(default_factory=list)
-    _is_own: bool = False
-    """Whether it is in a `PerRank`."""
+    """The keys of tensors that another rank saves."""
+    _keys_by_identity: dict[object, str] = field(default_factory=dict)
+    _keep_alive: list[torch.Tensor] = field(default_factory=list)
+    _in_per_rank: bool = False
+    """Whether the current value is within a `PerRank`."""
 
     def encode(self, value: Any, path: tuple[object, ...] = ()) -> Node:
-        """The node of a value.
+        """Encode a value.
 
         Raises:
-            TypeError: A part of it can't be saved; it says which.
-            ValueError: It is nested too deeply, or two tensors would have one name.
+            TypeError: A part of it can't be saved; names its path.
+            ValueError: The state is nested too deeply, or two tensors would have one name.
         """
         check_depth(path)
         if isinstance(value, (torch.Tensor, SavedElsewhere)):
             return {"tensor": self._add_tensor(value, path)}
         if isinstance(value, np.ndarray):
-            return {"array": self._add(self._from_array(value, path), path)}
+            return {"array": self._add(self._tensor_from_array(value, path), path)}
         if isinstance(value, PerRank):
-            return {"per_rank": {str(self.rank): self._encode_own(value.value, path)}}
+            return {"per_rank": {str(self.rank): self._encode_per_rank(value.value, path)}}
         if isinstance(value, Mapping) and not isinstance(value, Counter):
             return self._encode_mapping(value, path)
         for kind, mark in ((torch.Size, "size"), (tuple, "tuple")):
@@ -146,24 +140,24 @@ class Encoder:
         return _encode_plain(value, path)
 
     def _encode_members(self, members: Sequence[Any], path: tuple[object, ...]) -> list[Node]:
-        return [self.encode(each, (*path, place)) for place, each in enumerate(members)]
+        return [self.encode(each, (*path, index)) for index, each in enumerate(members)]
 
     def _add_tensor(self, value: torch.Tensor | SavedElsewhere, path: tuple[object, ...]) -> str:
         if isinstance(value, torch.Tensor):
             return self._add(value, path)
         key = self._add(value.tensor, path)
-        if not self._is_own:
+        if not self._in_per_rank:
             self.unsaved.add(key)
         return key
 
-    def _encode_own(self, value: Any, path: tuple[object, ...]) -> Node:
-        before, known, was_own = set(self.tensors), self._known, self._is_own
-        # Another rank has other memory under this name: what is the same outside is saved by itself.
-        self._known, self._is_own = {}, True
+    def _encode_per_rank(self, value: Any, path: tuple[object, ...]) -> Node:
+        before, known, was_own = set(self.tensors), self._keys_by_identity, self._in_per_rank
+        # Tensors here aren't tied to tensors outside: other ranks have other memory under this name.
+        self._keys_by_identity, self._in_per_rank = {}, True
         try:
             node = self.encode(value, (*path, f"rank{self.rank}"))
         finally:
-            self._known, self._is_own = known, was_own
+            self._keys_by_identity, self._in_per_rank = known, was_own
         self.own |= set(self.tensors) - before
         return node
 
@@ -172,10 +166,10 @@ class Encoder:
         nodes = [self.encode(each, (*path, key)) for key, each in value.items()]
         if all(isinstance(key, str) for key in keys):
             return {"dict": dict(zip(keys, nodes, strict=True))}
-        spread(value, path_text(path))
+        check_collisions(value, path_text(path))
         return {"pairs": [list(pair) for pair in zip(keys, nodes, strict=True)]}
 
-    def _from_array(self, array: np.ndarray[Any, Any], path: tuple[object, ...]) -> torch.Tensor:
+    def _tensor_from_array(self, array: np.ndarray[Any, Any], path: tuple[object, ...]) -> torch.Tensor:
         if isinstance(array, np.ma.MaskedArray):
             raise TypeError(f"{path_text(path)} is a masked array: save its data and its mask")
         native = np.ascontiguousarray(array, array.dtype.newbyteorder("=")).reshape(array.shape)
@@ -187,7 +181,7 @@ class Encoder:
     def _add(self, tensor: torch.Tensor, path: tuple[object, ...]) -> str:
         check_tensor(tensor, path)
         identity = tensor_identity(tensor)
-        if (known := self._known.get(identity)) is not None:
+        if (known := self._keys_by_identity.get(identity)) is not None:
             return known
         key = tensor_key(path)
         if key == "__metadata__":
@@ -197,24 +191,24 @@ class Encoder:
                 f"two tensors would be named {key!r} in the files, that of {self.paths[key]} and that of"
                 f" {path_text(path)}: rename one"
             )
-        self._known[identity] = key
-        self._arrays.append(tensor)  # an identity is one as long as the tensor lives
+        self._keys_by_identity[identity] = key
+        self._keep_alive.append(tensor)  # an address identifies a tensor only during its lifetime
         self.tensors[key], self.paths[key] = tensor, path_text(path)
         return key
 
 
 def tensor_identity(tensor: torch.Tensor) -> object:
-    """What tensors have in common that are the same memory."""
+    """Return a key that is equal for tensors that are the same memory."""
     local = getattr(tensor, "_local", None)
     plain = tensor if local is None else local
     if plain.is_nested or not plain.numel() or plain.layout is not torch.strided or plain.device.type == "meta":
         return id(tensor)
-    lies = plain.data_ptr(), tuple(plain.shape), plain.stride(), plain.dtype, plain.is_conj(), plain.is_neg()
-    return (*lies, getattr(tensor, "_spec", None), flat_shard_of(tensor))
+    layout = plain.data_ptr(), tuple(plain.shape), plain.stride(), plain.dtype, plain.is_conj(), plain.is_neg()
+    return (*layout, getattr(tensor, "_spec", None), flat_shard_of(tensor))
 
 
 def check_tensor(tensor: torch.Tensor, path: tuple[object, ...]) -> None:
-    """Raise TypeError unless a tensor has elements in memory, of a dtype that checkpoints have."""
+    """Raise TypeError unless a tensor is dense, has a supported dtype and elements in memory."""
     where = path_text(path)
     try:
         dtype_name(tensor.dtype)
@@ -237,9 +231,8 @@ def _encode_key(key: object, path: tuple[object, ...]) -> Node:
         return _encode_plain(key, path)
     except TypeError as error:
         raise TypeError(
-            f"{path_text(path)} has {with_article(type(key).__name__)} as a key, {str(key)[:50]!r}: save text,"
-            " numbers or tuples"
-            " of these"
+            f"{path_text(path)} has {with_article(type(key).__name__)} as a key, {str(key)[:50]!r}: save text, numbers"
+            " or tuples of these"
         ) from error
 
 
@@ -248,19 +241,18 @@ def _encode_plain(value: Any, path: tuple[object, ...]) -> Node:
     if isinstance(value, tuple) and not isinstance(value, torch.Size):
         return {"tuple": [_encode_plain(each, path) for each in value]}
     if isinstance(value, (set, frozenset)):
-        # Not as they come, which is otherwise on each rank.
-        found = spread(value, path_text(path))
+        # Sorted, since the iteration order of sets differs between ranks.
+        found = check_collisions(value, path_text(path))
         members = sorted((_encode_plain(each, path) for each in found), key=msgspec.json.encode)
         return {"set" if isinstance(value, set) else "frozenset": members}
     if isinstance(value, Counter):
-        spread(value, path_text(path))
+        check_collisions(value, path_text(path))
         return {"counter": [[_encode_key(key, path), _encode_plain(count, path)] for key, count in value.items()]}
-    if isinstance(value, np.generic) and value.dtype.name in _NUMBERS:
+    if isinstance(value, np.generic) and value.dtype.name in _NUMPY_SCALARS:
         return {"number": [value.dtype.name, _encode_plain(value.item(), path)]}
     if kind not in _ENCODERS:
         raise TypeError(
-            f"{path_text(path)} is {with_article(kind.__name__)}, which checkpoints don't carry: save what it"
-            " is made of, as"
+            f"{path_text(path)} is {with_article(kind.__name__)}, which checkpoints don't carry: save its contents as"
             " numbers, text, tensors, lists and dicts, or give it state_dict() and load_state_dict()"
         )
     try:
@@ -297,7 +289,7 @@ _ENCODERS: dict[type, Callable[[Any], Node]] = {
 
 
 def is_leaf_node(node: Node) -> bool:
-    """Whether a node is a plain value: neither a container, nor a tensor."""
+    """Return whether a node is a plain value: neither a container nor a tensor."""
     return not isinstance(node, list) and not (isinstance(node, dict) and set(node) & _BRANCHES)
 
 
@@ -305,14 +297,10 @@ _BRANCHES = frozenset({"dict", "pairs", "tuple", "set", "frozenset", "size", "te
 
 
 def decode_leaf(node: Node, depth: int = 0) -> Any:
-    """The value of a leaf's node.
-
-    Args:
-        node: The node.
-        depth: The number of nodes around it.
+    """Return the value of a leaf node.
 
     Raises:
-        ValueError: There is no such node.
+        ValueError: The node is invalid.
     """
     if not isinstance(node, dict):
         return node
@@ -323,12 +311,12 @@ def decode_leaf(node: Node, depth: int = 0) -> Any:
     ((mark, content),) = node.items()
     try:
         return _DECODERS[mark](content, depth + 1)
-    except Exception as error:  # the content may be anything, and each decoder fails in a way of its own
+    except Exception as error:  # the content may be anything, and decoders raise different errors
         raise ValueError(f"no value is written as {str(node)[:100]}") from error
 
 
 def leaf_text(node: Node) -> str:
-    """The value of a leaf's node as Python writes it."""
+    """Return the repr of a leaf node's value."""
     value = decode_leaf(node)
     try:
         return repr(value)
@@ -347,23 +335,23 @@ def _decode_number(pair: list[Node], depth: int) -> Any:
     if not isinstance(value, (bool, int, float, complex)):
         raise TypeError(f"a number of {type(value).__name__}")
     with np.errstate(all="ignore"):
-        return _NUMBERS[name](value)
+        return _NUMPY_SCALARS[name](value)
 
 
 def _decode_counter(pairs: list[list[Node]], depth: int) -> Counter[Any]:
-    keys = spread(decode_leaf(key, depth) for key, _ in pairs)
+    keys = check_collisions(decode_leaf(key, depth) for key, _ in pairs)
     return Counter(dict(zip(keys, (decode_leaf(count, depth) for _, count in pairs), strict=True)))
 
 
-def spread(values: Iterable[Any], where: str = "it") -> list[Any]:
-    """Hashable values as they are, to be a set or a dict's keys; ``where`` is for messages.
+def check_collisions(values: Iterable[Any], where: str = "it") -> list[Any]:
+    """Return hashable values as a list; ``where`` is for messages.
 
     Raises:
-        ValueError: Many have one hash: Python would take a time in the square of their number.
+        ValueError: Many have one hash: a set or dict of them would take quadratic time.
     """
     found = list(values)
-    if max(Counter(map(hash, found)).values(), default=0) > _MOST_OF_ONE_HASH:
-        raise ValueError(f"{where} has more than {_MOST_OF_ONE_HASH} members or keys with one hash")
+    if max(Counter(map(hash, found)).values(), default=0) > _MAX_SAME_HASH:
+        raise ValueError(f"{where} has more than {_MAX_SAME_HASH} members or keys with one hash")
     return found
 
 
@@ -382,12 +370,12 @@ _DECODERS: dict[str, Callable[[Any, int], Any]] = {
     "dtype": lambda name, _: dtype_from_name(name),
     "device": _decode_device,
     "tuple": lambda members, depth: tuple(decode_leaf(each, depth) for each in members),
-    "frozenset": lambda members, depth: frozenset(spread(decode_leaf(each, depth) for each in members)),
+    "frozenset": lambda members, depth: frozenset(check_collisions(decode_leaf(each, depth) for each in members)),
 }
 
 
 def referenced_keys(node: Any) -> Iterator[str]:
-    """The keys of the tensors of a tree."""
+    """Yield the keys of the tensors in a tree."""
     if isinstance(node, dict):
         for mark, content in node.items():
             if mark in ("tensor", "array"):
@@ -400,15 +388,15 @@ def referenced_keys(node: Any) -> Iterator[str]:
 
 
 def check_tree(node: Node, keys: Collection[str], depth: int = 0) -> None:
-    """See that a tree is what `Encoder` and `merge_trees` make.
+    """Check that a tree is as `Encoder` and `merge_trees` make it.
 
     Args:
         node: The tree.
-        keys: Of the tensors that there are.
-        depth: How deep the node is.
+        keys: The keys of known tensors.
+        depth: The depth of the node.
 
     Raises:
-        ValueError: It is something else.
+        ValueError: The tree is invalid.
     """
     if depth > MAX_DEPTH:
         raise ValueError("a state that is nested too deeply")
@@ -427,26 +415,26 @@ def check_tree(node: Node, keys: Collection[str], depth: int = 0) -> None:
         check_tree(each, keys, depth + 1)
 
 
-def _pairs(content: list[Any]) -> list[Node]:
+def _check_pairs(content: list[Any]) -> list[Node]:
     if not all(isinstance(pair, list) and len(pair) == 2 for pair in content):
         raise ValueError("pairs of a key and a node that are none")
-    _hashable([key for key, _ in content])
+    _check_hashable([key for key, _ in content])
     return [node for _, node in content]
 
 
-def _of_ranks(content: dict[str, Node]) -> Iterable[Node]:
+def _check_ranks(content: dict[str, Node]) -> Iterable[Node]:
     if not all(rank.isdecimal() and str(int(rank[:10])) == rank for rank in content):
         raise ValueError(f"ranks {list(content)[:10]}")
     return content.values()
 
 
-def _sizes(content: list[Any]) -> list[Node]:
+def _check_sizes(content: list[Any]) -> list[Node]:
     if not all(type(size) is int and -(1 << 63) <= size < 1 << 63 for size in content):
         raise ValueError(f"a torch.Size of {content[:10]}")
     return []
 
 
-def _hashable(content: list[Any]) -> list[Node]:
+def _check_hashable(content: list[Any]) -> list[Node]:
     try:
         hash(decode_leaf({"frozenset": content}))
     except TypeError as error:
@@ -458,12 +446,12 @@ _BRANCH_CHECKS: dict[str, tuple[type, Callable[[Any], Iterable[Node]]]] = {
     "list": (list, list),
     "tuple": (list, list),
     "dict": (dict, dict.values),
-    "per_rank": (dict, _of_ranks),
-    "pairs": (list, _pairs),
-    "size": (list, _sizes),
-    "set": (list, _hashable),
-    "frozenset": (list, _hashable),
+    "per_rank": (dict, _check_ranks),
+    "pairs": (list, _check_pairs),
+    "size": (list, _check_sizes),
+    "set": (list, _check_hashable),
+    "frozenset": (list, _check_hashable),
     "tensor": (str, lambda _: ()),
     "array": (str, lambda _: ()),
 }
-"""By marks: what a node has, and the members of it that are left to check."""
+"""By mark: the type of a node's content, and a function that checks it and returns the child nodes still to check."""

@@ -1,4 +1,4 @@
-"""Where checkpoints lie."""
+"""Storage of checkpoints: local folders and fsspec file systems."""
 
 from ferrodist.checkpoint.storage.base import FileWriter, Storage
 from ferrodist.checkpoint.storage.local import LocalStorage

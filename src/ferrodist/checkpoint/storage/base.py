@@ -1,32 +1,31 @@
-"""Where checkpoints lie: what saving and loading need of a folder, on a disk or in an object store.
+"""The storage of a checkpoint: the `Storage` interface of a folder on a disk or in an object store.
 
 [Note: commit]
-A checkpoint is there when its manifest is: ``put`` of the manifest is the last thing of a save, and it is atomic. Files
-with tensors are written before, under names that no committed manifest of the folder mentions. A save has an id:
+A checkpoint exists when its manifest does: ``put`` of the manifest is the last step of a save, and it is atomic. Files
+of tensors are written before, under names that no committed manifest of the folder mentions. A save has an id:
 
     rank 0    begin(id)
     all       create(id, name, size).write(...).close()        durable when close returns
-    rank 0    with exclusive(deadline): publish(id, names), put(manifest), remove(what no manifest mentions any more)
+    rank 0    with exclusive(deadline): publish(id, names), put(manifest), remove(stale files)
 
-A save that failed, or whose ranks were killed, leaves the folder's manifest as it was. ``discard`` removes what it
-wrote; where rank 0 was killed the other ranks do, and where nobody was left to call that, the next save to the folder.
+A save that failed, or whose ranks were killed, leaves the folder's manifest unchanged. ``discard`` removes its files;
+if rank 0 was killed the other ranks do it, and otherwise the next save to the folder.
 
 [Note: living saves]
 Several jobs may save to one folder at a time. On a disk ``begin`` locks a file in the save's own folder, and holds the
-lock as long as the save lives: the system drops it when the process ends, however it does. ``remove_leftovers`` removes
-folders whose lock it gets. The file's name has the running system's boot id, for some file systems that hosts share
-have locks for each host alone, and some none: the folder of another system, or one without a lock that works, is left
-there until nothing in it was changed for a day. In an object store ``begin`` puts a small object that says of which
-process the save is: on that host the system is asked whether it lives, elsewhere it counts as living for a day.
+lock during the save: the system drops it when the process ends, however it does. ``remove_leftovers`` removes folders
+whose lock it gets. The file's name has the running system's boot id, since some shared file systems have locks for each
+host only, and some have none: the folder of another system, or one without a working lock, is left alone until nothing
+in it has changed for a day. In an object store ``begin`` puts a small marker object that identifies the process: on the
+same host the system is asked whether it is alive, elsewhere it counts as alive for a day.
 
 [Note: staged or not]
-On a disk a save has a folder of its own until ``publish`` moves its files to their places. Object stores can't move:
-a file has its place when it is closed. There its name has the save's id in it, so that it overwrites nothing and
-belongs to no checkpoint until a manifest names it. From the moment at which the manifest's ``put`` is sent, nobody can
-be sure for a while that it won't appear; so nothing of that save is removed after that, unless the store has refused.
-What then belongs to no checkpoint goes with the next save.
+On a disk a save has a folder of its own until ``publish`` moves its files into place. Object stores can't move: a file
+is in place when it is closed. Its name contains the save's id, so that it overwrites nothing and belongs to no
+checkpoint until a manifest names it. Once the manifest's ``put`` is sent, it may still appear for a while; so nothing
+of that save is removed afterwards, unless the store has refused. Leftovers go with the next save.
 
-Whether the process of a save lives, told by what it has written of itself; see [Note: living saves] in `base`.
+Processes describe themselves in markers by `describe_process`; see [Note: living saves].
 """
 
 from __future__ import annotations
@@ -43,117 +42,114 @@ if TYPE_CHECKING:
     from ferrodist.deadline import Deadline
 
 MAX_SMALL_FILE_BYTES = 1 << 30
-"""The most that `Storage.get` reads: room for a manifest of some million shards."""
+"""The limit of `Storage.get`: room for a manifest of some million shards."""
 
-_OF_A_SAVE = re.compile(r"model-([0-9a-f]{12})-\d{5,}-of-\d{5,}\.safetensors")
-"""Names that only saves give: what a save was killed before it could remove is known by them for what it is."""
+_SAVE_FILE_NAME = re.compile(r"model-([0-9a-f]{12})-\d{5,}-of-\d{5,}\.safetensors")
+"""Only saves use such names, so that the leftovers of a killed save are recognized."""
 
 
-def save_of(name: str) -> str | None:
-    """The id of the save that a file's name has in it; None if it has none."""
-    found = _OF_A_SAVE.fullmatch(name)
+def save_id_of(name: str) -> str | None:
+    """Return the save id in a file's name; None without one."""
+    found = _SAVE_FILE_NAME.fullmatch(name)
     return found and found[1]
 
 
 class FileWriter(Protocol):
-    """A file that is being written from its beginning to its end."""
+    """A file that is written sequentially."""
 
     def write(self, data: memoryview) -> None:
-        """Add bytes; they may be changed when it has returned."""
+        """Append bytes, which may be reused afterwards."""
 
     def close(self) -> None:
-        """Make it last: what was written is there after a loss of power."""
+        """Make the file durable, also after a loss of power."""
 
     def discard(self) -> None:
-        """Give up; nothing of it stays, even if it was closed."""
+        """Remove the file, even if it was closed."""
 
 
 class Storage(Protocol):
-    """A folder. All methods raise OSError for what the storage can't do."""
+    """A checkpoint's folder. All methods raise OSError if the storage fails."""
 
     url: str
-    """Its name, for messages."""
+    """The folder's name, for messages."""
 
     request_bytes: int
-    """How many bytes it is worth to ask for at once, at most."""
+    """The largest useful size of a read."""
 
     is_staged: bool
-    """Whether files have their places in the folder when they are published, not before; see [Note: staged or not]."""
+    """Whether files move into the folder on `publish` only; see [Note: staged or not]."""
 
     def begin(self, save_id: str) -> None:
-        """Make the folder, and room for the files of a save; who calls this is the one that commits or discards it."""
+        """Create the folder and space for a save; the caller is the one to commit or discard it."""
 
     def create(self, save_id: str, name: str, size_bytes: int) -> FileWriter:
-        """Begin a file of a save, and find room for it where that can be asked for."""
+        """Begin a file of a save, and reserve its space where possible."""
 
     def exclusive(self, deadline: Deadline) -> AbstractContextManager[None]:
-        """Keep other saves to the folder from being committed meanwhile, where that can be done.
-
-        TimeoutError if one is, and goes on until the deadline.
-        """
+        """Lock out commits of other saves to the folder, where possible; TimeoutError after the deadline."""
 
     def publish(self, save_id: str, names: Sequence[str]) -> None:
-        """Give closed files of a save their places in the folder."""
+        """Move closed files of a save into the folder."""
 
     def put(self, name: str, data: bytes) -> None:
-        """Write a small file whole, at once and for good: readers see what was there before, or this."""
+        """Write a small file atomically and durably."""
 
     def read_beside(self, name: str, size_bytes: int) -> list[bytes]:
-        """The beginnings of the files of one name in this folder, and in the folders that lie where this one lies."""
+        """Return the first bytes of the files of one name in this folder and in its sibling folders."""
 
     def copy(self, name: str, new_name: str) -> None:
-        """Give a file of the folder a second name, whatever had that before; OSError where that can't be done."""
+        """Give a file a second name, replacing a file of that name; OSError if the storage can't."""
 
     def discard(self, save_id: str) -> None:
-        """Remove what all ranks have made for a save, but for what `publish` has moved, and what may be committed.
+        """Remove the files of a save of all ranks, except published files and a save that may be committed.
 
-        Where files are not staged only the storage that began the save can tell what may be: others do nothing.
-        The folder goes too if `begin` has made it.
+        Without staging only the storage that began the save knows whether it may be; others do nothing. The folder is
+        removed too if `begin` created it.
         """
 
     def remove(self, names: Collection[str]) -> None:
-        """Remove files; those that are not there count as removed."""
+        """Remove files; missing ones are ignored."""
 
     def living_saves(self) -> set[str]:
-        """The ids of saves that may live, among those whose files have their places already."""
+        """Return the ids of saves that may be alive, among those with files in place."""
 
     def has_leftovers(self, save_id: str = "") -> bool:
-        """Whether a save was begun here that was neither committed nor discarded; any save, or one."""
+        """Return whether any save, or the given one, was begun here and neither committed nor discarded."""
 
     def remove_leftovers(self) -> None:
-        """Remove what saves left that nobody could discard; see [Note: living saves]."""
+        """Remove the leftovers of dead saves; see [Note: living saves]."""
 
     def remove_folder(self) -> None:
-        """Remove the folder if nothing is in it."""
+        """Remove the folder if it is empty."""
 
     def list_names(self) -> list[str]:
-        """The names of files in the folder; none if there is no folder."""
+        """List the files in the folder; empty without a folder."""
 
     def list_folders(self) -> list[str]:
-        """The names of folders in the folder, without links to others; none if there is no folder."""
+        """List the folders in the folder, without links; empty without a folder."""
 
     def size_bytes(self, name: str) -> int:
-        """The size of a file; FileNotFoundError if it is not there, OSError if it is no regular file."""
+        """Return a file's size; FileNotFoundError if it is missing, OSError if it is not a regular file."""
 
     def get(self, name: str) -> bytes:
-        """A small file whole; FileNotFoundError if it is not there.
+        """Read a small file.
 
-        OSError if it is no regular file, or has more than `MAX_SMALL_FILE_BYTES`.
+        FileNotFoundError if it is missing, OSError if it is not a regular file or exceeds `MAX_SMALL_FILE_BYTES`.
         """
 
     def read(self, name: str, start: int, into: memoryview) -> None:
-        """Fill memory from a place of a file on; EOFError if the file ends before."""
+        """Fill memory with bytes of a file; EOFError if the file is too short."""
 
     def close(self) -> None:
-        """Give back what reading keeps open."""
+        """Close the files that reading has opened."""
 
 
-DEAD_SECONDS = 86_400
-"""How long nothing has changed of a save of which nobody can tell whether it lives, until it counts as dead."""
+DEAD_AFTER_SECONDS = 86_400
+"""The time without a change after which a save counts as dead if its process can't be checked."""
 
 
 def system_id() -> bytes:
-    """What no other running system has: the boot id, or at least the host's name."""
+    """Return an id of the running system: the boot id, or the host's name."""
     try:
         return Path("/proc/sys/kernel/random/boot_id").read_bytes().strip()
     except OSError:
@@ -161,27 +157,27 @@ def system_id() -> bytes:
 
 
 def describe_process() -> bytes:
-    """This process: its system, its namespace of process ids, its id there, and when it was started."""
-    return b" ".join((system_id(), _namespace(), str(os.getpid()).encode(), _start_of(os.getpid())))
+    """Describe this process: its system, PID namespace, PID and start time."""
+    return b" ".join((system_id(), _pid_namespace(), str(os.getpid()).encode(), _start_time(os.getpid())))
 
 
 def is_process_alive(description: bytes) -> bool | None:
-    """Whether a process that described itself lives; None if that can't be told here."""
+    """Return whether a described process is alive; None if that can't be checked here."""
     fields = description.split(b" ")
-    if len(fields) != 4 or fields[0] != system_id() or fields[1] != _namespace() or not fields[2].isdigit():
+    if len(fields) != 4 or fields[0] != system_id() or fields[1] != _pid_namespace() or not fields[2].isdigit():
         return None
-    return _start_of(int(fields[2])) == fields[3]
+    return _start_time(int(fields[2])) == fields[3]
 
 
-def _namespace() -> bytes:
+def _pid_namespace() -> bytes:
     try:
         return os.fsencode(Path("/proc/self/ns/pid").readlink())
     except OSError:
         return b"?"
 
 
-def _start_of(pid: int) -> bytes:
-    """When a process was started, in the system's ticks; empty if there is none, or it has ended."""
+def _start_time(pid: int) -> bytes:
+    """Return a process's start time in ticks; empty if it has ended."""
     try:
         state, *facts = Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()
     except (OSError, ValueError):

@@ -1,4 +1,4 @@
-"""A folder on a disk, or on one that hosts share."""
+"""Storage in a folder on a disk, or on a file system that hosts share."""
 
 from __future__ import annotations
 
@@ -16,7 +16,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ferrodist.checkpoint.storage.base import DEAD_SECONDS, MAX_SMALL_FILE_BYTES, system_id
+from typing_extensions import override
+
+from ferrodist.checkpoint.storage.base import DEAD_AFTER_SECONDS, MAX_SMALL_FILE_BYTES, Storage, system_id
 from ferrodist.checkpoint.storage.local_writer import LocalWriter
 
 if TYPE_CHECKING:
@@ -25,28 +27,28 @@ if TYPE_CHECKING:
     from ferrodist.deadline import Deadline
 
 _SAVING = ".saving-"
-_MAX_OPEN = 100
-"""How many files reading keeps open: as many as a checkpoint has may be more than a process may open."""
+_MAX_OPEN_FILES = 100
+"""The most files that reading keeps open; a checkpoint may have more than a process may open."""
 
-_LOCK_PAUSE_SECONDS = 0.01
+_LOCK_POLL_SECONDS = 0.01
 _LOCK_PREFIX = "lock-"
-"""Of the name of the file in a save's folder that is locked; see [Note: living saves] in `base`."""
-_NUM_TRIES = 100
+"""The prefix of the locked file's name in a save's folder; see [Note: living saves] in `base`."""
+_MAX_ATTEMPTS = 100
 
 
 @dataclass(slots=True)
 class _OpenFile:
-    """A file that is being read, by so many threads at the moment."""
+    """A file that is being read, and the number of its readers."""
 
     descriptor: int
     num_readers: int = 0
 
 
-class LocalStorage:
-    """A `Storage` in a local folder: files of a save are in a folder of its own until they are published.
+class LocalStorage(Storage):
+    """A `Storage` in a local folder: files of a save are in a folder of their own until they are published.
 
     Args:
-        path: The folder; it and its parents are made by `begin`.
+        path: The folder; `begin` creates it and its parents.
     """
 
     is_staged = True
@@ -56,63 +58,63 @@ class LocalStorage:
         self.path = Path(path).absolute()
         self.url = str(self.path)
         self._is_new = False
-        """Whether `begin` has made the folder."""
+        """Whether `begin` created the folder."""
         self._is_exclusive = False
-        """Whether `exclusive` is held."""
-        self._release: Callable[[], None] = _nothing
-        """Drops the lock of the save that was begun here."""
+        """Whether `exclusive` is active."""
+        self._release: Callable[[], object] = lambda: None
+        """Releases the lock of the save that was begun here."""
         self._open: dict[str, _OpenFile] = {}
-        """The one that was last read comes last."""
+        """Open files, least recently used first."""
         self._lock = threading.Lock()
 
+    @override
     def begin(self, save_id: str) -> None:
-        """See `Storage`."""
         missing = [folder for folder in (self.path, *self.path.parents) if not folder.exists()]
         self._is_new = bool(missing)
         self._release()
-        self._release = weakref.finalize(self, _unlock, _make_locked(self._place(save_id)))
+        self._release = weakref.finalize(self, _unlock, _make_locked(self._staging_folder(save_id)))
         for folder in missing:
             _sync_folder(folder.parent)
         _sync_folder(self.path)
 
+    @override
     def create(self, save_id: str, name: str, size_bytes: int) -> LocalWriter:
-        """See `Storage`."""
-        place = self._place(save_id)
-        if not place.is_dir():
+        staging = self._staging_folder(save_id)
+        if not staging.is_dir():
             what = "rank 0 has made this folder, and it isn't here: all ranks must see one disk, and save to it in turn"
-            raise FileNotFoundError(errno.ENOENT, what, str(place))
-        return LocalWriter(place / name, size_bytes)
+            raise FileNotFoundError(errno.ENOENT, what, str(staging))
+        return LocalWriter(staging / name, size_bytes)
 
+    @override
     @contextlib.contextmanager
     def exclusive(self, deadline: Deadline) -> Iterator[None]:
-        """See `Storage`."""
         folder = os.open(self.path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         try:
             while not _lock(folder):
                 if deadline.expired:
                     what = "Another save to this folder is being committed, and has not ended in time"
                     raise TimeoutError(errno.ETIMEDOUT, what, self.url)
-                time.sleep(min(_LOCK_PAUSE_SECONDS, deadline.remaining()))
+                time.sleep(min(_LOCK_POLL_SECONDS, deadline.remaining()))
             self._is_exclusive = True
             yield
         finally:
             self._is_exclusive = False
-            with contextlib.suppress(OSError):  # by name: a forked child may have the folder open, too
+            with contextlib.suppress(OSError):  # closing isn't enough: a forked child may have the folder open
                 fcntl.flock(folder, fcntl.LOCK_UN)
             os.close(folder)
 
+    @override
     def publish(self, save_id: str, names: Sequence[str]) -> None:
-        """See `Storage`."""
-        place = self._place(save_id)
-        _sync_folder(place)
+        staging = self._staging_folder(save_id)
+        _sync_folder(staging)
         for name in names:
-            (place / name).replace(self.path / name)
+            (staging / name).replace(self.path / name)
         _sync_folder(self.path)
 
+    @override
     def put(self, name: str, data: bytes) -> None:
-        """See `Storage`."""
-        place = self._place(f"{name}-{uuid.uuid4().hex}")
-        writer = LocalWriter(place, len(data))
+        staging = self._staging_folder(f"{name}-{uuid.uuid4().hex}")
+        writer = LocalWriter(staging, len(data))
         try:
             writer.write(memoryview(data))
             writer.close()
@@ -122,23 +124,23 @@ class LocalStorage:
             raise
         _sync_folder(self.path)
 
+    @override
     def copy(self, name: str, new_name: str) -> None:
-        """See `Storage`; a hard link."""
-        place = self._place(f"{new_name}-{uuid.uuid4().hex}")
-        os.link(self.path / name, place)
-        place.replace(self.path / new_name)
+        staging = self._staging_folder(f"{new_name}-{uuid.uuid4().hex}")
+        os.link(self.path / name, staging)
+        staging.replace(self.path / new_name)
         _sync_folder(self.path)
 
+    @override
     def discard(self, save_id: str) -> None:
-        """See `Storage`."""
         if self.path.is_dir():
-            shutil.rmtree(self._place(save_id), ignore_errors=True)
+            shutil.rmtree(self._staging_folder(save_id), ignore_errors=True)
             if self._is_new:
                 self.remove_folder()
         self._release()
 
+    @override
     def read_beside(self, name: str, size_bytes: int) -> list[bytes]:
-        """See `Storage`."""
         beside = LocalStorage(self.path.parent)
         folders = {self.path, *(beside.path / each for each in beside.list_folders())}
         found = []
@@ -147,37 +149,37 @@ class LocalStorage:
                 found.append(file.read(size_bytes))
         return found
 
+    @override
     def remove(self, names: Collection[str]) -> None:
-        """See `Storage`."""
         for name in names:
             (self.path / name).unlink(missing_ok=True)
 
+    @override
     def living_saves(self) -> set[str]:
-        """See `Storage`; none has files in the folder, for who commits locks it."""
-        return set()
+        return set()  # only the save that commits has files in the folder, and locks it
 
+    @override
     def has_leftovers(self, save_id: str = "") -> bool:
-        """See `Storage`."""
         return any(self.path.glob(f"{_SAVING}{save_id}*"))
 
+    @override
     def remove_leftovers(self) -> None:
-        """See `Storage`."""
         for found in list(self.path.glob(f"{_SAVING}*")):
             with contextlib.suppress(OSError):  # another process removes it, too
                 if found.is_dir():
                     self._remove_if_dead(found)
-                elif self._is_exclusive:  # a small file that was not put in its place: nobody puts one now
+                elif self._is_exclusive:  # an unfinished `put`, of which none is in progress now
                     found.unlink()
 
-    def _remove_if_dead(self, place: Path) -> None:
-        """Remove the folder of a save, unless the save lives or may live."""
+    def _remove_if_dead(self, staging: Path) -> None:
+        """Remove a save's folder, unless the save may be alive."""
         try:
-            file = os.open(_lock_path(place), os.O_RDWR | os.O_CLOEXEC)
-        except FileNotFoundError:  # of another system; or it begins, and makes its folder again; or was half removed
-            if self._is_old(place):
-                shutil.rmtree(place, ignore_errors=True)
+            file = os.open(_lock_path(staging), os.O_RDWR | os.O_CLOEXEC)
+        except FileNotFoundError:  # of another system, or it is just beginning, or was half removed
+            if self._is_expired(staging):
+                shutil.rmtree(staging, ignore_errors=True)
             else:
-                place.rmdir()  # unless something is in it
+                staging.rmdir()  # unless something is in it
             return
         try:
             try:
@@ -185,28 +187,28 @@ class LocalStorage:
             except BlockingIOError:
                 return
             except OSError:
-                is_dead = self._is_old(place)
-            else:  # unless another has removed it, and a save has begun since; one that begins makes its folder again
-                is_dead = _is_at(_lock_path(place), file)
+                is_dead = self._is_expired(staging)
+            else:  # unless it was removed and a save has begun since
+                is_dead = _is_same_file(_lock_path(staging), file)
             if is_dead:
-                shutil.rmtree(place, ignore_errors=True)
+                shutil.rmtree(staging, ignore_errors=True)
         finally:
             os.close(file)
 
-    def _is_old(self, place: Path) -> bool:
-        return self.path.stat().st_mtime - _last_change(place) > DEAD_SECONDS
+    def _is_expired(self, staging: Path) -> bool:
+        return self.path.stat().st_mtime - _last_modified(staging) > DEAD_AFTER_SECONDS
 
+    @override
     def remove_folder(self) -> None:
-        """See `Storage`."""
         with contextlib.suppress(OSError):
             self.path.rmdir()
 
+    @override
     def list_names(self) -> list[str]:
-        """See `Storage`."""
         return [entry.name for entry in self._entries() if _is_file(entry)]
 
+    @override
     def list_folders(self) -> list[str]:
-        """See `Storage`."""
         folders = [entry.name for entry in self._entries() if entry.is_dir(follow_symlinks=False)]
         return [name for name in folders if not name.startswith(_SAVING)]
 
@@ -217,14 +219,14 @@ class LocalStorage:
         except FileNotFoundError:
             return []
 
+    @override
     def size_bytes(self, name: str) -> int:
-        """See `Storage`."""
         found = (self.path / name).stat()
         _check_regular(self.path / name, found)
         return found.st_size
 
+    @override
     def get(self, name: str) -> bytes:
-        """See `Storage`."""
         with os.fdopen(open_regular(self.path / name), "rb") as file:
             size = os.fstat(file.fileno()).st_size
             if size > MAX_SMALL_FILE_BYTES:
@@ -232,8 +234,8 @@ class LocalStorage:
                 raise OSError(errno.EFBIG, what, str(self.path / name))
             return file.read(size)
 
+    @override
     def read(self, name: str, start: int, into: memoryview) -> None:
-        """See `Storage`."""
         left = into.cast("B")
         with self._file(name) as file:
             while len(left):
@@ -242,8 +244,8 @@ class LocalStorage:
                     raise EOFError(f"{self.path / name} ends {len(left)} bytes too early")
                 start, left = start + count, left[count:]
 
+    @override
     def close(self) -> None:
-        """See `Storage`."""
         with self._lock:
             while self._open:
                 os.close(self._open.popitem()[1].descriptor)
@@ -264,66 +266,62 @@ class LocalStorage:
                 file.num_readers -= 1
 
     def _close_idle(self) -> None:
-        """Close files that nobody reads at the moment, if many are open, the one that was read first first."""
+        """Close the least recently used idle files if many are open."""
         idle = [name for name, file in self._open.items() if not file.num_readers]
-        for name in idle[: max(0, len(self._open) - _MAX_OPEN + 1)]:
+        for name in idle[: max(0, len(self._open) - _MAX_OPEN_FILES + 1)]:
             os.close(self._open.pop(name).descriptor)
 
-    def _place(self, save_id: str) -> Path:
+    def _staging_folder(self, save_id: str) -> Path:
         return self.path / f"{_SAVING}{save_id}"
 
 
-def _nothing() -> None:
-    pass
+def _make_locked(staging: Path) -> int:
+    """Create a save's folder with a locked file, and return its descriptor.
 
-
-def _make_locked(place: Path) -> int:
-    """Make the folder of a save, with a file that is locked: a descriptor.
-
-    Who removes what dead saves left may take the folder for theirs, as long as the file isn't locked.
+    Until the file is locked, another process may remove the folder as a leftover; then it is created again.
     """
-    for _ in range(_NUM_TRIES):
+    for _ in range(_MAX_ATTEMPTS):
         with contextlib.suppress(FileNotFoundError):
-            return _try_to_make_locked(place)
-    return _try_to_make_locked(place)
+            return _make_locked_once(staging)
+    return _make_locked_once(staging)
 
 
-def _try_to_make_locked(place: Path) -> int:
-    with contextlib.suppress(FileExistsError):  # with exist_ok it looks again, when the folder may be gone
-        place.mkdir(parents=True)
-    file = os.open(_lock_path(place), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+def _make_locked_once(staging: Path) -> int:
+    with contextlib.suppress(FileExistsError):  # exist_ok would look again, when the folder may be gone
+        staging.mkdir(parents=True)
+    file = os.open(_lock_path(staging), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
     try:
         with contextlib.suppress(OSError):  # some file systems have no locks
             fcntl.flock(file, fcntl.LOCK_EX)
-        is_there = _is_at(_lock_path(place), file)
+        is_there = _is_same_file(_lock_path(staging), file)
     except BaseException:
         os.close(file)
         raise
     if not is_there:
         os.close(file)
-        raise FileNotFoundError(errno.ENOENT, "The folder of a save was removed as it was made", str(place))
+        raise FileNotFoundError(errno.ENOENT, "The folder of a save was removed as it was made", str(staging))
     return file
 
 
-def _lock_path(place: Path) -> Path:
-    """What this system locks in the folder of a save; its name says whose lock it is from the moment it is there."""
-    return place / f"{_LOCK_PREFIX}{os.fsdecode(system_id())}"
+def _lock_path(staging: Path) -> Path:
+    """Return the path of this system's lock file in a save's folder."""
+    return staging / f"{_LOCK_PREFIX}{os.fsdecode(system_id())}"
 
 
-def _is_at(path: Path, file: int) -> bool:
+def _is_same_file(path: Path, file: int) -> bool:
     return os.path.samestat(path.stat(), os.fstat(file))
 
 
 def _unlock(file: int) -> None:
-    with contextlib.suppress(OSError):  # by name: a forked child may have it open, too
+    with contextlib.suppress(OSError):  # closing isn't enough: a forked child may have it open
         fcntl.flock(file, fcntl.LOCK_UN)
     os.close(file)
 
 
-def _last_change(place: Path) -> float:
-    """When something in a folder was changed last, by the clock of its file system."""
-    with os.scandir(place) as entries:
-        return max([place.stat().st_mtime, *(entry.stat().st_mtime for entry in entries)])
+def _last_modified(staging: Path) -> float:
+    """Return the latest change in a folder, by its file system's clock."""
+    with os.scandir(staging) as entries:
+        return max([staging.stat().st_mtime, *(entry.stat().st_mtime for entry in entries)])
 
 
 def _is_file(entry: os.DirEntry[str]) -> bool:
@@ -334,10 +332,10 @@ def _is_file(entry: os.DirEntry[str]) -> bool:
 
 
 def open_regular(path: Path) -> int:
-    """Open a file to be read: a descriptor.
+    """Open a regular file for reading, and return its descriptor.
 
     Raises:
-        OSError: The file can't be opened, or is no regular file: a FIFO would block, a device may have no end.
+        OSError: The file can't be opened, or is not a regular file: a FIFO would block, a device may have no end.
     """
     _check_regular(path, path.stat())  # a device or a FIFO may notice that it is opened
     file = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOCTTY)
@@ -357,7 +355,7 @@ def _check_regular(path: Path, found: os.stat_result) -> None:
 
 
 def _lock(folder: int) -> bool:
-    """Lock an open folder; False if it is locked. Some file systems have no locks."""
+    """Try to lock an open folder; file systems without locks count as locked."""
     try:
         fcntl.flock(folder, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -368,7 +366,7 @@ def _lock(folder: int) -> bool:
 
 
 def _sync_folder(path: Path) -> None:
-    """Make what names a folder has last."""
+    """Make a folder's entries durable."""
     folder = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         os.fsync(folder)

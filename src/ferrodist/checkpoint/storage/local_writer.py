@@ -1,9 +1,8 @@
-"""Writing a file to a disk, as fast as it takes it, and for good.
+"""Durable writing of large files at a disk's full speed.
 
-Files of some size go past the page cache (``O_DIRECT``) where the file system can do that: what is written once and
-read after a restart would throw out of it what the program needs, and is copied faster to the disk's queue than to the
-cache and from there. Such writes need aligned memory, so that bytes are collected in buffers; while some are written by
-threads, the next is filled.
+Files above a size bypass the page cache (``O_DIRECT``) where the file system supports it: data that is written once and
+read after a restart would evict what the program needs, and the direct path is faster. Direct writes need aligned
+memory, so bytes are collected in buffers; while threads write some, the next is filled.
 """
 
 from __future__ import annotations
@@ -17,32 +16,36 @@ import threading
 from collections import deque
 from typing import TYPE_CHECKING
 
+from typing_extensions import override
+
+from ferrodist.checkpoint.storage.base import FileWriter
+
 if TYPE_CHECKING:
     from pathlib import Path
 
 _ALIGNMENT = 4096
 _BUFFER_BYTES = 4 << 20
-_NUM_WRITES = 2
-"""How many buffers of a file are written at once, while another one is filled: a disk does not wait for the next."""
+_MAX_PENDING = 2
+"""The number of buffers of a file that are written while another one is filled, so that the disk is never idle."""
 _SMALL_BYTES = 1 << 20
-"""Files below go through the page cache."""
+"""Smaller files go through the page cache."""
 
 _spare_buffers: list[mmap.mmap] = []
-"""For the next file: memory that is new takes as long to get as to write. At most three for each that may have some."""
+"""Buffers to reuse: new memory takes as long to get as to write. At most three for each direct slot."""
 
-_direct_places = threading.BoundedSemaphore(2)
-"""How many files may have buffers at a time; what is written to many at once goes through the page cache."""
+_direct_slots = threading.BoundedSemaphore(2)
+"""The number of files that may be written directly at a time; others go through the page cache."""
 
 
-class LocalWriter:
-    """A `FileWriter` of a new file.
+class LocalWriter(FileWriter):
+    """A `FileWriter` of a local file.
 
     Args:
-        path: The file; what is there is overwritten.
-        size_bytes: How long it will be.
+        path: The file; an existing one is overwritten.
+        size_bytes: The final size of the file.
 
     Raises:
-        OSError: It can't be made, or there is no room for it.
+        OSError: The file can't be created, or the disk lacks space.
     """
 
     def __init__(self, path: Path, size_bytes: int) -> None:
@@ -51,12 +54,12 @@ class LocalWriter:
         self._is_direct = False
         self._file: int | None = self._open(size_bytes)
         self._at = 0
-        """Bytes that are written, or on their way."""
+        """The number of bytes written or being written."""
         self._buffer: mmap.mmap | None = None
-        """Is filled."""
+        """The buffer being filled."""
         self._filled = 0
-        self._pending: deque[tuple[_Write, mmap.mmap]] = deque()
-        """Buffers that are written, the oldest first."""
+        self._pending: deque[tuple[_WriteThread, mmap.mmap]] = deque()
+        """Buffers being written, oldest first."""
         try:
             if self._is_direct:
                 self._buffer = _take_buffer()
@@ -67,18 +70,18 @@ class LocalWriter:
             raise
 
     def _open(self, size_bytes: int) -> int:
-        if size_bytes >= _SMALL_BYTES and hasattr(os, "O_DIRECT") and _direct_places.acquire(blocking=False):
+        if size_bytes >= _SMALL_BYTES and hasattr(os, "O_DIRECT") and _direct_slots.acquire(blocking=False):
             try:
                 file = os.open(self.path, self._flags | os.O_DIRECT, 0o666)
             except OSError:  # file systems in memory refuse
-                _direct_places.release()
+                _direct_slots.release()
             else:
                 self._is_direct = True
                 return file
         return os.open(self.path, self._flags, 0o666)
 
+    @override
     def write(self, data: memoryview) -> None:
-        """See `FileWriter`."""
         assert self._file is not None, "the file is open"
         left = data.cast("B")
         if not self._is_direct:
@@ -95,17 +98,17 @@ class LocalWriter:
                 self._start_write(_BUFFER_BYTES)
 
     def _start_write(self, size: int) -> None:
-        """Have a thread write what the buffer has, and go on with another one."""
+        """Write the full buffer in a thread, and continue with another one."""
         full, self._buffer = self._buffer, None
         assert self._file is not None and full is not None, "the file is open"  # noqa: PT018
-        # Their places in the file are fixed, so they may end in any order.
-        self._pending.append((_Write(self._file, memoryview(full)[:size], self._at), full))
+        # Offsets are fixed, so that writes may end in any order.
+        self._pending.append((_WriteThread(self._file, memoryview(full)[:size], self._at), full))
         self._at += size
         self._filled = 0
-        self._buffer = self._wait() if len(self._pending) > _NUM_WRITES else _take_buffer()
+        self._buffer = self._wait_for_oldest() if len(self._pending) > _MAX_PENDING else _take_buffer()
 
-    def _wait(self) -> mmap.mmap:
-        """Wait for the oldest buffer; raise what went wrong."""
+    def _wait_for_oldest(self) -> mmap.mmap:
+        """Wait for the oldest buffer; raise its error."""
         written, buffer = self._pending[0]
         written.finish()
         self._pending.popleft()
@@ -113,10 +116,10 @@ class LocalWriter:
 
     def _wait_for_all(self) -> None:
         while self._pending:
-            _spare_buffers.append(self._wait())
+            _spare_buffers.append(self._wait_for_oldest())
 
+    @override
     def close(self) -> None:
-        """See `FileWriter`."""
         assert self._file is not None, "the file is open"
         try:
             if self._filled:
@@ -132,14 +135,14 @@ class LocalWriter:
         finally:
             self._release()
 
+    @override
     def discard(self) -> None:
-        """See `FileWriter`."""
         self._release()
         with contextlib.suppress(OSError):
             self.path.unlink()
 
     def _release(self) -> None:
-        # Buffers of what went wrong are not used again: nobody is to be sure of who has them.
+        # Buffers of failed writes are not reused: they may still be in use.
         for written, _ in self._pending:
             written.join()  # it needs the file
         self._pending.clear()
@@ -151,21 +154,21 @@ class LocalWriter:
             os.close(file)
         if self._is_direct:
             self._is_direct = False
-            _direct_places.release()
+            _direct_slots.release()
 
 
 def _take_buffer() -> mmap.mmap:
     try:
         return _spare_buffers.pop()
     except IndexError:
-        # Private: a forked child has a copy, and none of its parent's memory.
+        # Private: a forked child gets a copy of the memory.
         return mmap.mmap(-1, _BUFFER_BYTES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
 
 
-class _Write(threading.Thread):
-    """A write that goes on beside its maker; `finish` waits for it.
+class _WriteThread(threading.Thread):
+    """A write in a thread of its own; `finish` waits for it.
 
-    No executor does it: they take no work any more when the program ends, and a save may be under way then.
+    Executors refuse work once the program ends, when a save may be in progress.
     """
 
     def __init__(self, file: int, data: memoryview, at: int) -> None:
@@ -175,51 +178,51 @@ class _Write(threading.Thread):
         self.start()
 
     def run(self) -> None:
-        """In the thread."""
+        """Write the data."""
         try:
             _write_all(*self._job)
         except OSError as error:
             self._error = error
 
     def finish(self) -> None:
-        """Wait until all is written, or raise why it is not."""
+        """Wait for the write, and raise its error."""
         self.join()
         if self._error is not None:
             raise self._error
 
 
 def _reserve(file: int, size: int) -> None:
-    """Have the file system find room for the whole file, and say so at once when there is none."""
+    """Reserve the space of the full file, to fail at once on a full disk."""
     if not hasattr(os, "posix_fallocate"):
         return
     try:
         os.posix_fallocate(file, 0, size)
     except OSError as error:
-        # Where the file system can't, libc writes a byte to each block, which files without the page cache refuse.
+        # Without file system support libc writes a byte to each block, which direct files refuse.
         if error.errno not in (errno.EINVAL, errno.EOPNOTSUPP, errno.ENOSYS):
             raise
 
 
 def _write_all(file: int, data: memoryview, at: int) -> None:
-    has_left = False
+    has_disabled = False
     while len(data):
         try:
             count = os.pwrite(file, data, at)
         except OSError as error:
-            # Another thread may have left it meanwhile: then this one tries again, too.
-            if error.errno != errno.EINVAL or has_left:
+            # Also if another thread has disabled it meanwhile.
+            if error.errno != errno.EINVAL or has_disabled:
                 raise
-            _leave_direct(file)
-            has_left = True
+            _disable_direct(file)
+            has_disabled = True
             continue
         data, at = data[count:], at + count
 
 
-def _leave_direct(file: int) -> None:
-    """Write by the page cache from now on.
+def _disable_direct(file: int) -> None:
+    """Write through the page cache from now on.
 
-    Some file systems take ``O_DIRECT`` and refuse such writes, or want another alignment, which what is left of a
-    write that was cut short lacks too.
+    Some file systems accept ``O_DIRECT`` but refuse such writes or want another alignment, which the rest of a short
+    write lacks too.
     """
     flags = fcntl.fcntl(file, fcntl.F_GETFL)
     fcntl.fcntl(file, fcntl.F_SETFL, flags & ~getattr(os, "O_DIRECT", 0))

@@ -1,4 +1,4 @@
-"""Which storage a path means."""
+"""Opening the storage of a path or URL."""
 
 from __future__ import annotations
 
@@ -21,21 +21,21 @@ if TYPE_CHECKING:
     from ferrodist.checkpoint.storage.base import Storage
 
 _URL = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*)://(.*)", re.DOTALL)
-_FOLDED_URL = re.compile(r"([A-Za-z][A-Za-z0-9+.-]+):/[^/]")
+_URL_AS_PATH = re.compile(r"([A-Za-z][A-Za-z0-9+.-]+):/[^/]")
 _PASSWORD = re.compile(r"://[^/@:]*:[^/@]*@")
 _LOCAL = ("file", "local")
 
 
 def join_path(path: str, name: str) -> str:
-    """The path of a folder in a folder, or the URL."""
+    """Return the path or URL of an entry of a folder."""
     return f"{path.rstrip('/')}/{name}"
 
 
 def parent_path(path: str) -> str:
-    """The folder in which a folder lies.
+    """Return the parent of a folder.
 
     Raises:
-        ValueError: It lies in none.
+        ValueError: The folder has no parent.
     """
     parent, _, name = path.rpartition("/")
     if not name or parent.endswith(":/"):
@@ -44,14 +44,14 @@ def parent_path(path: str) -> str:
 
 
 def open_storage(path: str | os.PathLike[str], options: Mapping[str, Any] | None = None) -> Storage:
-    """The folder of a path, or of a URL as fsspec knows them (``s3://bucket/folder``).
+    """Open the folder of a path, or of an fsspec URL (``s3://bucket/folder``).
 
     Args:
-        path: Which.
-        options: What fsspec's file system takes, as keys and an endpoint; only for URLs.
+        path: The path or URL.
+        options: Options of fsspec's file system, as keys and an endpoint; only for URLs.
 
     Raises:
-        TypeError, ValueError: It is no path, or a URL of an unknown kind.
+        TypeError, ValueError: The path is invalid, or a URL of an unknown protocol.
         DistCheckpointError: The package for such URLs is not installed, or the file system can't be reached.
     """
     if not isinstance(path, (str, os.PathLike)):
@@ -59,7 +59,7 @@ def open_storage(path: str | os.PathLike[str], options: Mapping[str, Any] | None
     text = os.fspath(path)
     if not text:
         raise ValueError("a checkpoint's path is empty: name a folder")
-    if not isinstance(path, str) and (folded := _FOLDED_URL.match(text)) and folded[1] in known_implementations:
+    if not isinstance(path, str) and (folded := _URL_AS_PATH.match(text)) and folded[1] in known_implementations:
         raise ValueError(f"{text!r} was a URL before it was made a Path, which drops a slash: give it as text")
     url = _URL.fullmatch(text)
     if "::" in text and "://" in text:
@@ -92,8 +92,8 @@ def _open_remote(url: str, protocol: str, options: Mapping[str, Any]) -> RemoteS
         raise DistCheckpointError(
             f"{url!r} needs a package that is not installed ({error.__cause__ or error}). fsspec says: {error}"
         ) from error
-    # Not the instance that others have: it may answer from what they have listed before. Those that keep connections,
-    # and take tenths of a second to be made, are shared by checkpoints.
+    # Not fsspec's shared instance, which may answer from cached listings. Asynchronous ones keep connections and take
+    # tenths of a second to make, so checkpoints share one without the cache.
     own = {"use_listings_cache": False} if issubclass(kind, AsyncFileSystem) else {"skip_instance_cache": True}
     try:
         fs = kind(**{**kind._get_kwargs_from_urls(url), **options, **own})

@@ -1,13 +1,7 @@
-"""A folder of a file system of fsspec's: of an object store, or of another machine.
+"""Storage in a file system of fsspec: an object store or another machine.
 
-What file systems of fsspec raise, as OSError. Each raises what its own libraries do.
-
-Writing a file of a file system of fsspec's, part by part.
-
-Uploads that were begun and never completed.
-
-S3 and what is like it keep the parts of such an upload until somebody aborts it: no list of files shows them, and they
-are paid for. Other stores drop them after some days by themselves.
+Writers send a file part by part. The libraries' various errors become OSError. S3 and similar stores keep the parts of
+an unfinished upload until somebody aborts it, invisible in listings but paid for; `remove_leftovers` aborts them.
 """
 
 from __future__ import annotations
@@ -24,13 +18,16 @@ from typing import TYPE_CHECKING, Any
 
 from fsspec.asyn import AsyncFileSystem, sync
 from fsspec.spec import AbstractBufferedFile
+from typing_extensions import override
 
 from ferrodist.checkpoint.storage.base import (
-    DEAD_SECONDS,
+    DEAD_AFTER_SECONDS,
     MAX_SMALL_FILE_BYTES,
+    FileWriter,
+    Storage,
     describe_process,
     is_process_alive,
-    save_of,
+    save_id_of,
 )
 from ferrodist.errors import describe_error
 
@@ -42,7 +39,7 @@ if TYPE_CHECKING:
 
     from ferrodist.deadline import Deadline
 
-_NUMBERS: dict[type[OSError], int] = {
+_ERRNOS: dict[type[OSError], int] = {
     FileNotFoundError: errno.ENOENT,
     PermissionError: errno.EACCES,
     FileExistsError: errno.EEXIST,
@@ -50,18 +47,14 @@ _NUMBERS: dict[type[OSError], int] = {
     NotADirectoryError: errno.ENOTDIR,
     TimeoutError: errno.ETIMEDOUT,
 }
-"""Of those that are raised with a text alone."""
+"""Error numbers of errors raised with a message only."""
 
-_REFUSALS = (FileNotFoundError, PermissionError, FileExistsError, IsADirectoryError, NotADirectoryError)
+_REFUSAL_CLASSES = (FileNotFoundError, PermissionError, FileExistsError, IsADirectoryError, NotADirectoryError)
 
 
 @contextlib.contextmanager
 def as_os_errors(where: str) -> Iterator[None]:
-    """Raise OSError for everything that the block raises.
-
-    Args:
-        where: The file, for the message.
-    """
+    """Convert all errors of the block to OSError; ``where`` names the file."""
     try:
         yield
     except Exception as error:  # libraries of file systems raise classes that share nothing
@@ -69,37 +62,37 @@ def as_os_errors(where: str) -> Iterator[None]:
 
 
 def to_os_error(error: BaseException, where: str) -> OSError:
-    """The OSError that says what an error does, of the subclass that its number has."""
+    """Convert an error to the OSError subclass of its number."""
     if not isinstance(error, OSError):
         return OSError(errno.EIO, describe_error(error), where)
     number = error.errno
     if number is None:
-        number = next((number for kind, number in _NUMBERS.items() if isinstance(error, kind)), errno.EIO)
+        number = next((number for kind, number in _ERRNOS.items() if isinstance(error, kind)), errno.EIO)
     text = error.strerror or (str(error).strip().partition("\n")[0]) or type(error).__name__
     return OSError(number, text, where)
 
 
-def was_refused(error: OSError) -> bool:
-    """Whether the store has answered, with a no; without an answer, what was asked for may still happen."""
+def is_refusal(error: OSError) -> bool:
+    """Return whether the store has refused; without an answer the operation may still take effect."""
     cause: BaseException | None = error
     while cause is not None:
         if isinstance(getattr(cause, "response", None), dict):  # botocore's: what the server sent
             return True
         cause = cause.__cause__
-    return isinstance(error, _REFUSALS)
+    return isinstance(error, _REFUSAL_CLASSES)
 
 
 _logger = logging.getLogger(__name__)
 
 
-class RemoteWriter:
-    """A `FileWriter` that sends a part when it has one; in object stores the file is there when it is closed.
+class RemoteWriter(FileWriter):
+    """A `FileWriter` that sends a file part by part; in object stores the file appears when it is closed.
 
     Args:
         fs: The file system.
-        path: The file, as it names it.
+        path: The file's path there.
         where: The file, for messages.
-        part_bytes: How much is kept until it is sent.
+        part_bytes: The size of a part.
 
     Raises:
         OSError: The file system refuses.
@@ -113,49 +106,44 @@ class RemoteWriter:
         with as_os_errors(where):
             self._file: Any = fs.open(path, "wb", block_size=part_bytes)
 
+    @override
     def write(self, data: memoryview) -> None:
-        """See `FileWriter`."""
         flat = data.cast("B")
         with as_os_errors(self._where):
             for start in range(0, len(flat), self._part_bytes):
                 self._file.write(flat[start : start + self._part_bytes])
 
+    @override
     def close(self) -> None:
-        """See `FileWriter`."""
         with as_os_errors(self._where):
             if self._file.closed:  # fsspec closes what it could not begin to send
                 raise OSError(errno.EIO, "It was closed before, or its upload has failed")
             self._file.close()
 
+    @override
     def discard(self) -> None:
-        """See `FileWriter`."""
         try:
             with as_os_errors(self._where), contextlib.suppress(FileNotFoundError):
-                self._give_up()
+                self._abort()
         except OSError as error:
-            # Raised, it would hide why the file is given up. The next save to the folder removes what stays.
+            # Raised, it would hide the error that led here. The next save to the folder removes the file.
             _logger.warning("what was sent of %s can't be removed: %s", self._where, error)
 
-    def _give_up(self) -> None:
+    def _abort(self) -> None:
         try:
             if isinstance(self._file, AbstractBufferedFile):
-                self._file.closed = True  # closing it, which it does by itself when it is forgotten, would complete it
+                self._file.closed = True  # closing it, as its finalizer does, would complete it
                 with contextlib.suppress(FileNotFoundError):
                     self._file.discard()
             else:
                 self._file.close()
         finally:
-            # Stores without uploads have it already; and an upload may be complete of which the answer was lost.
+            # Stores without uploads have the file already, and the response of a completed upload may be lost.
             self._fs.rm_file(self._path)
 
 
 def list_uploads(fs: Any, folder: str) -> Iterator[tuple[str, str]]:
-    """The uploads of files of a folder, each as the file's name in the folder and the upload's id.
-
-    Args:
-        fs: The file system; there are none where it doesn't tell of them.
-        folder: Its name there.
-    """
+    """Yield the unfinished uploads in a folder as file name and upload id; none if the file system can't list them."""
     if not hasattr(fs, "abort_mpu"):
         return
     bucket, key, _ = fs.split_path(folder)
@@ -172,54 +160,50 @@ def list_uploads(fs: Any, folder: str) -> Iterator[tuple[str, str]]:
 
 
 def abort_upload(fs: Any, path: str, upload: str) -> None:
-    """Drop the parts of an upload.
-
-    Args:
-        fs: The file system.
-        path: The file.
-        upload: The upload's id.
-    """
+    """Drop the parts of an upload."""
     bucket, key, _ = fs.split_path(path)
     with contextlib.suppress(FileNotFoundError):  # somebody else did
         fs.abort_mpu(bucket, key, upload)
 
 
 _PART_BYTES = 16 << 20
-"""Kept in memory until it is sent, and twice while it is. Larger files have larger parts:"""
+"""Kept in memory, twice while it is sent. Larger files have larger parts:"""
 
-_MOST_PARTS = 9_000
-"""of one file. S3 takes 10,000."""
+_MAX_PARTS = 9_000
+"""parts per file; S3's limit is 10,000."""
 
 _RANGE_BYTES = 8 << 20
 _NUM_RANGES = 8
-"""So much is asked for in one request, and so many requests are made at once: S3 gives 50 to 100 MB/s for each."""
+"""The size of a request, and the number of concurrent requests: S3 delivers 50 to 100 MB/s for each."""
 
-_NUM_REMOVALS = 16
+_REMOVAL_BATCH = 16
 
-_MARK = re.compile(r"\.saving-([0-9a-f]{12})")
-"""The name of the object that says of which process a save is; see [Note: living saves] in `base`."""
+_MARKER = re.compile(r"\.saving-([0-9a-f]{12})")
+"""The name of the object that identifies a save's process; see [Note: living saves] in `base`."""
 
-_TIMES = ("LastModified", "last_modified", "mtime", "updated", "created")
-"""How file systems call the time of a file."""
+_MTIME_KEYS = ("LastModified", "last_modified", "mtime", "updated", "created")
+"""The names of a file's modification time in various file systems."""
 
 _own_saves: weakref.WeakValueDictionary[str, RemoteStorage] = weakref.WeakValueDictionary()
-"""By whom the saves of this process that have not ended were begun."""
+"""The unfinished saves of this process."""
 
 _OBJECT_STORES = frozenset({"s3", "s3a", "gs", "gcs", "az", "abfs", "abfss", "adl", "oss", "oci", "obs", "tos"})
-"""Protocols of buckets, whose folders are but the beginnings of names: nobody makes or removes one, and what is put is
-there whole at once. Their ``makedirs`` would make a bucket."""
+"""Protocols of buckets: folders are name prefixes, never created or removed, and a put is atomic.
+
+Their ``makedirs`` would create a bucket.
+"""
 
 
-class RemoteStorage:
+class RemoteStorage(Storage):
     """A `Storage` over fsspec; see [Note: staged or not] in `base`.
 
-    A manifest is there at once in object stores. Elsewhere it is as good as the file system's ``mv``: what renames, as
-    SFTP and HDFS do, is; what copies can leave a damaged manifest, which loading finds.
+    A manifest appears atomically in object stores. Elsewhere it does if the file system's ``mv`` renames, as on SFTP
+    and HDFS; one that copies can leave a damaged manifest, which loading detects.
 
     Args:
-        fs: The file system. It must be this storage's own, for its caches of what folders have are turned off.
-        folder: As the file system names it.
-        url: The folder's, for messages and for those who open it again.
+        fs: The file system; not shared, since its listings caches are turned off.
+        folder: The folder's path there.
+        url: The folder's URL, for messages and for opening it again.
     """
 
     is_staged = False
@@ -230,73 +214,73 @@ class RemoteStorage:
         self._fs: Any = fs  # fsspec has no types
         self._folder = folder.rstrip("/")
         self._is_new = False
-        """Whether `begin` has made the folder."""
-        self._begun: str | None = None
-        """The save that was begun here and that no manifest can name as yet."""
+        """Whether `begin` created the folder."""
+        self._uncommitted: str | None = None
+        """The save that was begun here and that no manifest can name yet."""
         protocols = {fs.protocol} if isinstance(fs.protocol, str) else set(fs.protocol)
         self._has_buckets = bool(protocols & _OBJECT_STORES)
         self._has_folders = not self._has_buckets and "memory" not in protocols
         if hasattr(fs, "dircache"):
             fs.dircache.use_listings_cache = False
 
+    @override
     def begin(self, save_id: str) -> None:
-        """See `Storage`."""
         with as_os_errors(self.url):
             if self._has_folders:
                 self._fs.invalidate_cache()
                 self._is_new = not self._fs.exists(self._folder)
                 self._fs.makedirs(self._folder, exist_ok=True)
             if self._has_buckets:
-                self._find_bucket(self._folder.partition("/")[0])
+                self._check_bucket(self._folder.partition("/")[0])
             self._fs.pipe_file(self._path(f".saving-{save_id}"), describe_process())
         _own_saves[save_id] = self
-        self._begun = save_id
+        self._uncommitted = save_id
 
+    @override
     def create(self, save_id: str, name: str, size_bytes: int) -> RemoteWriter:
-        """See `Storage`."""
-        assert save_of(name) == save_id, "names of files that are not staged have the save's id"
-        part_bytes = max(_PART_BYTES, size_bytes // _MOST_PARTS + 1)
+        assert save_id_of(name) == save_id, "names of files that are not staged have the save's id"
+        part_bytes = max(_PART_BYTES, size_bytes // _MAX_PARTS + 1)
         return RemoteWriter(self._fs, self._path(name), self._where(name), part_bytes)
 
-    def exclusive(self, deadline: Deadline) -> AbstractContextManager[None]:  # noqa: ARG002 - nothing is waited for
-        """See `Storage`; stores have no locks, so that two saves to one folder at once may disturb each other."""
-        return contextlib.nullcontext()
+    @override
+    def exclusive(self, deadline: Deadline) -> AbstractContextManager[None]:
+        return contextlib.nullcontext()  # stores have no locks: concurrent saves to one folder may conflict
 
     def publish(self, save_id: str, names: Sequence[str]) -> None:
-        """See `Storage`; files have had their places since they were closed."""
+        """Do nothing: files are in place once they are closed."""
 
+    @override
     def put(self, name: str, data: bytes) -> None:
-        """See `Storage`."""
-        begun, self._begun = self._begun, None
+        uncommitted, self._uncommitted = self._uncommitted, None
         try:
             with as_os_errors(self._where(name)):
                 self._put(name, data)
         except OSError as error:
-            if was_refused(error):
-                self._begun = begun
+            if is_refusal(error):
+                self._uncommitted = uncommitted
                 raise
-            if not self._holds(name, data):  # else only the answer was lost
+            if not self._has_content(name, data):  # else only the response was lost
                 text = f"{error.strerror}; whether it was written is not known"
                 raise OSError(error.errno, text, error.filename) from error
 
+    @override
     def copy(self, name: str, new_name: str) -> None:
-        """See `Storage`; the store copies the file."""
         with as_os_errors(self._where(new_name)):
             self._fs.cp_file(self._path(name), self._path(new_name))
 
+    @override
     def discard(self, save_id: str) -> None:
-        """See `Storage`."""
-        if self._begun == save_id:
+        if self._uncommitted == save_id:
             self._abort_uploads({save_id})
-            self.remove([name for name in self.list_names() if save_of(name) == save_id])
+            self.remove([name for name in self.list_names() if save_id_of(name) == save_id])
         if _own_saves.get(save_id) is self:
             _own_saves.pop(save_id, None)
             self.remove([f".saving-{save_id}"])
-        if self._begun == save_id and self._is_new:
+        if self._uncommitted == save_id and self._is_new:
             self.remove_folder()
 
+    @override
     def read_beside(self, name: str, size_bytes: int) -> list[bytes]:
-        """See `Storage`."""
         parent = self._folder.rpartition("/")[0]
         folders = {self._folder}
         with as_os_errors(self.url):
@@ -306,41 +290,41 @@ class RemoteStorage:
                 folders |= {entry["name"].rstrip("/") for entry in found if entry["type"] == "directory"}
             paths = [f"{folder}/{name}" for folder in sorted(folders)]
             size = [size_bytes] * len(paths)
-            pieces = self._fs.cat_ranges(paths, [0] * len(paths), size, on_error="return") if paths else []
-        return [bytes(piece) for piece in pieces if not isinstance(piece, BaseException)]
+            chunks = self._fs.cat_ranges(paths, [0] * len(paths), size, on_error="return") if paths else []
+        return [bytes(chunk) for chunk in chunks if not isinstance(chunk, BaseException)]
 
+    @override
     def remove(self, names: Collection[str]) -> None:
-        """See `Storage`."""
         if isinstance(self._fs, AsyncFileSystem):
             left = list(names)
-            while left:  # not by threads, of which none can be begun while the program ends
-                self._remove_at_once(left[:_NUM_REMOVALS])
-                del left[:_NUM_REMOVALS]
+            while left:  # not by threads, which can't be started while the program ends
+                self._remove_batch(left[:_REMOVAL_BATCH])
+                del left[:_REMOVAL_BATCH]
         else:
             for name in names:
                 with contextlib.suppress(FileNotFoundError), as_os_errors(self._where(name)):
                     self._fs.rm_file(self._path(name))
 
+    @override
     def has_leftovers(self, save_id: str = "") -> bool:
-        """See `Storage`; whole files are told by their names."""
-        saves = self._marked_saves() | {str(save_of(name)) for name, _ in self._uploads()}
+        saves = self._saves_with_marker() | {str(save_id_of(name)) for name, _ in self._uploads()}
         return save_id in saves if save_id else bool(saves)
 
+    @override
     def remove_leftovers(self) -> None:
-        """See `Storage`."""
-        marks = self._marked_saves()
-        living = {save_id for save_id in marks if self._may_live(save_id)}
-        dead = {str(save_of(name)) for name, _ in self._uploads()} - living
+        markers = self._saves_with_marker()
+        living = {save_id for save_id in markers if self._may_be_alive(save_id)}
+        dead = {str(save_id_of(name)) for name, _ in self._uploads()} - living
         if dead:
             self._abort_uploads(dead)
-        self.remove([f".saving-{save_id}" for save_id in sorted(marks - living)])
+        self.remove([f".saving-{save_id}" for save_id in sorted(markers - living)])
 
+    @override
     def living_saves(self) -> set[str]:
-        """See `Storage`."""
-        return {save_id for save_id in self._marked_saves() if self._may_live(save_id)}
+        return {save_id for save_id in self._saves_with_marker() if self._may_be_alive(save_id)}
 
-    def _may_live(self, save_id: str) -> bool:
-        """Whether a save may live, of which an object tells."""
+    def _may_be_alive(self, save_id: str) -> bool:
+        """Return whether a save with a marker may be alive."""
         if save_id in _own_saves:
             return True
         name = f".saving-{save_id}"
@@ -352,29 +336,29 @@ class RemoteStorage:
                 facts = self._fs.info(self._path(name))
         except FileNotFoundError:
             return False
-        changed = next((facts[key] for key in _TIMES if facts.get(key) is not None), None)
+        changed = next((facts[key] for key in _MTIME_KEYS if facts.get(key) is not None), None)
         if isinstance(changed, dt.datetime):
             changed = changed.timestamp()
-        return not isinstance(changed, (int, float)) or time.time() - changed < DEAD_SECONDS
+        return not isinstance(changed, (int, float)) or time.time() - changed < DEAD_AFTER_SECONDS
 
+    @override
     def remove_folder(self) -> None:
-        """See `Storage`."""
         if self._has_folders:
             with contextlib.suppress(OSError), as_os_errors(self.url):
                 self._fs.invalidate_cache()
                 if not self._fs.ls(self._folder, detail=False):
                     self._fs.rmdir(self._folder)
 
+    @override
     def list_names(self) -> list[str]:
-        """See `Storage`; without the objects that tell of living saves."""
-        return [name for name in self._list("file") if _MARK.fullmatch(name) is None]
+        return [name for name in self._list("file") if _MARKER.fullmatch(name) is None]
 
-    def _marked_saves(self) -> set[str]:
-        """The ids of the saves that such objects tell of."""
-        return {found[1] for name in self._list("file") if (found := _MARK.fullmatch(name)) is not None}
+    def _saves_with_marker(self) -> set[str]:
+        """The ids of saves with a marker."""
+        return {found[1] for name in self._list("file") if (found := _MARKER.fullmatch(name)) is not None}
 
+    @override
     def list_folders(self) -> list[str]:
-        """See `Storage`."""
         return self._list("directory")
 
     def _list(self, kind: str) -> list[str]:
@@ -386,11 +370,11 @@ class RemoteStorage:
         except FileNotFoundError:
             return []
         paths = [entry["name"].strip("/") for entry in found if entry["type"] == kind]
-        # Some stores have an object for the folder itself.
+        # Some stores list the folder itself.
         return sorted(path.removeprefix(start) for path in paths if path.startswith(start))
 
+    @override
     def size_bytes(self, name: str) -> int:
-        """See `Storage`."""
         with as_os_errors(self._where(name)):
             self._fs.invalidate_cache()
             found = self._fs.info(self._path(name))
@@ -398,8 +382,8 @@ class RemoteStorage:
                 raise FileNotFoundError(errno.ENOENT, "It is a folder")
             return int(found["size"])
 
+    @override
     def get(self, name: str) -> bytes:
-        """See `Storage`."""
         size = self.size_bytes(name)
         if size > MAX_SMALL_FILE_BYTES:
             what = f"It has {size} bytes, and may have {MAX_SMALL_FILE_BYTES}"
@@ -407,15 +391,15 @@ class RemoteStorage:
         with as_os_errors(self._where(name)):
             return bytes(self._fs.cat_file(self._path(name)))
 
+    @override
     def read(self, name: str, start: int, into: memoryview) -> None:
-        """See `Storage`."""
         left = into.cast("B")
         while len(left):
-            count = self._read_some(name, start, left)
+            count = self._read_chunk(name, start, left)
             start, left = start + count, left[count:]
 
     def close(self) -> None:
-        """See `Storage`; connections go with the file system."""
+        """Do nothing: connections belong to the file system."""
 
     def _path(self, name: str) -> str:
         return f"{self._folder}/{name}"
@@ -423,35 +407,35 @@ class RemoteStorage:
     def _where(self, name: str) -> str:
         return f"{self.url}/{name}"
 
-    def _find_bucket(self, bucket: str) -> None:
-        """Raise FileNotFoundError if it is not there, before anything is sent to it."""
+    def _check_bucket(self, bucket: str) -> None:
+        """Raise FileNotFoundError if the bucket is missing, before anything is sent to it."""
         try:
             self._fs.info(bucket)
         except FileNotFoundError:
             raise FileNotFoundError(errno.ENOENT, f"There is no bucket {bucket!r}: make it first") from None
         except OSError:
-            pass  # who may write to a folder of a bucket may not always look at the bucket
+            pass  # write access to a folder doesn't imply access to its bucket
 
     def _put(self, name: str, data: bytes) -> None:
         if not self._has_folders:
             self._fs.pipe_file(self._path(name), data)
             return
-        place = self._path(f".{name}.new")
+        temporary = self._path(f".{name}.new")
         try:
-            self._fs.pipe_file(place, data)
-            self._fs.mv(place, self._path(name))
+            self._fs.pipe_file(temporary, data)
+            self._fs.mv(temporary, self._path(name))
         except BaseException:
             with contextlib.suppress(Exception):
-                self._fs.rm_file(place)
+                self._fs.rm_file(temporary)
             raise
 
-    def _holds(self, name: str, data: bytes) -> bool:
+    def _has_content(self, name: str, data: bytes) -> bool:
         try:
             return self.get(name) == data
         except OSError:
             return False
 
-    def _remove_at_once(self, names: Sequence[str]) -> None:
+    def _remove_batch(self, names: Sequence[str]) -> None:
         async def remove() -> list[BaseException | None]:
             removals = [self._fs._rm_file(self._path(name)) for name in names]
             outcomes: list[BaseException | None] = await asyncio.gather(*removals, return_exceptions=True)
@@ -462,9 +446,9 @@ class RemoteStorage:
                 raise to_os_error(error, self._where(name)) from error
 
     def _abort_uploads(self, save_ids: set[str]) -> None:
-        """Abort those of some saves."""
+        """Abort the uploads of saves."""
         for name, upload in self._uploads():
-            if save_of(name) in save_ids:
+            if save_id_of(name) in save_ids:
                 with as_os_errors(self._where(name)):
                     abort_upload(self._fs, self._path(name), upload)
 
@@ -474,32 +458,32 @@ class RemoteStorage:
             with as_os_errors(self.url):
                 found = list(list_uploads(self._fs, self._folder))
         except OSError as error:
-            if not was_refused(error):
+            if not is_refusal(error):
                 raise
-            # Not all who may write may list uploads, and not all stores do it.
+            # Listing uploads needs another permission, and not all stores support it.
             _logger.debug("uploads to %s that were not completed can't be looked for: %s", self.url, error)
             return []
-        return [(name, upload) for name, upload in found if save_of(name) is not None]
+        return [(name, upload) for name, upload in found if save_id_of(name) is not None]
 
-    def _read_some(self, name: str, start: int, into: memoryview) -> int:
-        """Fill the beginning of ``into``, with several requests at once; how much that was."""
+    def _read_chunk(self, name: str, start: int, into: memoryview) -> int:
+        """Fill the beginning of ``into`` with several concurrent requests; return the number of bytes."""
         path, stop = self._path(name), min(start + len(into), start + _NUM_RANGES * _RANGE_BYTES)
         starts = list(range(start, stop, _RANGE_BYTES))
         ends = [min(begin + _RANGE_BYTES, stop) for begin in starts]
         with as_os_errors(self._where(name)):
-            pieces = self._fs.cat_ranges([path] * len(starts), starts, ends, on_error="return")
+            chunks = self._fs.cat_ranges([path] * len(starts), starts, ends, on_error="return")
         count = 0
-        for begin, end, piece in zip(starts, ends, pieces, strict=True):
-            if isinstance(piece, BaseException):
-                self._check_inside(name, end, piece)
-                raise to_os_error(piece, self._where(name)) from piece
-            if len(piece) > end - begin:
+        for begin, end, chunk in zip(starts, ends, chunks, strict=True):
+            if isinstance(chunk, BaseException):
+                self._check_inside(name, end, chunk)
+                raise to_os_error(chunk, self._where(name)) from chunk
+            if len(chunk) > end - begin:
                 raise OSError(
-                    errno.EIO, f"{len(piece)} bytes came where {end - begin} were asked for", self._where(name)
+                    errno.EIO, f"{len(chunk)} bytes came where {end - begin} were asked for", self._where(name)
                 )
-            into[count : count + len(piece)] = piece
-            count += len(piece)
-            if len(piece) < end - begin:
+            into[count : count + len(chunk)] = chunk
+            count += len(chunk)
+            if len(chunk) < end - begin:
                 break  # the rest is asked for again
         if not count:
             self._check_inside(name, start + 1, None)
@@ -507,7 +491,7 @@ class RemoteStorage:
         return count
 
     def _check_inside(self, name: str, end: int, error: BaseException | None) -> None:
-        """Raise EOFError if a file ends before ``end``; stores have each another error for that."""
+        """Raise EOFError if a file ends before ``end``; stores have different errors for that."""
         if isinstance(error, FileNotFoundError):
             return
         try:

@@ -1,1 +1,1 @@
-"""Tools over saved checkpoints: inspect, verify, compare and reshard."""
+"""Tools for saved checkpoints, run by one process: verify, compare, inspect, reshard."""

@@ -1,4 +1,4 @@
-"""What two checkpoints have that is not the same, whatever ranks and placements they were saved with."""
+"""The differences of two checkpoints, whatever ranks and placements they were saved with."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from ferrodist.checkpoint.format.tree import decode_leaf, is_leaf_node, leaf_tex
 from ferrodist.checkpoint.reader import CheckpointReader
 from ferrodist.checkpoint.retention import read_manifest
 from ferrodist.checkpoint.storage import open_storage
-from ferrodist.checkpoint.tools.reshard import BAND_BYTES, Progress, row_blocks
+from ferrodist.checkpoint.tools.reshard import ROW_BLOCK_BYTES, ProgressCounter, row_blocks
 from ferrodist.wording import counted
 
 if TYPE_CHECKING:
@@ -30,11 +30,11 @@ if TYPE_CHECKING:
 
 
 _ABSENT = object()
-_SHOWN_CHARACTERS = 60
+_MAX_VALUE_LENGTH = 60
 
 
 class DifferenceKind(Enum):
-    """How two checkpoints differ in one place."""
+    """The kind of a difference."""
 
     ONLY_IN_FIRST = "only in the first"
     ONLY_IN_SECOND = "only in the second"
@@ -46,14 +46,14 @@ class DifferenceKind(Enum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Difference:
-    """One place where two checkpoints differ.
+    """One difference of two checkpoints.
 
     Args:
-        place: Where, as one would write it in Python: ``['model']['weight']``.
-        kind: How.
-        what: In words.
-        num_elements: For elements: how many differ.
-        largest: For elements: the largest absolute difference; infinite where one is NaN or infinite and the other not.
+        place: The path in the state, as in Python: ``['model']['weight']``.
+        kind: The kind of difference.
+        what: A description.
+        num_elements: For elements: the number that differ.
+        largest: For elements: the largest absolute difference; infinite if one is NaN or infinite and the other is not.
     """
 
     place: str
@@ -74,22 +74,22 @@ def compare(
     other_storage_options: Mapping[str, Any] | None = None,
     progress: ProgressCallback | None = None,
 ) -> list[Difference]:
-    """Compare two checkpoints; one process does this, in bounded memory.
+    """Compare two checkpoints in one process, in bounded memory.
 
-    NaN is the same as NaN, and 0.0 as -0.0. What is read is compared with its hashes.
+    NaN equals NaN, and 0.0 equals -0.0. Hashes are checked.
 
     Args:
-        path: The first.
-        other: The second.
-        storage_options: For the first's file system, if it is a URL.
-        other_storage_options: For the second's.
-        progress: Told how many bytes of tensors are compared, and of how many.
+        path: The first checkpoint.
+        other: The second checkpoint.
+        storage_options: Options of the first's file system, if it is a URL.
+        other_storage_options: Options of the second's.
+        progress: Called with the bytes of tensors compared, and their total.
 
     Returns:
-        All differences, in the first's order; none if the same state was saved.
+        All differences, in the first's order; empty if the same state was saved.
 
     Raises:
-        DistCheckpointError: One is not there, or is damaged.
+        DistCheckpointError: A checkpoint is missing or damaged.
     """
     storages = open_storage(path, storage_options), open_storage(other, other_storage_options)
     try:
@@ -98,12 +98,12 @@ def compare(
             CheckpointReader(storage, manifest, verify=True)
             for storage, manifest in zip(storages, manifests, strict=True)
         ]
-        walk = _Walk(manifests[0], manifests[1])
+        walk = _TreeComparison(manifests[0], manifests[1])
         found = list(walk.compare(manifests[0].tree, manifests[1].tree, ()))
         total = sum(_size_bytes(manifests[0], key) for key, _ in walk.pairs)
-        meter = Progress(total, progress)
+        progress_meter = ProgressCounter(total, progress)
         elements = {
-            pair: _compare_elements((readers[0], readers[1]), (manifests[0], manifests[1]), pair, meter)
+            pair: _compare_elements((readers[0], readers[1]), (manifests[0], manifests[1]), pair, progress_meter)
             for pair in walk.pairs
         }
     finally:
@@ -118,26 +118,26 @@ def compare(
     return result
 
 
-class _Walk:
-    """Goes through two trees side by side."""
+class _TreeComparison:
+    """Walks through two trees side by side."""
 
     def __init__(self, first: Manifest, second: Manifest) -> None:
         self._manifests = first, second
         self.pairs: dict[tuple[str, str], None] = {}
-        """Keys of tensors that have the same place and shape; tied ones come once."""
+        """Keys of the tensors to compare: those with the same path and shape; tied ones come once."""
 
     def compare(self, one: Any, two: Any, path: Path) -> Iterator[Difference | tuple[Path, tuple[str, str]]]:
-        """Differences, and in their places the tensors whose elements may differ."""
-        marks = _mark(one), _mark(two)
+        """Yield differences, and the paths and keys of tensors whose elements may differ."""
+        marks = _node_kind(one), _node_kind(two)
         if marks[0] != marks[1]:
             yield _value_difference(path, one, two)
         elif marks[0] in ("tensor", "array"):
             yield from self._compare_tensors(one[marks[0]], two[marks[0]], path)
         elif marks[0] == "leaf":
-            if not _is_same(one, two):
+            if not _is_same_value(one, two):
                 yield _value_difference(path, one, two)
         else:
-            yield from self._compare_members(_members(one, marks[0]), _members(two, marks[0]), path)
+            yield from self._compare_members(_children(one, marks[0]), _children(two, marks[0]), path)
 
     def _compare_members(
         self, one: dict[Any, Any], two: dict[Any, Any], path: Path
@@ -162,15 +162,15 @@ class _Walk:
         yield path, (one, two)
 
 
-def _mark(node: Any) -> str:
-    """Which kind of node it is."""
+def _node_kind(node: Any) -> str:
+    """The kind of a node: its mark, ``list`` or ``leaf``."""
     if isinstance(node, list):
         return "list"
     return "leaf" if is_leaf_node(node) else str(next(iter(node)))
 
 
-def _members(node: Any, mark: str) -> dict[Any, Any]:
-    """The nodes in a node, by their places."""
+def _children(node: Any, mark: str) -> dict[Any, Any]:
+    """The children of a node, by key."""
     content = node if mark == "list" else node[mark]
     if mark == "pairs":
         return {decode_leaf(key): each for key, each in content}
@@ -179,35 +179,35 @@ def _members(node: Any, mark: str) -> dict[Any, Any]:
     return dict(enumerate(content))
 
 
-def _is_same(one: Any, two: Any) -> bool:
-    """Whether two leaves are one value: 1, 1.0 and True are three."""
+def _is_same_value(one: Any, two: Any) -> bool:
+    """Return whether two leaves are the same value: 1, 1.0 and True are three."""
     if type(one) is not type(two):
         return False
     if isinstance(one, dict):
-        return one.keys() == two.keys() and all(_is_same(one[key], two[key]) for key in one)
+        return one.keys() == two.keys() and all(_is_same_value(one[key], two[key]) for key in one)
     if isinstance(one, list):
-        return all(_is_same(a, b) for a, b in zip_longest(one, two, fillvalue=_ABSENT))
+        return all(_is_same_value(a, b) for a, b in zip_longest(one, two, fillvalue=_ABSENT))
     return bool(one == two)
 
 
-def _shown(node: Any) -> str:
+def _abbreviate(node: Any) -> str:
     if is_leaf_node(node):
         text = leaf_text(node)
     else:
-        mark = _mark(node)
+        mark = _node_kind(node)
         text = "a tensor" if mark == "tensor" else f"{'an' if mark == 'array' else 'a'} {mark.replace('_', ' ')}"
         if mark in ("dict", "pairs", "list", "tuple", "set", "frozenset", "size"):
-            text = f"a {'dict' if mark == 'pairs' else mark} of {len(_members(node, mark))}"
-    return text if len(text) <= _SHOWN_CHARACTERS else f"{text[:_SHOWN_CHARACTERS]}..."
+            text = f"a {'dict' if mark == 'pairs' else mark} of {len(_children(node, mark))}"
+    return text if len(text) <= _MAX_VALUE_LENGTH else f"{text[:_MAX_VALUE_LENGTH]}..."
 
 
 def _value_difference(path: Path, one: Any, two: Any) -> Difference:
-    what = f"{_shown(one)} and {_shown(two)}"
+    what = f"{_abbreviate(one)} and {_abbreviate(two)}"
     return Difference(place=path_text(path), kind=DifferenceKind.VALUE, what=what)
 
 
 def _only(kind: DifferenceKind, path: Path, node: Any) -> Difference:
-    return Difference(place=path_text(path), kind=kind, what=f"{kind.value}: {_shown(node)}")
+    return Difference(place=path_text(path), kind=kind, what=f"{kind.value}: {_abbreviate(node)}")
 
 
 def _size_bytes(manifest: Manifest, key: str) -> int:
@@ -224,29 +224,29 @@ def _compare_elements(
     readers: tuple[CheckpointReader, CheckpointReader],
     manifests: tuple[Manifest, Manifest],
     keys: tuple[str, str],
-    meter: Progress,
+    progress_meter: ProgressCounter,
 ) -> tuple[int, int, float] | None:
-    """How many elements differ, of how many, and by how much; None if none."""
+    """Return the number of differing elements, of all elements, and the largest difference; None if none differ."""
     dtypes = [dtype_from_name(manifest.tensors[key].dtype) for manifest, key in zip(manifests, keys, strict=True)]
     shape = manifests[0].tensors[keys[0]].shape
     count, largest = 0, 0.0
-    # Differences are formed in 16 bytes an element at most.
-    for band in row_blocks(shape, BAND_BYTES // 16):
+    # A difference takes up to 16 bytes per element.
+    for band in row_blocks(shape, ROW_BLOCK_BYTES // 16):
         parts = [torch.empty(band.shape, dtype=dtype, device="cpu") for dtype in dtypes]
         for reader, key, part in zip(readers, keys, parts, strict=True):
             reader.read_box(key, band, part)
-        meter.add(band.numel * dtypes[0].itemsize)
+        progress_meter.add(band.numel * dtypes[0].itemsize)
         if _is_equal(*parts):
             continue
-        found, most = _count(*parts)
+        found, most = _count_differences(*parts)
         count, largest = count + found, max(largest, most)
     return (count, math.prod(shape), largest) if count else None
 
 
-def _count(one: torch.Tensor, two: torch.Tensor) -> tuple[int, float]:
-    """How many elements differ, and the largest difference."""
+def _count_differences(one: torch.Tensor, two: torch.Tensor) -> tuple[int, float]:
+    """Return the number of differing elements and the largest difference."""
     if not any(each.is_floating_point() or each.is_complex() for each in (one, two)):
-        return _count_integers(one, two)
+        return _count_integer_differences(one, two)
     wide = torch.complex128 if one.is_complex() or two.is_complex() else torch.float64
     one, two = one.to(wide), two.to(wide)
     differs = (one != two) & ~(one.isnan() & two.isnan())
@@ -254,13 +254,13 @@ def _count(one: torch.Tensor, two: torch.Tensor) -> tuple[int, float]:
     return distance.numel(), float(distance.max()) if distance.numel() else 0.0
 
 
-def _count_integers(one: torch.Tensor, two: torch.Tensor) -> tuple[int, float]:
-    """Exact, also where float64 has not enough digits."""
+def _count_integer_differences(one: torch.Tensor, two: torch.Tensor) -> tuple[int, float]:
+    """The same for integers, exact beyond float64's precision."""
     bits, rounded = zip(*[(_integer_bits(each), each.to(torch.float64)) for each in (one, two)], strict=True)
     differs = (bits[0] != bits[1]) | (rounded[0] != rounded[1])
     exact = (bits[0] - bits[1])[differs].to(torch.float64).abs()
     about = (rounded[0] - rounded[1])[differs].abs()
-    # Near differences are exact in 64 bits, which far ones leave.
+    # Small differences are exact in 64-bit integers; large ones overflow.
     distance = torch.where(about < 2.0**62, exact, about)
     return distance.numel(), float(distance.max()) if distance.numel() else 0.0
 
@@ -270,7 +270,7 @@ def _integer_bits(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _is_equal(one: torch.Tensor, two: torch.Tensor) -> bool:
-    """Whether all bits are."""
+    """Return whether two tensors are equal bit by bit."""
     if one.dtype is not two.dtype:
         return False
     return torch.equal(*[each.reshape(-1).view(torch.uint8) for each in (one, two)])

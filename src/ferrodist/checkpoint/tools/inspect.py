@@ -1,4 +1,4 @@
-"""What is in a checkpoint, without its tensors: for people, and for programs as JSON."""
+"""A description of a checkpoint without its tensors' elements, for people and, as JSON, for programs."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
     from ferrodist.checkpoint.format.manifest import Manifest
 
-_SHOWN_CHARACTERS = 200
+_MAX_VALUE_LENGTH = 200
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -27,13 +27,13 @@ class TensorFacts:
     """A tensor.
 
     Args:
-        key: Its name in files.
-        shape: Of the whole.
-        dtype: Torch's name of it.
-        size_bytes: Of its elements.
-        placement: How it lay over the ranks that saved it, in words.
-        num_shards: In how many parts it is.
-        files: Which files these are in.
+        key: The name in files.
+        shape: The full tensor's shape.
+        dtype: torch's name of its dtype.
+        size_bytes: The size of its elements.
+        placement: The placement on the ranks that saved it, in words.
+        num_shards: The number of its shards.
+        files: The files of its shards.
     """
 
     key: str
@@ -47,13 +47,13 @@ class TensorFacts:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StateEntry:
-    """A place in a state.
+    """A value in a state.
 
     Args:
-        place: The keys that lead to it, as text.
-        kind: ``tensor``, ``array``, ``value``, or which container: ``dict``, ``list``, ``tuple``, ``per_rank``...
-        value: A value, as Python writes it, the long ones cut off; for a container how many members it has.
-        tensor: For tensors and arrays.
+        place: The keys of its path, as text.
+        kind: ``tensor``, ``array``, ``value``, or the container's: ``dict``, ``list``, ``tuple``, ``per_rank``...
+        value: A value's repr, cut off if it is long; the number of members of a container.
+        tensor: The tensor, for tensors and arrays.
     """
 
     place: tuple[str, ...]
@@ -67,16 +67,16 @@ class Inspection:
     """A checkpoint.
 
     Args:
-        url: Where it is.
-        producer: Who wrote it.
-        created: When, in UTC, as ISO 8601 writes it.
-        world_size: By how many ranks.
-        files: Names and sizes in bytes.
-        size_bytes: Of all files with tensors.
-        num_tensors: How many tensors.
-        num_elements: Of all of them together.
-        state: Its places, those of a container after it.
-        problems: What is wrong, as far as can be seen without reading tensors.
+        url: The checkpoint's URL.
+        producer: The program that wrote it.
+        created: The time of the commit, in UTC and ISO 8601.
+        world_size: The number of ranks that saved it.
+        files: File names and sizes in bytes.
+        size_bytes: The size of all files of tensors.
+        num_tensors: The number of tensors.
+        num_elements: The number of their elements.
+        state: The values in the state; a container comes before its members.
+        problems: The problems found without reading tensors.
     """
 
     url: str
@@ -92,14 +92,14 @@ class Inspection:
 
 
 def inspect_checkpoint(path: str | os.PathLike[str], *, storage_options: Mapping[str, Any] | None = None) -> Inspection:
-    """Read a checkpoint's manifest, and see whether its files are there; tensors are not read.
+    """Read a checkpoint's manifest and check that its files exist; tensors are not read.
 
     Args:
         path: The checkpoint.
-        storage_options: For fsspec's file system, if the path is a URL.
+        storage_options: Options of fsspec's file system, if the path is a URL.
 
     Raises:
-        DistCheckpointError: There is none, or its manifest is damaged.
+        DistCheckpointError: The checkpoint is missing, or its manifest is damaged.
     """
     storage = open_storage(path, storage_options)
     try:
@@ -124,13 +124,13 @@ def inspect_checkpoint(path: str | os.PathLike[str], *, storage_options: Mapping
 
 def _entries(manifest: Manifest, node: Any, place: tuple[str, ...]) -> Iterator[StateEntry]:
     if is_leaf_node(node):
-        yield StateEntry(place=place, kind="value", value=leaf_text(node)[:_SHOWN_CHARACTERS])
+        yield StateEntry(place=place, kind="value", value=leaf_text(node)[:_MAX_VALUE_LENGTH])
         return
     mark: str
     content: Any
     mark, content = ("list", node) if isinstance(node, list) else next(iter(node.items()))
     if mark in ("tensor", "array"):
-        yield StateEntry(place=place, kind=mark, tensor=_facts(manifest, content))
+        yield StateEntry(place=place, kind=mark, tensor=_tensor_facts(manifest, content))
         return
     if mark == "pairs":
         members = {leaf_text(key): each for key, each in content}
@@ -141,7 +141,7 @@ def _entries(manifest: Manifest, node: Any, place: tuple[str, ...]) -> Iterator[
         yield from _entries(manifest, each, (*place, f"rank {key}" if mark == "per_rank" else key))
 
 
-def _facts(manifest: Manifest, key: str) -> TensorFacts | None:
+def _tensor_facts(manifest: Manifest, key: str) -> TensorFacts | None:
     tensor = manifest.tensors.get(key)
     if tensor is None:
         return None

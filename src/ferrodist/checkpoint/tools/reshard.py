@@ -1,14 +1,9 @@
-"""Tensors that are larger than memory, a band at a time.
+"""Rewriting a checkpoint for another number of ranks, by one process in bounded memory.
 
-How far a long piece of work is, for those who want to show it.
-
-Writing a checkpoint from tensors that lie elsewhere, as ranks would write it, by one process in bounded memory.
-
-All ranks' files grow side by side: a band of a tensor is read once, and each file that has a part of it gets that part.
-This works because all files have tensors in one order, and because bands follow each other as elements do, in row-major
-order, so that what a file gets of a tensor comes in the file's order.
-
-A checkpoint written anew for another number of ranks, by one process and without the program that saved it.
+All ranks' files grow side by side: a block of rows of a tensor is read once, and each file gets its part of it. This
+works because all files have tensors in one order, and because row blocks follow each other in row-major order, so that
+each file's bytes come in the file's order. `rewrite` also takes sources in other formats; see
+`ferrodist.checkpoint.convert`.
 """
 
 from __future__ import annotations
@@ -21,6 +16,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
+from ferrodist.arguments import check_int
 from ferrodist.checkpoint.format.dtypes import dtype_from_name
 from ferrodist.checkpoint.reader import CheckpointReader
 from ferrodist.checkpoint.retention import check_owned, read_manifest
@@ -41,25 +37,21 @@ if TYPE_CHECKING:
     from ferrodist.checkpoint.save_plan import Span
     from ferrodist.checkpoint.storage.base import Storage
 
-BAND_BYTES = 16 << 20
-"""Enough that reading a band takes longer than beginning to."""
+ROW_BLOCK_BYTES = 16 << 20
+"""The size of a block of rows; large enough to hide the latency of reads."""
 
 
 class BoxSource(Protocol):
-    """Whatever has tensors, by key, and gives any box of them."""
+    """A source of boxes of tensors."""
 
     def read_box(self, key: str, box: Box, target: torch.Tensor) -> None:
-        """Fill a tensor of the box's shape with a box of a tensor."""
+        """Fill a tensor of the box's shape with a box of the tensor."""
 
 
 def row_blocks(shape: tuple[int, ...], max_elements: int) -> Iterator[Box]:
-    """Boxes that are a tensor together, and follow each other as its elements do, in row-major order.
+    """Split a tensor into boxes of at most ``max_elements``, in row-major order.
 
-    The elements of any box of the tensor come in their own row-major order, too, if it is cut by these bands.
-
-    Args:
-        shape: Of the tensor.
-        max_elements: At least 1; no band has more.
+    The elements of any box of the tensor are then also in its own row-major order.
     """
     if prod(shape) <= max_elements:
         yield Box((0,) * len(shape), shape)
@@ -71,22 +63,17 @@ def row_blocks(shape: tuple[int, ...], max_elements: int) -> Iterator[Box]:
             yield Box((row, *[0] * len(rest)), (min(num_rows, size - row), *rest))
         return
     for row in range(size):
-        for band in row_blocks(tuple(rest), max_elements):
-            yield Box((row, *band.offsets), (1, *band.shape))
+        for rows in row_blocks(tuple(rest), max_elements):
+            yield Box((row, *rows.offsets), (1, *rows.shape))
 
 
 if TYPE_CHECKING:
     ProgressCallback = Callable[[int, int], None]
-    """Told how many bytes are done, and of how many."""
+    """Called with the bytes done, and their total."""
 
 
-class Progress:
-    """Counts bytes.
-
-    Args:
-        total: All of them.
-        report: Called at the beginning, and whenever some are done; None is nobody.
-    """
+class ProgressCounter:
+    """Counts bytes and reports them; ``report`` is called at the beginning and after each `add`."""
 
     def __init__(self, total: int, report: ProgressCallback | None) -> None:
         self._total = total
@@ -95,7 +82,7 @@ class Progress:
         self.add(0)
 
     def add(self, count: int) -> None:
-        """So many more are done."""
+        """Count more bytes."""
         self._done += count
         if self._report is not None:
             self._report(self._done, self._total)
@@ -103,25 +90,25 @@ class Progress:
 
 if TYPE_CHECKING:
     ChooseDim = Callable[[str, tuple[int, ...]], int | None]
-    """Of a tensor's key and shape: along which dim it is divided; None leaves it whole."""
+    """Returns the sharded dim for a tensor's key and shape; None leaves it whole."""
 
 
 DEFAULT_MEMORY_BYTES = 256 << 20
-_LEAST_MEMORY_BYTES = 16 << 20
-_MOST_OPEN_FILES = 128
+_MIN_MEMORY_BYTES = 16 << 20
+_MAX_OPEN_FILES = 128
 _UPLOAD_BYTES = 32 << 20
-"""What a file that is not on a disk may keep in memory until it is sent."""
+"""The memory that an open file in an object store may take."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RewriteSource:
-    """What goes into a checkpoint.
+    """The contents of a new checkpoint.
 
     Args:
-        tree: The state, as `tree.Encoder` makes it.
-        tensors: Shapes and names of dtypes, by key.
-        source: Has the elements.
-        world_size: Of the ranks whose `PerRank` values may be in the tree.
+        tree: The state tree.
+        tensors: Shapes and dtype names, by key.
+        source: The source of the elements.
+        world_size: The number of ranks with `PerRank` values in the tree.
     """
 
     tree: Any
@@ -132,18 +119,18 @@ class RewriteSource:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RewriteOptions:
-    """How a checkpoint is written.
+    """Options for writing a checkpoint.
 
     Args:
-        num_ranks: As by how many ranks.
-        dim: Along which dim tensors are divided, where they have it; or a function that says it of each. None is the
-            first dim that all ranks get the same of, or else the longest.
-        max_file_bytes: Longer files are split, between tensors.
-        max_memory_bytes: What tensors may take of memory.
-        progress: Told how many bytes are written, and of how many.
+        num_ranks: The number of ranks to write for.
+        dim: The dim along which tensors are sharded, if they have it; or a function that returns it for each. None is
+            the first dim that divides evenly over the ranks, or else the longest.
+        max_file_bytes: The size from which files are split, between tensors.
+        max_memory_bytes: The limit of memory for tensors.
+        progress: Called with the bytes written, and their total.
 
     Raises:
-        TypeError, ValueError: One of them is wrong.
+        TypeError, ValueError: An option is wrong.
     """
 
     num_ranks: int = 1
@@ -153,18 +140,14 @@ class RewriteOptions:
     progress: ProgressCallback | None = None
 
     def __post_init__(self) -> None:
-        for name in ("num_ranks", "max_file_bytes", "max_memory_bytes"):
-            value = getattr(self, name)
-            if type(value) is not int:
-                raise TypeError(f"{name} must be an int, not {type(value).__name__}")
-            least = _LEAST_MEMORY_BYTES if name == "max_memory_bytes" else 1
-            if value < least:
-                raise ValueError(f"{name} must be at least {least}, not {value}")
+        check_int("num_ranks", self.num_ranks, min=1)
+        check_int("max_file_bytes", self.max_file_bytes, min=1)
+        check_int("max_memory_bytes", self.max_memory_bytes, min=_MIN_MEMORY_BYTES)
         if not (self.dim is None or type(self.dim) is int or callable(self.dim)):
             raise TypeError(f"dim must be an int, a function of key and shape, or None, not {type(self.dim).__name__}")
 
     def choose(self, key: str, shape: tuple[int, ...]) -> int | None:
-        """The dim along which a tensor is divided, from 0 on; None if it stays whole."""
+        """Return the dim along which a tensor is sharded, at least 0; None if it stays whole."""
         if self.num_ranks == 1 or not prod(shape):
             return None
         if callable(self.dim):
@@ -181,20 +164,20 @@ class RewriteOptions:
 
 
 def rewrite(
-    contents: RewriteSource, storage: Storage, options: RewriteOptions, *, single_name: str | None = None
+    source_state: RewriteSource, storage: Storage, options: RewriteOptions, *, single_name: str | None = None
 ) -> None:
-    """Write a checkpoint; what is in the folder is replaced at once at the end, as by `save_distributed`.
+    """Write a checkpoint; one in the folder is replaced atomically at the end, as by `save_distributed`.
 
     Args:
-        contents: What goes into it.
-        storage: Where.
-        options: How.
-        single_name: What the file of tensors is called if it is the only one.
+        source_state: The contents.
+        storage: The folder.
+        options: The options.
+        single_name: The name of the file of tensors if it is the only one.
 
     Raises:
         DistCheckpointError: The source is damaged, or the storage refuses. Nothing was committed.
     """
-    reports = _make_reports(contents, options)
+    reports = _make_reports(source_state, options)
     save_id = uuid.uuid4().hex[:12]
     try:
         check_owned(storage)
@@ -202,12 +185,12 @@ def rewrite(
         del reports
         storage.begin(save_id)
         files = [[FileStream(storage, save_id, file, plan.tensors) for file in own] for own in plan.files]
-        _write(contents, plan, files, _open_at_once(storage, options), options)
+        _write(source_state, plan, files, _num_open_ranks(storage, options), options)
         manifest = make_manifest(
             plan,
             [[file.report() for file in own] for own in files],
             save_id=save_id,
-            world_size=contents.world_size if _has_own(plan.tree) else options.num_ranks,
+            world_size=source_state.world_size if _has_per_rank(plan.tree) else options.num_ranks,
         )
         commit(storage, manifest, Deadline(default_timeout()), single_name=single_name)
     except BaseException as error:
@@ -225,18 +208,18 @@ def _discard(storage: Storage, save_id: str) -> None:
         pass  # the error that is being raised says more
 
 
-def _open_at_once(storage: Storage, options: RewriteOptions) -> int:
-    """For how many ranks files may be open together."""
+def _num_open_ranks(storage: Storage, options: RewriteOptions) -> int:
+    """The number of ranks whose files may be open at a time."""
     if storage.is_staged:
-        return _MOST_OPEN_FILES
-    return max(1, min(_MOST_OPEN_FILES, options.max_memory_bytes // 2 // _UPLOAD_BYTES))
+        return _MAX_OPEN_FILES
+    return max(1, min(_MAX_OPEN_FILES, options.max_memory_bytes // 2 // _UPLOAD_BYTES))
 
 
-def _make_reports(contents: RewriteSource, options: RewriteOptions) -> list[StateReport]:
-    """What each rank would have."""
-    reports = [StateReport(contents.tree, {}) for _ in range(options.num_ranks)]
-    own = _own_keys(contents.tree)
-    for key, (shape, dtype) in contents.tensors.items():
+def _make_reports(source_state: RewriteSource, options: RewriteOptions) -> list[StateReport]:
+    """Return the report that each rank would make."""
+    reports = [StateReport(source_state.tree, {}) for _ in range(options.num_ranks)]
+    own = _per_rank_keys(source_state.tree)
+    for key, (shape, dtype) in source_state.tensors.items():
         ranks: Sequence[int] = range(options.num_ranks)
         if (owner := own.get(key)) is not None:
             ranks = [owner % options.num_ranks]
@@ -247,30 +230,30 @@ def _make_reports(contents: RewriteSource, options: RewriteOptions) -> list[Stat
         else:
             boxes = [[box] if prod(box.shape) else [] for box in _divide(shape, dim, options.num_ranks)]
             placement = f"Shard({dim}) over {counted(options.num_ranks, 'rank')}"
-        for rank, having in zip(ranks, boxes, strict=True):
-            reports[rank].tensors[key] = TensorReport(shape, dtype, placement, having)
+        for rank, boxes_of_rank in zip(ranks, boxes, strict=True):
+            reports[rank].tensors[key] = TensorReport(shape, dtype, placement, boxes_of_rank)
     return reports
 
 
 def _divide(shape: tuple[int, ...], dim: int, num_ranks: int) -> Iterator[BoxReport]:
-    """The part of each rank."""
+    """Yield each rank's box."""
     for begin, end in pairwise(offsets_of(compute_shard_sizes(shape[dim], num_ranks))):
         offsets = (*[0] * dim, begin, *[0] * (len(shape) - dim - 1))
         yield BoxReport(offsets, (*shape[:dim], end - begin, *shape[dim + 1 :]))
 
 
-def _has_own(node: Any) -> bool:
-    """Whether a tree has `PerRank` values."""
+def _has_per_rank(node: Any) -> bool:
+    """Return whether a tree has `PerRank` values."""
     if isinstance(node, list):
-        return any(map(_has_own, node))
+        return any(map(_has_per_rank, node))
     if not isinstance(node, dict):
         return False
-    contents = [list(each.values()) if isinstance(each, dict) else each for each in node.values()]
-    return "per_rank" in node or any(map(_has_own, contents))
+    source_state = [list(each.values()) if isinstance(each, dict) else each for each in node.values()]
+    return "per_rank" in node or any(map(_has_per_rank, source_state))
 
 
-def _own_keys(tree: Any) -> dict[str, int]:
-    """The keys of tensors that only one rank has, for they are in its `PerRank` values, with that rank."""
+def _per_rank_keys(tree: Any) -> dict[str, int]:
+    """Return the keys of tensors within one rank's `PerRank` values, with that rank."""
     found: dict[str, set[int | None]] = {}
 
     def walk(node: Any, rank: int | None) -> None:
@@ -292,24 +275,24 @@ def _own_keys(tree: Any) -> dict[str, int]:
 
 
 def _write(
-    contents: RewriteSource, plan: SavePlan, files: list[list[FileStream]], at_once: int, options: RewriteOptions
+    source_state: RewriteSource, plan: SavePlan, files: list[list[FileStream]], at_once: int, options: RewriteOptions
 ) -> None:
     sizes = {key: dtype_from_name(tensor.dtype).itemsize for key, tensor in plan.tensors.items()}
     total = sum(prod(tensor.shape) * sizes[key] for key, tensor in plan.tensors.items())
-    progress = Progress(total, options.progress)
-    # A band, a copy of it where it lies otherwise in the source, one of a part where it goes, and blocks to be checked.
-    band_bytes = min(BAND_BYTES, options.max_memory_bytes // 4)
+    progress = ProgressCounter(total, options.progress)
+    # A row block, a copy if it isn't contiguous in the source, a copy of a part of it, and the blocks to check.
+    block_bytes = min(ROW_BLOCK_BYTES, options.max_memory_bytes // 4)
     for first in range(0, len(files), at_once):
         streams = [file for own in files[first : first + at_once] for file in own]
-        takers: dict[str, list[tuple[Span, FileStream]]] = {}
+        consumers: dict[str, list[tuple[Span, FileStream]]] = {}
         for file in streams:
             for span in file.plan.spans:
-                takers.setdefault(span.key, []).append((span, file))
+                consumers.setdefault(span.key, []).append((span, file))
         try:
-            for key in sorted(takers, key=_file_order(plan, sizes)):
-                bands = row_blocks(plan.tensors[key].shape, max(1, band_bytes // sizes[key]))
-                for band in bands:
-                    progress.add(_write_band(contents.source, key, plan.tensors[key].dtype, band, takers[key]))
+            for key in sorted(consumers, key=_file_order(plan, sizes)):
+                row_ranges = row_blocks(plan.tensors[key].shape, max(1, block_bytes // sizes[key]))
+                for rows in row_ranges:
+                    progress.add(_write_rows(source_state.source, key, plan.tensors[key].dtype, rows, consumers[key]))
             for file in streams:
                 file.close()
         except BaseException:
@@ -319,22 +302,24 @@ def _write(
 
 
 def _file_order(plan: SavePlan, sizes: Mapping[str, int]) -> Callable[[str], tuple[int, int]]:
-    """The order of tensors in files, as `plan_save` makes it."""
+    """Return the sort key of tensors in files, as `plan_save` orders them."""
     places = {key: place for place, key in enumerate(plan.tensors)}
     return lambda key: (-sizes[key], places[key])
 
 
-def _write_band(source: BoxSource, key: str, dtype: str, band: Box, takers: Sequence[tuple[Span, FileStream]]) -> int:
-    """Give each file what it has of a band; returns how many bytes these are."""
-    parts = [(span, file, Box(span.offsets, span.shape).intersect(band)) for span, file in takers]
-    wanted = [(span, file, part) for span, file, part in parts if part is not None]
+def _write_rows(
+    source: BoxSource, key: str, dtype: str, rows: Box, consumers: Sequence[tuple[Span, FileStream]]
+) -> int:
+    """Write a block of rows to each file that needs a part of it; return the number of bytes."""
+    overlaps = [(span, file, Box(span.offsets, span.shape).intersect(rows)) for span, file in consumers]
+    wanted = [(span, file, part) for span, file, part in overlaps if part is not None]
     if not wanted:
         return 0
-    tensor = torch.empty(band.shape, dtype=dtype_from_name(dtype), device="cpu")
-    source.read_box(key, band, tensor)
+    tensor = torch.empty(rows.shape, dtype=dtype_from_name(dtype), device="cpu")
+    source.read_box(key, rows, tensor)
     written = 0
     for span, file, part in wanted:
-        data = bytes_of(part.within(band).take(tensor))
+        data = bytes_of(part.within(rows).take(tensor))
         file.add(span, data)
         written += len(data)
     return written
@@ -353,31 +338,29 @@ def reshard(
     new_storage_options: Mapping[str, Any] | None = None,
     progress: ProgressCallback | None = None,
 ) -> None:
-    """Write a checkpoint as another number of ranks would have saved it: the same state, in other files.
+    """Rewrite a checkpoint as another number of ranks would have saved it: the same state in other files.
 
-    Loading doesn't need this, for any number of ranks loads any checkpoint; it is for ranks that shall each read one
-    file, and for other tools: ``num_ranks=1`` makes a folder of whole tensors, as Hugging Face's tools have them.
-
+    Loading doesn't need this, since any number of ranks loads any checkpoint. It is for ranks that shall each read one
+    file, and for other tools: ``num_ranks=1`` makes a folder of full tensors, as Hugging Face's tools have them.
     `PerRank` values stay those of the ranks that saved them.
 
     Args:
         path: The checkpoint.
-        new_path: Where the new one goes; a checkpoint that is there is replaced when the new one is whole. It may be
-            ``path``.
-        num_ranks: As by how many ranks.
-        dim: Along which dim tensors are divided, as `Shard` divides; those that don't have it stay whole. A function
-            says it for each tensor, of its key and shape; None from it leaves the tensor whole. None is the first dim
-            that all ranks get the same of, or else the longest.
-        max_file_bytes: A rank's part is split into several files if it is larger.
-        verify: Compare what is read with its hashes.
-        max_memory_bytes: What tensors may take of memory, at least 16 MiB; the manifests come to that.
-        storage_options: For fsspec's file system, if ``path`` is a URL.
-        new_storage_options: The same for ``new_path``.
-        progress: Told how many bytes are written, and of how many.
+        new_path: The new checkpoint; an existing one is replaced when the new one is complete. It may be ``path``.
+        num_ranks: The number of ranks to write for.
+        dim: The dim along which tensors are sharded, as `Shard` does; tensors without it stay whole. A function returns
+            it for each tensor's key and shape; None from it leaves the tensor whole. None is the first dim that divides
+            evenly over the ranks, or else the longest.
+        max_file_bytes: The size from which a rank's data is split into several files.
+        verify: Check the hashes of the data read.
+        max_memory_bytes: The limit of memory for tensors, at least 16 MiB, without the manifests.
+        storage_options: Options of fsspec's file system, if ``path`` is a URL.
+        new_storage_options: Options of fsspec's file system, if ``new_path`` is a URL.
+        progress: Called with the bytes written, and their total.
 
     Raises:
-        DistCheckpointError: There is no checkpoint, it is damaged, or the new one could not be written; what was at
-            ``new_path`` is there as it was.
+        DistCheckpointError: The checkpoint is missing or damaged, or the new one can't be written; ``new_path`` is
+            unchanged.
         TypeError, ValueError: An argument is wrong.
     """
     options = RewriteOptions(
@@ -390,13 +373,13 @@ def reshard(
     storage, new_storage = open_storage(path, storage_options), open_storage(new_path, new_storage_options)
     try:
         manifest = read_manifest(storage)
-        contents = RewriteSource(
+        source_state = RewriteSource(
             tree=manifest.tree,
             tensors={key: (tensor.shape, tensor.dtype) for key, tensor in manifest.tensors.items()},
             source=CheckpointReader(storage, manifest, verify=verify),
             world_size=manifest.world_size,
         )
-        rewrite(contents, new_storage, options)
+        rewrite(source_state, new_storage, options)
     finally:
         storage.close()
         new_storage.close()

@@ -1,4 +1,4 @@
-"""Is a checkpoint whole? Every byte is read once; all that is wrong is told, not only the first."""
+"""Verification of a checkpoint: every byte is read once, and all problems are reported, not only the first."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from ferrodist.checkpoint.format.tree import referenced_keys
 from ferrodist.checkpoint.retention import read_manifest
 from ferrodist.checkpoint.save import make_index
 from ferrodist.checkpoint.storage import open_storage
-from ferrodist.checkpoint.tools.reshard import Progress
+from ferrodist.checkpoint.tools.reshard import ProgressCounter
 from ferrodist.errors import DistCheckpointError
 from ferrodist.wording import counted
 
@@ -29,12 +29,12 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Problem:
-    """Something that is wrong.
+    """A problem of a checkpoint.
 
     Args:
-        file: In which file of the folder.
-        tensor: Of which tensor; None if it is of no tensor, or of all in the file.
-        what: What, as a sentence's end: "is missing".
+        file: The file's name.
+        tensor: The tensor's key; None if the problem is not about one tensor.
+        what: The end of a sentence: "is missing".
     """
 
     file: str
@@ -48,15 +48,15 @@ class Problem:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class VerificationReport:
-    """What `verify` found.
+    """The result of `verify`.
 
     Args:
         url: The checkpoint.
-        num_files: How many files with tensors it has.
-        num_tensors: How many tensors.
-        size_bytes: What was read of these files.
-        problems: What is wrong.
-        other_files: What else is in the folder, and disturbs nobody: a model's ``config.json``, a note.
+        num_files: The number of files of tensors.
+        num_tensors: The number of tensors.
+        size_bytes: The number of bytes read.
+        problems: All problems.
+        other_files: Other, harmless files in the folder, as a model's ``config.json``.
     """
 
     url: str
@@ -68,7 +68,7 @@ class VerificationReport:
 
     @property
     def is_sound(self) -> bool:
-        """Whether nothing is wrong."""
+        """True without problems."""
         return not self.problems
 
 
@@ -79,21 +79,21 @@ def verify(
     storage_options: Mapping[str, Any] | None = None,
     progress: ProgressCallback | None = None,
 ) -> VerificationReport:
-    """Read all of a checkpoint and compare it with its hashes; one process does this.
+    """Read a checkpoint in one process, and check all hashes.
 
     It needs memory for one block (4 MiB), a header and the manifest.
 
     Args:
         path: The checkpoint.
-        contents: False leaves tensors unread: that files are there, their sizes and headers are checked, in no time.
-        storage_options: For fsspec's file system, if the path is a URL.
-        progress: Told how many bytes are done, and of how many.
+        contents: False skips tensors: only files, their sizes and headers are checked, quickly.
+        storage_options: Options of fsspec's file system, if the path is a URL.
+        progress: Called with the bytes done, and their total.
 
     Returns:
-        All problems; a checkpoint in which something can't be read has one for that.
+        All problems; unreadable data is one.
 
     Raises:
-        DistCheckpointError: There is no checkpoint.
+        DistCheckpointError: The checkpoint is missing.
     """
     storage = open_storage(path, storage_options)
     try:
@@ -127,68 +127,68 @@ class _Verifier:
         self._manifest = manifest
         self._names = names
         self._contents = contents
-        self._progress = Progress(sum(map(self._to_read, manifest.files)), progress)
+        self._progress = ProgressCounter(sum(map(self._bytes_to_read, manifest.files)), progress)
         self._size_bytes = 0
         self._shards: list[list[tuple[str, ShardEntry]]] = [[] for _ in manifest.files]
         for key, tensor in manifest.tensors.items():
             for shard in tensor.shards:
                 self._shards[shard.file].append((key, shard))
 
-    def _to_read(self, file: FileEntry) -> int:
+    def _bytes_to_read(self, file: FileEntry) -> int:
         return file.size_bytes if self._contents else file.header_bytes
 
     def run(self) -> VerificationReport:
-        """The report."""
+        """Run all checks."""
         problems = list(self._check_tree())
-        for place, file in enumerate(self._manifest.files):
-            problems += self._check_file(place, file)
+        for file_index, file in enumerate(self._manifest.files):
+            problems += self._check_file(file_index, file)
             self._storage.close()  # there may be more files than can be open together
         problems += self._check_index()
         problems += self._check_others()
         known = {MANIFEST_NAME, INDEX_NAME, *(file.name for file in self._manifest.files)}
-        strange = {problem.file for problem in problems}
+        reported = {problem.file for problem in problems}
         return VerificationReport(
             url=self._storage.url,
             num_files=len(self._manifest.files),
             num_tensors=len(self._manifest.tensors),
             size_bytes=self._size_bytes,
             problems=tuple(problems),
-            other_files=tuple(sorted(self._names - known - strange)),
+            other_files=tuple(sorted(self._names - known - reported)),
         )
 
     def _check_tree(self) -> Iterator[Problem]:
-        """Whether the tree knows all of the tensors; no manifest is read whose tree has others."""
+        """Check that the tree refers to all tensors; decoding the manifest has checked that it refers to no others."""
         for key in sorted(set(self._manifest.tensors) - set(referenced_keys(self._manifest.tree))):
             yield Problem(file=MANIFEST_NAME, tensor=key, what="is among the tensors, but not in the state")
 
-    def _check_file(self, place: int, file: FileEntry) -> Iterator[Problem]:
-        shards = sorted(self._shards[place], key=lambda each: (each[1].start, each[1].stop))
+    def _check_file(self, file_index: int, file: FileEntry) -> Iterator[Problem]:
+        shards = sorted(self._shards[file_index], key=lambda each: (each[1].start, each[1].stop))
         try:
             size = self._storage.size_bytes(file.name)
         except FileNotFoundError:
-            self._progress.add(self._to_read(file))
-            yield from self._of_all(file, shards, "is missing")
+            self._progress.add(self._bytes_to_read(file))
+            yield from self._for_each_tensor(file, shards, "is missing")
             return
         except OSError as error:
-            self._progress.add(self._to_read(file))
-            yield from self._of_all(file, shards, f"can't be read: {error}")
+            self._progress.add(self._bytes_to_read(file))
+            yield from self._for_each_tensor(file, shards, f"can't be read: {error}")
             return
         if size != file.size_bytes:
             yield Problem(file=file.name, what=f"has {counted(size, 'byte')} where {file.size_bytes} were written")
-        yield from self._check_header(place, file)
+        yield from self._check_header(file_index, file)
         yield from self._check_layout(file, shards)
         if self._contents:
             for key, shard in shards:
                 yield from self._check_shard(file, key, shard)
 
-    def _of_all(self, file: FileEntry, shards: list[tuple[str, ShardEntry]], what: str) -> Iterator[Problem]:
-        """The same for each tensor of a file."""
+    def _for_each_tensor(self, file: FileEntry, shards: list[tuple[str, ShardEntry]], what: str) -> Iterator[Problem]:
+        """Yield the same problem for each tensor of a file."""
         for key in dict.fromkeys(key for key, _ in shards):
             yield Problem(file=file.name, tensor=key, what=what)
         if not shards:
             yield Problem(file=file.name, what=what)
 
-    def _check_header(self, place: int, file: FileEntry) -> Iterator[Problem]:
+    def _check_header(self, file_index: int, file: FileEntry) -> Iterator[Problem]:
         header = bytearray(file.header_bytes)
         if (problem := self._read(file, 0, memoryview(header))) is not None:
             yield Problem(file=file.name, what=f"its header {problem}")
@@ -200,7 +200,7 @@ class _Verifier:
         except ValueError as error:
             yield Problem(file=file.name, what=str(error))
             return
-        expected = expected_entries(self._manifest, place)
+        expected = expected_entries(self._manifest, file_index)
         for name, (key, entry) in expected.items():
             if found.get(name) != entry:
                 what = "lacks it" if name not in found else f"says {found[name]} of it"
@@ -209,7 +209,7 @@ class _Verifier:
             yield Problem(file=file.name, what=f"the header has {name!r}, which the manifest doesn't know")
 
     def _check_layout(self, file: FileEntry, shards: list[tuple[str, ShardEntry]]) -> Iterator[Problem]:
-        """Whether each byte of a file is of one tensor, as readers of these files demand."""
+        """Check that each byte of a file belongs to one tensor, as other readers demand."""
         at = file.header_bytes
         for key, shard in shards:
             if shard.start != at and shard.stop > shard.start:
@@ -222,17 +222,17 @@ class _Verifier:
 
     def _check_shard(self, file: FileEntry, key: str, shard: ShardEntry) -> Iterator[Problem]:
         step = self._manifest.block_bytes
-        for number, start in enumerate(range(shard.start, shard.stop, step)):
+        for index, start in enumerate(range(shard.start, shard.stop, step)):
             block = memoryview(bytearray(min(step, shard.stop - start)))
             stop = start + len(block)
             problem = self._read(file, start, block)
-            if problem is None and hash_bytes(block) != shard.hashes[number]:
+            if problem is None and hash_bytes(block) != shard.hashes[index]:
                 problem = "don't have the hash that they were saved with"
             if problem is not None:
                 yield Problem(file=file.name, tensor=key, what=f"bytes {start} to {stop} {problem}")
 
     def _read(self, file: FileEntry, start: int, into: memoryview) -> str | None:
-        """Fill memory; returns why not, if not."""
+        """Fill memory, or return the problem."""
         self._progress.add(len(into))
         try:
             self._storage.read(file.name, start, into)
@@ -244,7 +244,7 @@ class _Verifier:
         return None
 
     def _check_index(self) -> Iterator[Problem]:
-        """Whether Hugging Face's tools find what there is to find for them."""
+        """Check that Hugging Face's tools find the tensors."""
         expected = make_index(self._manifest)
         if INDEX_NAME not in self._names:
             if expected is not None:
@@ -262,7 +262,7 @@ class _Verifier:
             yield Problem(file=INDEX_NAME, what="doesn't say where the manifest says that tensors are")
 
     def _check_others(self) -> Iterator[Problem]:
-        """What saves left behind, and what readers of the folder could take for a part of it."""
+        """Report leftovers of saves, and files that readers of the folder could take for a part of it."""
         known = {MANIFEST_NAME, INDEX_NAME, *(file.name for file in self._manifest.files)}
         for name in sorted(self._names - known):
             if name.endswith(".safetensors"):

@@ -28,7 +28,7 @@ def engine_of(group: Backend, device: torch.device) -> CollectiveEngine:
     """
     if device.type == "cpu":
         return host_engine_of(group)
-    engine: CollectiveEngine | None = group.device_collectives
+    engine: CollectiveEngine | None = group.engine(device.type)
     _check_gpu(group, device, has_engine=engine is not None)
     return host_staged_engine_of(group) if engine is None else engine
 
@@ -41,7 +41,7 @@ def messages_of(group: Backend, device: torch.device) -> DeviceP2P | None:
     """
     if device.type == "cpu":
         return None
-    messages: DeviceP2P | None = group.device_messages
+    messages: DeviceP2P | None = group.p2p(device.type)
     _check_gpu(group, device, has_engine=messages is not None)
     return HostStagedP2P(group) if messages is None else messages
 

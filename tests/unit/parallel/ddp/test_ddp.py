@@ -139,7 +139,7 @@ def test_an_allreduce_for_each_bucket():
 
     def count(group):
         train_rank(group, start, steps, OPTIMIZERS["sgd"], bucket_size_mb=300 / 2**20)
-        return group.collectives.sizes
+        return group.engine("cpu").sizes
 
     # In bytes: 24 (bias), 120 (weight), 40, 280, 56, 336; a bucket has two elements more for each parameter, and two
     # for each rank.
@@ -154,7 +154,7 @@ def test_buckets_start_during_backward():
     def overlaps(group):
         ddp = DDP(copy.deepcopy(start), group, bucket_size_mb=SMALL)
         seen = []
-        ddp.module[0].weight.register_hook(lambda grad: seen.append(group.collectives.begun.wait(LIMIT)))
+        ddp.module[0].weight.register_hook(lambda grad: seen.append(group.engine("cpu").begun.wait(LIMIT)))
         ddp(batches(1)[0][0]).sum().backward()
         return seen
 
@@ -309,7 +309,7 @@ def test_checkpointed_modules(use_reentrant):
         for layer in (module.first, module.second):
             hidden = checkpoint(lambda x, layer=layer: torch.tanh(layer(x)), hidden, use_reentrant=use_reentrant)
         torch.nn.functional.cross_entropy(module.last(hidden), labels[part]).backward()
-        assert len(group.collectives.sizes) == len(list(ddp.parameters()))
+        assert len(group.engine("cpu").sizes) == len(list(ddp.parameters()))
         return [parameter.grad for parameter in ddp.parameters()]
 
     for grads in run_ranks(gradients, 2, backend=CountingBackend.create_group):
@@ -389,7 +389,7 @@ def test_parameters_come_from_rank_0(bucket_size_mb, num_messages):
         before = [tensor.data_ptr() for tensor in model.state_dict().values()]
         DDP(model, group, bucket_size_mb=bucket_size_mb)
         in_place = before == [tensor.data_ptr() for tensor in model.state_dict().values()]
-        return model.state_dict(), in_place, group.collectives.num_broadcasts
+        return model.state_dict(), in_place, group.engine("cpu").num_broadcasts
 
     for state, in_place, count in run_ranks(states, 3, backend=CountingBackend.create_group):
         assert_same_bits([start.state_dict(), state])
@@ -969,7 +969,7 @@ def test_a_module_may_be_wrapped_again():
         ddp = DDP(module, group)
         ddp(torch.ones(1, 2)).sum().backward()
         copy.deepcopy(ddp.module)(torch.ones(1, 2)).sum().backward()
-        return len(group.collectives.sizes)
+        return len(group.engine("cpu").sizes)
 
     assert run_ranks(count, 2, backend=CountingBackend.create_group) == [1, 1]
 
@@ -1011,7 +1011,7 @@ def test_gradients_are_looked_at_before_any_is_sent():
         error = caught(ddp.sync_gradients)
         weight.grad, bias.grad = torch.full_like(weight, group.rank), torch.full_like(bias, group.rank)
         ddp.sync_gradients()
-        return type(error), len(group.collectives.sizes), weight.grad.tolist(), bias.grad.tolist()
+        return type(error), len(group.engine("cpu").sizes), weight.grad.tolist(), bias.grad.tolist()
 
     results = run_ranks(gradients, 3, backend=CountingBackend.create_group)
     assert results == [(UnsupportedOpError, 2, [[1.0, 1.0]], [1.0])] * 3

@@ -122,7 +122,7 @@ def test_power_sgd_sends_thin_matrices():
 
     def sizes(group):
         matrix_gradients(group, comm_hooks.PowerSGD(rank=2, start_step=0))
-        return group.collectives.sizes
+        return group.engine("cpu").sizes
 
     (first, _) = run_ranks(sizes, 2, backend=CountingBackend.create_group)
     # P and the vector, the trailer (2 for each of 2 parameters and for each of 2 ranks), Q.
@@ -275,9 +275,9 @@ def test_power_sgd_compresses_other_layouts(layout):
             weight, value = weight.reshape(12, 72), torch.zeros(72, 12).t()
         module.weight = torch.nn.Parameter(value)
         ddp = DDP(module, group, comm_hook=comm_hooks.PowerSGD(2, start_step=0))
-        del group.collectives.sizes[:]
+        del group.engine("cpu").sizes[:]
         (ddp.module.weight * weight).sum().backward()
-        return torch.linalg.matrix_rank(module.weight.grad.reshape(12, 72)).item(), group.collectives.sizes
+        return torch.linalg.matrix_rank(module.weight.grad.reshape(12, 72)).item(), group.engine("cpu").sizes
 
     for rank, sizes in run_ranks(average, 2, backend=CountingBackend.create_group):
         assert rank == 2

@@ -35,7 +35,7 @@ def test_no_sync_accumulates_without_messages(world_size):
         with ddp.no_sync():
             for row in inputs[:-1]:
                 ddp(row).sum().backward()
-        sent = len(group.collectives.sizes)
+        sent = len(group.engine("cpu").sizes)
         ddp(inputs[-1]).sum().backward()
         plain = DDP(copy.deepcopy(start), group)
         plain(inputs).sum().backward()
@@ -174,7 +174,7 @@ def test_buckets_do_not_wait_for_unused_parameters():
     def overlaps(group):
         ddp = DDP(copy.deepcopy(start), group, bucket_size_mb=TINY, find_unused_parameters=True)
         seen = []
-        ddp.module.branches[0].weight.register_hook(lambda grad: seen.append(group.collectives.begun.wait(20)))
+        ddp.module.branches[0].weight.register_hook(lambda grad: seen.append(group.engine("cpu").begun.wait(20)))
         ddp(torch.ones(1, 2).double(), 0, 1).backward()  # the first bucket is that of branch 2
         return seen, ddp.module.branches[2].weight.grad
 
@@ -213,9 +213,9 @@ def test_checkpointing(use_reentrant, static_graph, whole):
         for _ in range(3):
             ddp.zero_grad()
             outputs = checkpoint(ddp, inputs, use_reentrant=use_reentrant) if whole else ddp(inputs)
-            group.collectives.sizes.clear()
+            group.engine("cpu").sizes.clear()
             outputs.square().sum().backward()
-            assert len(group.collectives.sizes) == len(list(ddp.parameters()))
+            assert len(group.engine("cpu").sizes) == len(list(ddp.parameters()))
         return gradients_of(plain), gradients_of(ddp)
 
     for plain, checkpointed in run_ranks(gradients, 2, backend=CountingBackend.create_group):
@@ -276,10 +276,10 @@ def test_a_static_graph_starts_buckets_during_backward():
         ddp = DDP(copy.deepcopy(start), group, bucket_size_mb=TINY, static_graph=True)
         order = (0, 1)
         ddp(torch.ones(1, 2).double(), *order).backward()
-        group.collectives.begun.clear()
+        group.engine("cpu").begun.clear()
         seen = []
         first, last = (bucket.parameters[0] for bucket in ddp._reducer.buckets[:2])
-        last.register_hook(lambda grad: seen.append(group.collectives.begun.wait(20)))
+        last.register_hook(lambda grad: seen.append(group.engine("cpu").begun.wait(20)))
         assert first is not last
         ddp(torch.ones(1, 2).double(), *order).backward()
         return seen
@@ -369,12 +369,12 @@ def test_the_explicit_form(how):
         plain(inputs).sum().backward()
         ddp = DDP(copy.deepcopy(start), group, overlap_comm=False, bucket_size_mb=TINY)
         for _ in range(3):
-            group.collectives.sizes.clear()
+            group.engine("cpu").sizes.clear()
             ddp.zero_grad()
             ddp(inputs).sum().backward()
-            assert group.collectives.sizes == []
+            assert group.engine("cpu").sizes == []
             getattr(ddp, how)(timeout=20)
-            assert len(group.collectives.sizes) == 6
+            assert len(group.engine("cpu").sizes) == 6
         return gradients_of(plain), gradients_of(ddp)
 
     for plain, explicit in run_ranks(gradients, 2, backend=CountingBackend.create_group):

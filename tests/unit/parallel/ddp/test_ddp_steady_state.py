@@ -68,12 +68,12 @@ def test_a_step_takes_a_collective_for_each_bucket(overlap_comm):
         ddp = DDP(copy.deepcopy(start), group, bucket_size_mb=1e-4, overlap_comm=overlap_comm)
         found = []
         for _ in range(4):
-            before = group.collectives.reserve()
+            before = group.engine("cpu").reserve()
             ddp.zero_grad()
             ddp(torch.ones(2, 6).double()).sum().backward()
             if not overlap_comm:
                 ddp.sync_gradients()
-            found.append(group.collectives.reserve() - before - 1 - len(ddp._reducer.buckets))
+            found.append(group.engine("cpu").reserve() - before - 1 - len(ddp._reducer.buckets))
         return found[1:], len(ddp._reducer.buckets)
 
     for extra, num_buckets in run_ranks(count, 2, backend=CountingBackend.create_group):
