@@ -163,12 +163,12 @@ def _are_coalesced(name: str, group: Backend) -> bool:
 
 
 def _num_sequence_numbers(name: str, count: int, group: Backend) -> int:
-    first = group.agreement.reserve()
+    first = group.verifier.reserve()
     with fd.coalesce(group):
         pending = [getattr(fd, name)(torch.ones(4)) for _ in range(count)]
     for handle in pending:
         handle.wait()
-    return group.agreement.reserve() - first
+    return group.verifier.reserve() - first
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
