@@ -167,13 +167,13 @@ def conform(folder: Path, extent: str) -> dict[str, Any]:
     for check in BACKEND_CHECKS if extent == "whole" else _OF_BACKENDS:
         attempt(check.__name__, functools.partial(check, runner, 3))
     if extent == "whole":
-        rounds = [(2, collectives.MOST_BYTES, check) for check in COLLECTIVE_CHECKS]
+        rounds = [(2, collectives.MAX_COLLECTIVE_BYTES, check) for check in COLLECTIVE_CHECKS]
         rounds += [(2, _FEW_BYTES, check) for check in _IN_PIECES]
     else:
-        rounds = [(3, collectives.MOST_BYTES, check) for check in _OF_COLLECTIVES]
+        rounds = [(3, collectives.MAX_COLLECTIVE_BYTES, check) for check in _OF_COLLECTIVES]
     for size, most, check in rounds:
         if runner.is_member(size):
-            collectives.MOST_BYTES, collectives.PIECE_BYTES = most, most // 2
+            collectives.MAX_COLLECTIVE_BYTES, collectives.MAX_MESSAGE_BYTES = most, most // 2
             attempt(f"{check.__name__} of {size} ranks, at most {most} bytes", lambda: runner.run(size, check))  # noqa: B023
     runner.finish()
     return {"failures": failures, "num_ranks": runner.num_ranks}
@@ -237,7 +237,7 @@ def _leave_slowly(group: fd.MpiBackend) -> None:
         leave()
 
     if group.rank == 1:
-        assert wait_until(lambda: len(group._parted) == 2, Deadline(_PATIENCE)), "the others have not left"
+        assert wait_until(lambda: len(group._gone) == 2, Deadline(_PATIENCE)), "the others have not left"
         group._leave_groups = leave_slowly
     group.close()
     if not group._progress.join(_PATIENCE):

@@ -24,8 +24,8 @@ from ferrodist.collectives.engines.host import share_bytes
 from ferrodist.collectives.engines.select import engine_of
 from ferrodist.collectives.facts import check_sizes, read_facts
 from ferrodist.collectives.fast_path import (
-    quick_all_gather,
-    quick_reduce_scatter,
+    fast_all_gather,
+    fast_reduce_scatter,
     start_all_gather,
     start_reduce_scatter,
 )
@@ -76,7 +76,7 @@ def all_gather(
     """
     if is_profiling() and not is_recorded():
         return record(all_gather, tensor, dim, group=group, out=out, timeout=timeout)
-    result = quick_all_gather(tensor, dim, group, out) if timeout is None else None
+    result = fast_all_gather(tensor, dim, group, out) if timeout is None else None
     return execute(_all_gather(tensor, dim, group, out, timeout)) if result is None else result
 
 
@@ -233,7 +233,7 @@ def reduce_scatter(
     """
     if is_profiling() and not is_recorded():
         return record(reduce_scatter, tensor, op, dim=dim, group=group, out=out, timeout=timeout)
-    result = quick_reduce_scatter(tensor, op, dim, group, out) if timeout is None else None
+    result = fast_reduce_scatter(tensor, op, dim, group, out) if timeout is None else None
     return execute(_reduce_scatter(tensor, op, dim, group, out, timeout)) if result is None else result
 
 
