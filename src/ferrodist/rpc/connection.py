@@ -10,7 +10,7 @@ import threading
 from typing import TYPE_CHECKING, Protocol
 
 from ferrodist.collectives.arguments import bytes_of
-from ferrodist.collectives.serialization import UnreadableError, decode_value_bytes, encode_value_bytes
+from ferrodist.collectives.serialization import UnreadableError, decode_value_from_bytes, encode_value_to_bytes
 from ferrodist.errors import (
     DistributedError,
     GroupClosedError,
@@ -126,9 +126,9 @@ class Link:
                 raise UnsupportedOpError(
                     "what is sent has a tensor on a GPU: calls carry those on the CPU, pass tensor.cpu()"
                 )
-            letter, apart = encode_value_bytes(content, "what is sent")
+            letter, apart = encode_value_to_bytes(content, "what is sent")
             form, memory = Form.LETTER, memoryview(letter)
-            has_references = REFERENCE_MARK in content.marks
+            has_references = REFERENCE_MARK in content.tags
         size = memory.nbytes
         if kind is not MessageKind.FAILURE or size > ROOM:  # why there is no result is to be told in any case
             self._check_size(size + sum([tensor.nbytes for tensor in apart]), size)
@@ -197,7 +197,7 @@ class Link:
         if frame.size <= ROOM and frame.form == Form.LETTER:
             text = memoryview(bytearray(frame.content()))
             with contextlib.suppress(UnreadableError):
-                parcel, apart = decode_value_bytes(text, self._intake.marks)
+                parcel, apart = decode_value_from_bytes(text, self._intake.marks)
                 if not apart:
                     self._give(frame, parcel)
                     return True

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from ferrodist.collectives.arguments import bytes_of
-from ferrodist.collectives.serialization import OutOfBandTensor, PackedValue, UnreadableError, decode_value_bytes
+from ferrodist.collectives.serialization import OutOfBandTensor, PackedValue, UnreadableError, decode_value_from_bytes
 from ferrodist.errors import ProtocolError
 from ferrodist.rpc.framing import ROOM, Form, outside_of_modes, tag_of
 
@@ -148,7 +148,7 @@ class Arrival:
                 self._parcel = None
                 self._error = self._no_memory(each.size_bytes)
             else:
-                self._parcel.tensors[each.number] = tensor
+                self._parcel.tensors[each.index] = tensor
                 return bytes_of(tensor)
         return self._memory(each.size_bytes)
 
@@ -158,12 +158,12 @@ class Arrival:
             return []
         peer = self._intake.peer
         try:
-            self._parcel, apart = decode_value_bytes(text, self._intake.marks)
+            self._parcel, apart = decode_value_from_bytes(text, self._intake.marks)
         except UnreadableError as error:
             self._error = ProtocolError(f"rank {peer} sent what is no value: {error}", ranks=(peer,))
-            if error.apart is None:
+            if error.out_of_band is None:
                 raise self._error from None
-            apart = error.apart
+            apart = error.out_of_band
         try:
             size = text.nbytes + sum([each.check() for each in apart])
         except ValueError as error:

@@ -146,13 +146,13 @@ def _put_array(value: Any) -> Any:
     raise ValueError("an array that is no tensor")
 
 
-ARRAYS = LeafCodec(mark="array", take_apart=_take_array, put_together=_put_array)
+ARRAYS = LeafCodec(tag="array", encode=_take_array, decode=_put_array)
 """Numpy arrays as tensors."""
 
 EXTENSIONS = (ARRAYS,)
 """What goes from rank to rank beside nested values."""
 
-EXTENSIONS_BESIDE_PICKLES = (dataclasses.replace(ARRAYS, take_apart=_take_array_that_fits),)
+EXTENSIONS_BESIDE_PICKLES = (dataclasses.replace(ARRAYS, encode=_take_array_that_fits),)
 """The same where `PICKLED` takes what they can't."""
 
 REFERENCE_MARK = "rref"
@@ -168,7 +168,7 @@ def _take_object(value: Any) -> bytes | None:
         raise TypeError(f"can't be pickled: {error}") from error
 
 
-PICKLED = LeafCodec(mark="pickle", take_apart=_take_object, put_together=pickle.loads)
+PICKLED = LeafCodec(tag="pickle", encode=_take_object, decode=pickle.loads)
 """Whatever else Python knows; the last to be asked, and only where whoever calls is trusted with everything."""
 
 _PLAIN = frozenset({type(None), bool, int, float, str, bytes})

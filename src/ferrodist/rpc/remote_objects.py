@@ -134,7 +134,7 @@ class RemoteObjects:
         self._tables = self.counting.tables
         first, last = (EXTENSIONS_BESIDE_PICKLES, (PICKLED,)) if allow_pickle else (EXTENSIONS, ())
         self.extensions = {peer: (*first, self.extension_for(peer), *last) for peer in range(self.world_size)}
-        self.marks = tuple(extension.mark for extension in self.extensions[self.rank])
+        self.marks = tuple(extension.tag for extension in self.extensions[self.rank])
         self._incarnation = secrets.randbits(_TOKEN_BITS)
         self._numbers = itertools.count()
         self._packing = threading.local()
@@ -143,9 +143,9 @@ class RemoteObjects:
     def extension_for(self, peer: int) -> LeafCodec:
         """How references travel to a rank, within `pack`, and from it."""
         return LeafCodec(
-            mark=REFERENCE_MARK,
-            take_apart=functools.partial(self._take_apart, peer),
-            put_together=functools.partial(self._put_together, peer),
+            tag=REFERENCE_MARK,
+            encode=functools.partial(self._take_apart, peer),
+            decode=functools.partial(self._put_together, peer),
         )
 
     def pack(

@@ -68,7 +68,7 @@ def test_what_is_behind_a_garbled_message():
     """It waits until that has come whole, and no longer."""
     ends = Ends()
     parcel = large_parcel()
-    ends.send(MessageKind.INTERNAL_CALL, 1, PackedValue(["unknown", parcel.plan], parcel.tensors, [False], [False]))
+    ends.send(MessageKind.INTERNAL_CALL, 1, PackedValue(["unknown", parcel.spec], parcel.tensors, [False], [False]))
     ends.send(MessageKind.INTERNAL_CALL, 2)
     assert ends.heard.numbers == []
     ends.bring()

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ferrodist.collectives.pytree import Plan, flatten, unflatten
+from ferrodist.collectives.pytree import TreeSpec, flatten, unflatten
 from ferrodist.collectives.reduce import allreduce
 from ferrodist.errors import CollectiveMismatchError
 from ferrodist.wording import counted
@@ -90,7 +90,7 @@ class Outputs:
     def __init__(self) -> None:
         self.is_joined = True
         """Whether they are given as one batch."""
-        self._found: dict[int, tuple[Plan, list[torch.Tensor], list[bool]]] = {}
+        self._found: dict[int, tuple[TreeSpec, list[torch.Tensor], list[bool]]] = {}
         """For each microbatch its plan, its tensors, and which of them want a gradient; in any order."""
 
     def take(self, microbatch: int, value: Any) -> list[torch.Tensor]:
@@ -148,7 +148,7 @@ class Outputs:
             raise ValueError("backward() has no gradient to begin with: pass that of what forward() returned here")
         return found
 
-    def _in_order(self) -> list[tuple[Plan, list[torch.Tensor], list[bool]]]:
+    def _in_order(self) -> list[tuple[TreeSpec, list[torch.Tensor], list[bool]]]:
         return [self._found[microbatch] for microbatch in sorted(self._found)]
 
 
@@ -156,7 +156,7 @@ def _wanting(tensors: Sequence[torch.Tensor], wants: Sequence[bool]) -> list[tor
     return [tensor.requires_grad_(wanted) for tensor, wanted in zip(tensors, wants, strict=True)]
 
 
-def _like(gradients: Any, plan: Plan) -> list[torch.Tensor | None]:
+def _like(gradients: Any, plan: TreeSpec) -> list[torch.Tensor | None]:
     """Gradients by the numbers of the tensors that a plan has; each may be None."""
     found: dict[int, torch.Tensor | None] = {}
     if not _match(gradients, plan, found):
@@ -164,7 +164,7 @@ def _like(gradients: Any, plan: Plan) -> list[torch.Tensor | None]:
     return [found[number] for number in sorted(found)]
 
 
-def _match(value: Any, plan: Plan, found: dict[int, torch.Tensor | None]) -> bool:
+def _match(value: Any, plan: TreeSpec, found: dict[int, torch.Tensor | None]) -> bool:
     mark, content = plan
     match mark:
         case "tensor":

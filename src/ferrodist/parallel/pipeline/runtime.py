@@ -136,7 +136,7 @@ class PendingRecv:
             self._parcel, apart = decode_value(letter)
             for each in apart:
                 body = TensorReceive(self._group, self._src, self._tag, shape=each.shape, dtype=each.dtype)
-                self._bodies.append((each.number, body))
+                self._bodies.append((each.index, body))
         except DistributedError as error:  # of the group, in which the receives begin
             self._error = error
         except Exception as error:  # noqa: BLE001 - a letter may be wrong in any way, and callbacks must not raise

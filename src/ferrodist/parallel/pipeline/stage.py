@@ -159,7 +159,7 @@ class Stage:
             if torch.is_grad_enabled():
                 inputs[name] = [leaf.requires_grad_() for leaf in wanting]
                 leaves = [_Entry.apply(leaf) if leaf.requires_grad else leaf for leaf in leaves]  # type: ignore[no-untyped-call]
-            values[name] = unflatten(parcel.plan, leaves)
+            values[name] = unflatten(parcel.spec, leaves)
         main = values.pop(MAIN)
         with self._syncing_only_at(microbatch):
             result = self.module(*(main if self._is_divided(main, received) else (main,)), **values)
