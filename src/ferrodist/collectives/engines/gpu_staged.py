@@ -154,7 +154,7 @@ class HostStagedEngine:
         payloads = host_engine_of(self._group).run(share, sequence) or []
         heads = unpack_payloads(_HEAD, payloads, self._group, name)
         if len({said[:_NUM_COMPARED] for said in heads}) > 1:
-            raise self._group.agreement.mismatch_error(
+            raise self._group.verifier.mismatch_error(
                 [_call_of(op.kind.value, said[:_NUM_COMPARED], sequence) for said in heads]
             )
         return int(max(said[_NUM_COMPARED] for said in heads))
