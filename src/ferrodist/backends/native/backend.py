@@ -24,7 +24,7 @@ from ferrodist.backends.subgroup import SubBackend
 from ferrodist.deadline import Deadline, resolve_timeout
 from ferrodist.errors import GroupAbortedError
 from ferrodist.rendezvous import rendezvous
-from ferrodist.rendezvous.secret import resolve_secret, secret_or_users
+from ferrodist.rendezvous.secret import resolve_secret, secret_or_user_secret
 
 if TYPE_CHECKING:
     import socket
@@ -96,7 +96,7 @@ class NativeBackend(MessagesBackend):
             call = CollectiveSignature(operation="open messages")
             self.use_messenger(open_messages(self, self._place, self.weak_blame(), call, deadline.remaining()))
             if self._place.num_hosts > 1:  # messages between them go over connections that nothing protects
-                known = secret_or_users(self._place.secret)
+                known = secret_or_user_secret(self._place.secret)
                 self.agreement_key = hmac.digest(known, b"agreement\0" + b"".join(said), "sha256")
             self._equip(self, self.rank, tuple(range(world_size))).open(
                 CollectiveSignature(operation="open"), deadline.remaining()
