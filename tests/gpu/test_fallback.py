@@ -13,7 +13,7 @@ import torch
 import ferrodist as fd
 from ferrodist.collectives.reduce_op import DTYPES, ReduceOp, check_reduction, premultiplied_sum
 from ferrodist.testing import run_ranks
-from ferrodist.testing.conformance.collectives.oracle import elements, same_bits
+from ferrodist.testing.conformance.collectives.oracle import check_bits, elements
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -36,7 +36,7 @@ def _compare(what: str, call: Callable[[torch.Tensor], torch.Tensor], tensor: to
     expected = call(tensor)
     found = call(tensor.cuda())
     assert found.is_cuda, what
-    same_bits(found.cpu(), expected, what, any_nan=True)
+    check_bits(found.cpu(), expected, what, any_nan=True)
 
 
 def _every_collective(group: Backend, dtype: torch.dtype, count: int) -> None:
@@ -53,7 +53,7 @@ def _every_collective(group: Backend, dtype: torch.dtype, count: int) -> None:
     place = torch.device("cuda", torch.cuda.current_device())
     found = fd.scatter(mine.cuda() if group.rank == root else None, root)
     assert found.device == place
-    same_bits(found.cpu(), part, f"scatter {what}")
+    check_bits(found.cpu(), part, f"scatter {what}")
     for op in (*ReduceOp, premultiplied_sum((group.rank + 1) / 3)):
         try:
             check_reduction(dtype, op)
@@ -148,7 +148,7 @@ def test_gradients() -> None:
                 tensor = (torch.arange(8.0) + group.rank).to(device).requires_grad_()
                 call(tensor).square().sum().backward()
                 found.append(tensor.grad.cpu())
-            same_bits(found[1], found[0], str(call))
+            check_bits(found[1], found[0], str(call))
 
     run_ranks(on_rank, 2, backend="native")
 

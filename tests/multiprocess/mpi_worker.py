@@ -26,9 +26,8 @@ from ferrodist.backends.polling import wait_until
 from ferrodist.backends.process_group import use_group
 from ferrodist.deadline import Deadline
 from ferrodist.testing import BACKEND_CHECKS
-from ferrodist.testing.conformance.backend import failures as deadlines
-from ferrodist.testing.conformance.backend import failures as endings
-from ferrodist.testing.conformance.backend import harness, subgroups
+from ferrodist.testing.conformance.backend import deadlines, harness, subgroups
+from ferrodist.testing.conformance.backend import failures as backend_failures
 from ferrodist.testing.conformance.backend import messages as backend_messages
 from ferrodist.testing.conformance.collectives import data_movement, p2p, reductions
 from ferrodist.testing.conformance.collectives.suite import COLLECTIVE_CHECKS
@@ -155,7 +154,7 @@ def conform(folder: Path, extent: str) -> dict[str, Any]:
     all with three."""
     runner = MpiRunner()
     things = SharedThings(folder)
-    for module in (harness, deadlines, endings):
+    for module in (harness, deadlines, backend_failures):
         module.multiprocessing = things
     failures: dict[str, str] = {}
 
@@ -168,13 +167,13 @@ def conform(folder: Path, extent: str) -> dict[str, Any]:
     for check in BACKEND_CHECKS if extent == "whole" else _OF_BACKENDS:
         attempt(check.__name__, functools.partial(check, runner, 3))
     if extent == "whole":
-        rounds = [(2, collectives.MOST_BYTES, check) for check in COLLECTIVE_CHECKS]
+        rounds = [(2, collectives.MAX_COLLECTIVE_BYTES, check) for check in COLLECTIVE_CHECKS]
         rounds += [(2, _FEW_BYTES, check) for check in _IN_PIECES]
     else:
-        rounds = [(3, collectives.MOST_BYTES, check) for check in _OF_COLLECTIVES]
+        rounds = [(3, collectives.MAX_COLLECTIVE_BYTES, check) for check in _OF_COLLECTIVES]
     for size, most, check in rounds:
         if runner.is_member(size):
-            collectives.MOST_BYTES, collectives.PIECE_BYTES = most, most // 2
+            collectives.MAX_COLLECTIVE_BYTES, collectives.MAX_MESSAGE_BYTES = most, most // 2
             attempt(f"{check.__name__} of {size} ranks, at most {most} bytes", lambda: runner.run(size, check))  # noqa: B023
     runner.finish()
     return {"failures": failures, "num_ranks": runner.num_ranks}
@@ -192,12 +191,12 @@ _IN_PIECES = [
 
 # What is refused or compared before any MPI is called is the same over all of them.
 _OF_BACKENDS = [
-    *backend_messages.MESSAGE_CHECKS,
+    *backend_messages.CHECKS,
     deadlines.a_late_rank_is_named_by_all,
-    *endings.ENDING_CHECKS,
-    *subgroups.SUBGROUP_CHECKS,
+    *backend_failures.CHECKS,
+    *subgroups.CHECKS,
 ]
-_OF_COLLECTIVES = [*reductions.REDUCTION_CHECKS, *data_movement.MOVEMENT_CHECKS, *p2p.MESSAGE_CHECKS]
+_OF_COLLECTIVES = [*reductions.CHECKS, *data_movement.CHECKS, *p2p.CHECKS]
 
 
 def kill(_folder: Path) -> dict[str, Any]:
@@ -238,7 +237,7 @@ def _leave_slowly(group: fd.MpiBackend) -> None:
         leave()
 
     if group.rank == 1:
-        assert wait_until(lambda: len(group._parted) == 2, Deadline(_PATIENCE)), "the others have not left"
+        assert wait_until(lambda: len(group._gone) == 2, Deadline(_PATIENCE)), "the others have not left"
         group._leave_groups = leave_slowly
     group.close()
     if not group._progress.join(_PATIENCE):

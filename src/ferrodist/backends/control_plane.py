@@ -6,17 +6,12 @@ over it moves tensors in its own way. A failure of the one is a failure of the o
 
 from __future__ import annotations
 
-import functools
-import logging
 from typing import TYPE_CHECKING
 
 from typing_extensions import override
 
 from ferrodist.backends.base import Backend, NonBlockingBackend
-from ferrodist.backends.native import NativeBackend, is_native_available
-from ferrodist.backends.native.binding import why_no_native
 from ferrodist.backends.non_member import NonMemberGroup, check_group
-from ferrodist.backends.tcp import TcpBackend
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -24,30 +19,7 @@ if TYPE_CHECKING:
     from typing_extensions import Buffer
 
     from ferrodist.backends.request import PersistentRecv, Request, Stragglers, WaitEvent
-    from ferrodist.deadline import Deadline
     from ferrodist.errors import DistributedError
-    from ferrodist.rendezvous import Membership
-
-_log = logging.getLogger(__name__)
-
-
-def control_of(membership: Membership, timeout: float, deadline: Deadline) -> Backend:
-    """The host's group of ranks that have met: native where it is installed, else TCP."""
-    if not is_native_available() and membership.rank == 0 and membership.world_size > 1:
-        _warn_of_slow_way()
-    kind = NativeBackend if is_native_available() else TcpBackend
-    return kind.from_membership(membership, timeout, deadline)
-
-
-@functools.cache
-def _warn_of_slow_way() -> None:
-    """Say once what the want of the engine costs."""
-    _log.warning(
-        "this installation of ferrodist has no native engine (%s): all that ranks say goes through rank 0 over TCP, and"
-        " a small allreduce takes hundreds of times as long. With a C++ compiler, install it again without"
-        " FERRODIST_NO_NATIVE; init_process_group('tcp') asks for this without the warning",
-        why_no_native(),
-    )
 
 
 class ControlPlaneBackend(NonBlockingBackend):
@@ -68,7 +40,7 @@ class ControlPlaneBackend(NonBlockingBackend):
         check_group(control)
         super().__init__(control.rank, control.world_size, timeout=control.timeout, name=control.name)
         self._control = control
-        self.agreement_key = control.agreement_key  # for the control group carries the messages of agreements
+        self.verification_key = control.verification_key  # for the control group carries the messages of agreements
         self.subgroups = control.subgroups  # which tells the control group of those that are dropped
 
     @property

@@ -2,7 +2,7 @@
 
 A transport below it starts sends (`_start_send`), takes them back (`_take_back`), and carries two notices to other
 ranks: that a group has been aborted, and that this rank has left one. It reports what comes in through `_mailbox`,
-`_fail_group`, `_peer_left` and `_peer_died`.
+`fail_group`, `peer_left` and `peer_died`.
 
 [Note: left and died]
 A rank that closes a group has *left*: what it sent is still delivered, then whatever needs it fails, and ranks that
@@ -39,6 +39,9 @@ if TYPE_CHECKING:
     from typing_extensions import Buffer
 
     from ferrodist.backends.request import Request, Stragglers
+    from ferrodist.deadline import Deadline
+
+    EndReason = Callable[[int, int], DistributedError | None]
 
 _WORLD = 0
 _TAG_BITS = 128
@@ -66,6 +69,52 @@ class PeerExit:
 
 
 CLOSED = PeerExit(what="has left: it closed the group while others still needed it")
+
+
+class GroupObserver:
+    """Is notified of groups that open, fail and close on this rank, and carries data of them by another path.
+
+    The control plane has recorded what it notifies of. Each method may do nothing.
+    """
+
+    def on_opened(self, group_id: int, members: tuple[int, ...]) -> None:
+        """This rank has made a sub-group."""
+
+    def on_failed(self, group_id: int, error: DistributedError) -> None:
+        """A group has failed, and its transfers have been ended."""
+
+    def on_peer_left(self, rank: int, departure: PeerExit) -> None:
+        """A rank has left a group."""
+
+    def on_subgroup_closed(self, group_id: int) -> None:
+        """This rank has closed a sub-group and told the others."""
+
+    def on_subgroup_forgotten(self, group_id: int) -> None:
+        """No more messages come for a sub-group that this rank has closed."""
+
+    def on_closed(self) -> None:
+        """This rank has closed all groups, and is about to tell the others."""
+
+    def on_forked(self) -> None:
+        """This is a forked child: everything belongs to the parent."""
+
+    def end_transfers(self, why: EndReason) -> None:
+        """End the transfers for which ``why(group_id, peer)`` is an error."""
+
+    def sending_groups(self) -> set[int]:
+        """The groups with a message on its way out."""
+        return set()
+
+    def num_sent(self, rank: int) -> int:
+        """How many frames this rank has sent to another by this path, which a notice of its exit may overtake."""
+        del rank
+        return 0
+
+    def await_sent(self, rank: int, count: int) -> None:
+        """Wait, not long, until so many frames have come from a rank."""
+
+    def drain(self, deadline: Deadline) -> None:
+        """Wait until what has been sent is out."""
 
 
 class Send(BaseRequest):
@@ -122,9 +171,10 @@ class MailboxBackend(NonBlockingBackend):
     def __init__(self, rank: int, world_size: int, *, timeout: float | None, name: str) -> None:
         super().__init__(rank, world_size, timeout=timeout, name=name)
         self.subgroups: _Subgroups = _Subgroups()
-        self._mailbox = Mailbox(lambda tag, source: self._describe(group_of_tag(tag), source))
+        self._mailbox = Mailbox(lambda tag, source: self.describe_rank(group_of_tag(tag), source))
         self._state_lock = threading.Lock()
         self._sends: set[Send] = set()
+        self._observers: list[GroupObserver] = []
         self._members: dict[int, tuple[int, ...]] = {_WORLD: tuple(range(world_size))}
         self._names: dict[int, str] = {_WORLD: name}
         self._followers: dict[int, set[int]] = {}  # groups that fail with a group
@@ -153,46 +203,44 @@ class MailboxBackend(NonBlockingBackend):
 
     @abstractmethod
     def _notify_abort(self, group_id: int, members: tuple[int, ...], error: DistributedError) -> None:
-        """Have `_fail_group(group_id, error)` run on the other members."""
+        """Have `fail_group(group_id, error)` run on the other members."""
 
     @abstractmethod
     def _notify_left(self, group_id: int, members: tuple[int, ...]) -> None:
-        """Have `_peer_left(group_id, this rank)` run on the other members after all that was sent to them before."""
+        """Have `peer_left(group_id, this rank)` run on the other members after all that was sent to them before."""
 
     # What a transport may have beside the mailbox.
 
     def _post(self, buffer: memoryview, source: int, tag: int) -> Request:
-        """Ask for a message; ends with what `_refusal` says when none is there and none will come."""
+        """Ask for a message; ends with what `refusal` says when none is there and none will come."""
         receive = GroupReceive(self, self._mailbox, buffer, source, tag)
-        self._mailbox.post(receive, partial(self._refusal, tag, source))
+        self._mailbox.post(receive, partial(self.refusal, tag, source))
         return receive
 
-    def _forget_subgroup(self, group_id: int) -> None:
-        """Drop what is kept to refuse messages of a group that this rank has closed: no more come."""
-
-    def _end_receives(self, why: Callable[[int, int], DistributedError | None]) -> None:
-        """End the receives that there is a ``why(group, peer)`` for."""
-        self._mailbox.fail(lambda receive: why(group_of_tag(receive.tag), receive.source))
+    def add_observer(self, observer: GroupObserver) -> None:
+        """Notify an observer from now on, and have it end the transfers with ranks that are gone."""
+        self._observers.append(observer)
+        observer.end_transfers(self.departure_error)
 
     # Sending and receiving.
 
     @property
     def failure(self) -> DistributedError | None:
         """Why the group can't be used any more, or None while it can."""
-        return self._failure_of(_WORLD)
+        return self.failure_of(_WORLD)
 
     def isend(self, data: Buffer, dst: int, *, tag: int = 0) -> Request:
         """Start `send` and return at once."""
         dst = check_peer(self, dst)
         send = Send(self, read_view(data), dst, check_tag(tag, _TAG_BITS))
         with self._state_lock:
-            error = self._refusal(send.tag, dst)
+            error = self.refusal(send.tag, dst)
             if error is not None:
                 raise error.fresh()
             self._sends.add(send)
         self._start_send(send)
         # Its group may have ended after the look above and before the transport knew of the send.
-        error = self._refusal(send.tag, dst)
+        error = self.refusal(send.tag, dst)
         if error is not None:
             self._cancel_send(send, error)
         return send
@@ -201,33 +249,34 @@ class MailboxBackend(NonBlockingBackend):
         """Start `recv` and return at once."""
         src = check_peer(self, src, any_source=True)
         view = write_view(buffer)
-        failure = self._failure_of(group_of_tag(check_tag(tag, _TAG_BITS)))
+        failure = self.failure_of(group_of_tag(check_tag(tag, _TAG_BITS)))
         if failure is not None:
             raise failure.fresh()
         return self._post(view, src, tag)
 
-    def _failure_of(self, group_id: int) -> DistributedError | None:
+    def failure_of(self, group_id: int) -> DistributedError | None:
+        """Why a group can't be used on this rank any more, or None."""
         if self._ended is not None:
             return self._ended
         if group_id in self._closed:
             return GroupClosedError(f"this sub-group of {self.name!r} was closed on this rank ({self.rank})")
         return self._failures.get(group_id)
 
-    def _refusal(self, tag: int, peer: int) -> DistributedError | None:
+    def refusal(self, tag: int, peer: int) -> DistributedError | None:
         """Why nothing can go to or come from ``peer`` any more, or None."""
         group_id = group_of_tag(tag)
-        return self._failure_of(group_id) or self._departure(group_id, peer)
+        return self.failure_of(group_id) or self.departure_error(group_id, peer)
 
-    def _departure(self, group_id: int, peer: int) -> DistributedError | None:
+    def departure_error(self, group_id: int, peer: int) -> DistributedError | None:
         """Why ``peer``, or every peer for `ANY_SOURCE`, is gone from a group, or None."""
         if peer != ANY_SOURCE:
             departure = self._left.get((_WORLD, peer)) or self._left.get((group_id, peer)) or self._died.get(peer)
-            return None if departure is None else self._told(group_id, peer, departure)
+            return None if departure is None else self.exit_error(group_id, peer, departure)
         others = [rank for rank in self._members.get(group_id, ()) if rank != self.rank]
-        gone = [self._departure(group_id, rank) for rank in others]
+        gone = [self.departure_error(group_id, rank) for rank in others]
         return gone[0] if gone and all(gone) else None
 
-    def _describe(self, group_id: int, rank: int) -> tuple[int, str]:
+    def describe_rank(self, group_id: int, rank: int) -> tuple[int, str]:
         """A rank's number in a group, and what the group's errors call it."""
         members = self._members.get(group_id, ())
         in_world = f"rank {rank} of group {self.name!r}"
@@ -236,11 +285,31 @@ class MailboxBackend(NonBlockingBackend):
         number = members.index(rank)
         return number, f"rank {number} of group {self._names.get(group_id)!r} ({in_world})"
 
-    def _told(self, group_id: int, rank: int, departure: PeerExit) -> DistributedError:
-        number, who = self._describe(group_id, rank)
+    def gone_ranks(self) -> set[int]:
+        """The ranks that have left the world, or died."""
+        with self._state_lock:
+            return {*self._died, *(rank for group_id, rank in self._left if group_id == _WORLD)}
+
+    def deserted_groups(self) -> set[int]:
+        """The groups that some rank has left."""
+        with self._state_lock:
+            return {group_id for group_id, _ in self._left}
+
+    def members_of(self, group_id: int) -> tuple[int, ...]:
+        """The ranks of a group that this rank has made; none of another."""
+        return self._members.get(group_id, ())
+
+    @property
+    def is_over(self) -> bool:
+        """Whether nothing works here any more: this rank has closed the group, or is a forked child."""
+        return self._ended is not None
+
+    def exit_error(self, group_id: int, rank: int, departure: PeerExit) -> DistributedError:
+        """The error of a rank's exit, in the terms of one of its groups."""
+        number, who = self.describe_rank(group_id, rank)
         if departure.relay is None:
             return departure.kind(f"{who} {departure.what}", ranks=(number,))
-        number, relay = self._describe(group_id, departure.relay)
+        number, relay = self.describe_rank(group_id, departure.relay)
         error = NoConnectionError(
             f"{relay}, which passes on the messages of other ranks, is gone: {who} can't be reached", ranks=(number,)
         )
@@ -254,22 +323,22 @@ class MailboxBackend(NonBlockingBackend):
             False when it is not kept, and its bytes go nowhere: its group has ended, or its sender is no member.
         """
         group_id = group_of_tag(message.tag)
-        if self._failure_of(group_id) is not None or not self._is_member(group_id, message.source):
+        if self.failure_of(group_id) is not None or not self._is_member(group_id, message.source):
             return False
         if self._mailbox.arrive(message):
-            if self._failure_of(group_id) is None:
+            if self.failure_of(group_id) is None:
                 return True
             self._mailbox.withdraw(message)  # it has ended between the two
             return False
-        self._run_out_of_room(group_id, self._mailbox.fullest_source(message))
+        self.abort_for_overflow(group_id, self._mailbox.fullest_source(message))
         return False
 
-    def _run_out_of_room(self, group_id: int, flooder: int) -> None:
+    def abort_for_overflow(self, group_id: int, flooder: int) -> None:
         """End a group for messages that this rank does not receive, most of them from ``flooder``."""
-        number, who = self._describe(group_id, flooder)
+        number, who = self.describe_rank(group_id, flooder)
         error = GroupAbortedError(
-            f"{self._describe(group_id, self.rank)[1]} ran out of room: {who} keeps sending what it does not receive."
-            " Receive it, or check the tags of send and recv.",
+            f"{self.describe_rank(group_id, self.rank)[1]} ran out of room: {who} keeps sending what it does not"
+            " receive. Receive it, or check the tags of send and recv.",
             ranks=(number,) if self._is_member(group_id, flooder) else (),
         )
         self.abort_subgroup(group_id, self._members.get(group_id, self._members[_WORLD]), error)
@@ -304,7 +373,7 @@ class MailboxBackend(NonBlockingBackend):
 
     def abort_subgroup(self, group_id: int, members: tuple[int, ...], error: DistributedError) -> None:
         """End one sub-group on all its members; the world and its other sub-groups go on."""
-        if self._fail_group(group_id, error):
+        if self.fail_group(group_id, error):
             self._notify_abort(group_id, members, error)
 
     def fail_with(self, group_id: int, leader_id: int) -> None:
@@ -313,7 +382,7 @@ class MailboxBackend(NonBlockingBackend):
             self._followers.setdefault(leader_id, set()).add(group_id)
             failure = self._failures.get(leader_id)
         if failure is not None:
-            self._fail_group(group_id, failure)
+            self.fail_group(group_id, failure)
 
     def open_subgroup(self, group_id: int, members: tuple[int, ...], name: str) -> None:
         """Learn who belongs to a sub-group, so that the death of one fails it.
@@ -331,7 +400,10 @@ class MailboxBackend(NonBlockingBackend):
             dead = next((rank for rank in members if rank in self._died), None)
         self._forget_messages(lambda message: group_of_tag(message.tag) == group_id and message.source not in members)
         if dead is not None:
-            self._fail_group(group_id, self._told(group_id, dead, self._died[dead]))
+            self.fail_group(group_id, self.exit_error(group_id, dead, self._died[dead]))
+        if self._ended is None:
+            for observer in self._observers:
+                observer.on_opened(group_id, members)
 
     def close_subgroup(self, group_id: int, members: tuple[int, ...]) -> None:
         """Leave a sub-group. Of a closed one no more than its id is kept, to refuse what still comes for it.
@@ -351,7 +423,7 @@ class MailboxBackend(NonBlockingBackend):
             failure = self._failures.pop(group_id, None)
             for rank in members:
                 self._left.pop((group_id, rank), None)
-        error = self._failure_of(group_id)
+        error = self.failure_of(group_id)
         assert error is not None
         self._end_transfers(lambda group, _: error if group == group_id else None)
         self._forget_messages(lambda message: group_of_tag(message.tag) == group_id)
@@ -360,8 +432,11 @@ class MailboxBackend(NonBlockingBackend):
             forgotten = [self._silent.popleft() for _ in range(len(self._silent) - _SILENT_KEPT)]
             for silent in forgotten:
                 del self._closed[silent]
-        for silent in forgotten:
-            self._forget_subgroup(silent)
+        if self._ended is None:
+            for observer in self._observers:
+                for silent in forgotten:
+                    observer.on_subgroup_forgotten(silent)
+                observer.on_subgroup_closed(group_id)
 
     def _has_left(self, group_id: int, rank: int) -> bool:
         return (_WORLD, rank) in self._left or (group_id, rank) in self._left or rank in self._died
@@ -393,12 +468,13 @@ class MailboxBackend(NonBlockingBackend):
     def _sending_groups(self) -> set[int]:
         """The groups with a message on its way out."""
         with self._state_lock:
-            return {group_of_tag(send.tag) for send in self._sends}
+            groups = {group_of_tag(send.tag) for send in self._sends}
+        return groups.union(*(observer.sending_groups() for observer in self._observers))
 
     def subgroup_failure(self, group_id: int, members: tuple[int, ...]) -> DistributedError | None:
         """Why a sub-group can't be used any more, or None."""
         del members
-        return self._failure_of(group_id)
+        return self.failure_of(group_id)
 
     def _say_goodbye(self, group_id: int, members: tuple[int, ...], failure: DistributedError | None) -> None:
         """Tell the members that this rank has left, and before that why the group failed, if it did.
@@ -419,6 +495,8 @@ class MailboxBackend(NonBlockingBackend):
             # Also where it had failed: the caller has seen the failure, and left.
             self._ended = error
         self._end_transfers(lambda _group, _peer: error)
+        for observer in self._observers:
+            observer.on_closed()
         return True
 
     def _leave_groups(self) -> None:
@@ -429,7 +507,7 @@ class MailboxBackend(NonBlockingBackend):
                 self._notify_abort(group_id, members, failure)
         self._say_goodbye(_WORLD, self._members[_WORLD], self._failures.get(_WORLD))
 
-    def _fail_group(self, group_id: int, error: DistributedError) -> bool:
+    def fail_group(self, group_id: int, error: DistributedError) -> bool:
         """End a group on this rank; False when it had failed before, which then keeps its reason."""
         error = error.fresh()
         with self._state_lock:
@@ -440,7 +518,9 @@ class MailboxBackend(NonBlockingBackend):
         self._end_transfers(lambda group, _: error if group == group_id else None)
         self._forget_messages(lambda message: group_of_tag(message.tag) == group_id)
         for follower in followers:
-            self._fail_group(follower, error)
+            self.fail_group(follower, error)
+        for observer in self._observers:
+            observer.on_failed(group_id, error)
         return True
 
     def _may_be_ahead(self, group_id: int, rank: int) -> bool:
@@ -453,7 +533,8 @@ class MailboxBackend(NonBlockingBackend):
                 ahead.add(group_id)
             return group_id in ahead
 
-    def _peer_left(self, group_id: int, rank: int, departure: PeerExit = CLOSED) -> None:
+    def peer_left(self, group_id: int, rank: int, departure: PeerExit = CLOSED) -> None:
+        """Record that a rank has left a group, and end the transfers with it."""
         with self._state_lock:
             if group_id in self._closed:
                 self._note_silence((group_id,), rank)
@@ -463,11 +544,16 @@ class MailboxBackend(NonBlockingBackend):
                 self._note_silence(self._closed, rank)
         self._end_transfers(
             lambda group, peer: (
-                self._departure(group, peer) if group_id in (_WORLD, group) and peer in (rank, ANY_SOURCE) else None
+                self.departure_error(group, peer)
+                if group_id in (_WORLD, group) and peer in (rank, ANY_SOURCE)
+                else None
             )
         )
+        for observer in self._observers:
+            observer.on_peer_left(rank, departure)
 
-    def _peer_died(self, rank: int, departure: PeerExit) -> None:
+    def peer_died(self, rank: int, departure: PeerExit) -> None:
+        """Record that a rank has died, which ends every group that it was in."""
         with self._state_lock:
             if rank in self._died:
                 return
@@ -475,12 +561,14 @@ class MailboxBackend(NonBlockingBackend):
             self._note_silence(self._closed, rank)
             groups = [group_id for group_id, members in self._members.items() if rank in members]
         for group_id in groups:
-            self._fail_group(group_id, self._told(group_id, rank, departure))
-        self._end_transfers(lambda group, peer: self._departure(group, peer) if peer == rank else None)
+            self.fail_group(group_id, self.exit_error(group_id, rank, departure))
+        self._end_transfers(lambda group, peer: self.departure_error(group, peer) if peer == rank else None)
 
-    def _end_transfers(self, why: Callable[[int, int], DistributedError | None]) -> None:
+    def _end_transfers(self, why: EndReason) -> None:
         """End what there is a ``why(group, peer)`` for. New ones are refused already, by what the caller recorded."""
-        self._end_receives(why)
+        self._mailbox.fail(lambda receive: why(group_of_tag(receive.tag), receive.source))
+        for observer in self._observers:
+            observer.end_transfers(why)
         with self._state_lock:
             sends = list(self._sends)
         for send in sends:

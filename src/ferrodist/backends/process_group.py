@@ -157,7 +157,7 @@ def _open_mpi(asked: _InitOptions, deadline: Deadline) -> tuple[Backend, None]:
     """The group of an MPI job, whose ranks MPI has brought together."""
     if asked.init_method is not None:
         raise ValueError(f"the mpi backend's ranks have met through MPI: leave init_method={asked.init_method!r} out")
-    return MpiBackend.of_job(asked.rank, asked.world_size, asked.timeout, deadline), None
+    return MpiBackend.from_job(asked.rank, asked.world_size, asked.timeout, deadline), None
 
 
 def destroy_process_group() -> None:

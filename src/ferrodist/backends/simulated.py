@@ -86,12 +86,12 @@ class SimulatedBackend(MailboxBackend):
     def _notify_abort(self, group_id: int, members: tuple[int, ...], error: DistributedError) -> None:
         for rank in members:
             if rank != self.rank:
-                self._peers[rank]._fail_group(group_id, error)  # noqa: SLF001
+                self._peers[rank].fail_group(group_id, error)
 
     def _notify_left(self, group_id: int, members: tuple[int, ...]) -> None:
         for rank in members:
             if rank != self.rank:
-                self._peers[rank]._peer_left(group_id, self.rank)  # noqa: SLF001
+                self._peers[rank].peer_left(group_id, self.rank)
 
 
 def _copy(source: memoryview, target: memoryview) -> int:

@@ -7,6 +7,7 @@ import struct
 from functools import partial
 from typing import TYPE_CHECKING
 
+from ferrodist.backends.collective_op import CollectiveKind, CollectiveOp
 from ferrodist.collectives.arguments import (
     attach,
     check_dim,
@@ -19,18 +20,18 @@ from ferrodist.collectives.arguments import (
     prepare_out,
     records_history,
 )
-from ferrodist.collectives.engines.host import host_engine_of
+from ferrodist.collectives.engines.host import share_bytes
 from ferrodist.collectives.engines.select import engine_of
 from ferrodist.collectives.facts import check_sizes, read_facts
 from ferrodist.collectives.fast_path import (
-    quick_all_gather,
-    quick_reduce_scatter,
+    fast_all_gather,
+    fast_reduce_scatter,
     start_all_gather,
     start_reduce_scatter,
 )
 from ferrodist.collectives.profiling import is_recorded, profiled, record
 from ferrodist.collectives.reduce_op import Op, PremultipliedSum, ReduceOp, check_reduction, is_linear, widen
-from ferrodist.collectives.work import Operation, refuse_in_coalesce, run_later, run_now
+from ferrodist.collectives.work import PreparedCall, execute, refuse_in_coalesce, submit
 from ferrodist.deadline import Deadline
 from ferrodist.errors import CollectiveMismatchError
 from ferrodist.torch_private.profiling import is_profiling
@@ -75,8 +76,8 @@ def all_gather(
     """
     if is_profiling() and not is_recorded():
         return record(all_gather, tensor, dim, group=group, out=out, timeout=timeout)
-    result = quick_all_gather(tensor, dim, group, out) if timeout is None else None
-    return run_now(_all_gather(tensor, dim, group, out, timeout)) if result is None else result
+    result = fast_all_gather(tensor, dim, group, out) if timeout is None else None
+    return execute(_all_gather(tensor, dim, group, out, timeout)) if result is None else result
 
 
 @profiled
@@ -90,7 +91,7 @@ def async_all_gather(
 ) -> PendingCollective[torch.Tensor]:
     """Start `all_gather`."""
     pending = start_all_gather(tensor, dim, group, out) if timeout is None else None
-    return run_later(_all_gather(tensor, dim, group, out, timeout)) if pending is None else pending
+    return submit(_all_gather(tensor, dim, group, out, timeout)) if pending is None else pending
 
 
 @profiled
@@ -130,7 +131,7 @@ def all_gather_uneven(
     check_out(out, tensor, dtype=tensor.dtype)
     deadline = Deadline(limit)
     sizes = share_sizes("all_gather_uneven", tensor, dim, chosen, limit)
-    return run_now(_all_gather(tensor, dim, chosen, out, deadline.remaining(), sizes))
+    return execute(_all_gather(tensor, dim, chosen, out, deadline.remaining(), sizes))
 
 
 _PLACES = ("on the CPU", "on a GPU")
@@ -140,9 +141,8 @@ def share_sizes(operation: str, tensor: torch.Tensor, dim: int, group: Backend, 
     """Learn every rank's size along a dim, which must be the same dim of as many on all ranks."""
     refuse_in_coalesce(operation)
     engine_of(group, tensor.device)  # or an error, before the others count on this rank
-    engine = host_engine_of(group)
     payload = _SIZE.pack(tensor.shape[dim], dim, tensor.dim(), tensor.is_cuda)
-    payloads = engine.share(operation, payload, timeout=timeout, sequence=engine.reserve())
+    payloads = share_bytes(group, operation, payload, timeout)
     heads = read_facts(_SIZE, payloads, group, operation)
     differing = tuple(rank for rank, head in enumerate(heads) if head[1:] != heads[0][1:])
     if differing:
@@ -168,7 +168,7 @@ def _all_gather(  # noqa: PLR0917 - the public signature, by position
     out: torch.Tensor | None,
     timeout: float | None,
     sizes: Sequence[int] | None = None,
-) -> Operation[torch.Tensor]:
+) -> PreparedCall[torch.Tensor]:
     check_tensor(tensor)
     tensor = tensor.unsqueeze(0) if tensor.dim() == 0 else tensor
     dim = check_dim(tensor, dim)
@@ -181,18 +181,16 @@ def _all_gather(  # noqa: PLR0917 - the public signature, by position
     target = prepare(out, join.shape, tensor.dtype, tensor, dim=dim)
     recorded = records_history(tensor) and out is None
 
-    def run(sequence: int) -> None:
-        engine.all_gather(target.flat, source, join.counts, dim=dim, timeout=limit, sequence=sequence)
-
     def finish() -> torch.Tensor:
         result = target.finish()
         if not recorded:
             return result
         return attach(tensor, result, partial(reduce_scatter_with_sizes, sizes=sizes, dim=dim, group=chosen))
 
-    return Operation(
-        name="all_gather", group=chosen, engine=engine, device=tensor.device, timeout=limit, run=run, finish=finish
+    call = CollectiveOp(
+        kind=CollectiveKind.ALL_GATHER, source=source, out=target.flat, counts=join.counts, dim=dim, timeout=limit
     )
+    return PreparedCall(op=call, group=chosen, engine=engine, finish=finish)
 
 
 class ConcatSpec:
@@ -235,8 +233,8 @@ def reduce_scatter(
     """
     if is_profiling() and not is_recorded():
         return record(reduce_scatter, tensor, op, dim=dim, group=group, out=out, timeout=timeout)
-    result = quick_reduce_scatter(tensor, op, dim, group, out) if timeout is None else None
-    return run_now(_reduce_scatter(tensor, op, dim, group, out, timeout)) if result is None else result
+    result = fast_reduce_scatter(tensor, op, dim, group, out) if timeout is None else None
+    return execute(_reduce_scatter(tensor, op, dim, group, out, timeout)) if result is None else result
 
 
 @profiled
@@ -251,7 +249,7 @@ def async_reduce_scatter(
 ) -> PendingCollective[torch.Tensor]:
     """Start `reduce_scatter`."""
     pending = start_reduce_scatter(tensor, op, dim, group, out) if timeout is None else None
-    return run_later(_reduce_scatter(tensor, op, dim, group, out, timeout)) if pending is None else pending
+    return submit(_reduce_scatter(tensor, op, dim, group, out, timeout)) if pending is None else pending
 
 
 @profiled
@@ -271,14 +269,14 @@ def all_gather_with_sizes(
     tensor: torch.Tensor, sizes: Sequence[int], *, dim: int, group: Backend, timeout: float | None = None
 ) -> torch.Tensor:
     """`all_gather_uneven` of tensors of which rank r's has ``sizes[r]`` of ``dim``, as all ranks know."""
-    return run_now(_all_gather(tensor, dim, group, None, timeout, sizes))
+    return execute(_all_gather(tensor, dim, group, None, timeout, sizes))
 
 
 def reduce_scatter_with_sizes(
     tensor: torch.Tensor, sizes: Sequence[int], op: Op = ReduceOp.SUM, *, dim: int, group: Backend
 ) -> torch.Tensor:
     """`reduce_scatter` that gives rank r ``sizes[r]`` of ``dim``: with SUM the gradient of a gathering."""
-    return run_now(_reduce_scatter(tensor, op, dim, group, None, None, sizes))
+    return execute(_reduce_scatter(tensor, op, dim, group, None, None, sizes))
 
 
 def _reduce_scatter(  # noqa: PLR0917 - the public signature, by position
@@ -289,7 +287,7 @@ def _reduce_scatter(  # noqa: PLR0917 - the public signature, by position
     out: torch.Tensor | None,
     timeout: float | None,
     sizes: Sequence[int] | None = None,
-) -> Operation[torch.Tensor]:
+) -> PreparedCall[torch.Tensor]:
     check_tensor(tensor)
     check_reduction(tensor.dtype, op)
     dim = check_dim(tensor, dim)
@@ -303,17 +301,20 @@ def _reduce_scatter(  # noqa: PLR0917 - the public signature, by position
     target = prepare_out(out, shape, tensor.dtype, tensor, dim=dim)
     recorded = records_history(tensor) and out is None
 
-    def run(sequence: int) -> None:
-        counts = [size * row for size in sizes]
-        engine.reduce_scatter(target.flat, source, counts, op, dim=dim, timeout=limit, sequence=sequence)
-
     def finish() -> torch.Tensor:
         result = target.finish()
         return attach(tensor, result, partial(_reduce_scatter_backward, op, sizes, dim, chosen)) if recorded else result
 
-    return Operation(
-        name="reduce_scatter", group=chosen, engine=engine, device=tensor.device, timeout=limit, run=run, finish=finish
+    call = CollectiveOp(
+        kind=CollectiveKind.REDUCE_SCATTER,
+        source=source,
+        out=target.flat,
+        op=op,
+        counts=[size * row for size in sizes],
+        dim=dim,
+        timeout=limit,
     )
+    return PreparedCall(op=call, group=chosen, engine=engine, finish=finish)
 
 
 def _reduce_scatter_backward(

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, overload
 import torch
 
 from ferrodist.arguments import check_int
+from ferrodist.backends.collective_op import CollectiveKind, CollectiveOp
 from ferrodist.backends.cuda import record_use_on_streams
 from ferrodist.collectives.arguments import (
     attach,
@@ -23,9 +24,9 @@ from ferrodist.collectives.arguments import (
 )
 from ferrodist.collectives.engines.host import host_engine_of
 from ferrodist.collectives.engines.select import engine_of
-from ferrodist.collectives.fast_path import quick_all_to_all, quick_barrier, start_all_to_all
+from ferrodist.collectives.fast_path import fast_all_to_all, fast_barrier, start_all_to_all
 from ferrodist.collectives.profiling import is_recorded, profiled, record
-from ferrodist.collectives.work import Operation, run_later, run_now
+from ferrodist.collectives.work import PreparedCall, execute, submit
 from ferrodist.torch_private.profiling import is_profiling
 from ferrodist.wording import counted
 
@@ -51,18 +52,12 @@ def barrier(group: Backend | None = None, *, timeout: float | None = None) -> No
     if is_profiling() and not is_recorded():
         record(barrier, group, timeout=timeout)
         return
-    if timeout is None and quick_barrier(group):
+    if timeout is None and fast_barrier(group):
         return
     chosen, limit = group_and_timeout(group, timeout)
 
-    engine = host_engine_of(chosen)
-
-    def run(sequence: int) -> None:
-        engine.barrier(timeout=limit, sequence=sequence)
-
-    run_now(
-        Operation(name="barrier", group=chosen, engine=engine, device=None, timeout=limit, run=run, finish=lambda: None)
-    )
+    op = CollectiveOp(kind=CollectiveKind.BARRIER, timeout=limit)
+    execute(PreparedCall(op=op, group=chosen, engine=host_engine_of(chosen), finish=lambda: None))
 
 
 @profiled
@@ -118,11 +113,11 @@ def all_to_all(
     if is_profiling() and not is_recorded():
         return record(all_to_all, tensors, group=group, out=out, timeout=timeout)
     if timeout is None and isinstance(tensors, torch.Tensor) and (out is None or isinstance(out, torch.Tensor)):
-        result: torch.Tensor | None = quick_all_to_all(tensors, group, out)
+        result: torch.Tensor | None = fast_all_to_all(tensors, group, out)
         if result is not None:
             return result
-    operation, finish = _all_to_all(tensors, group, out, timeout)
-    return finish(run_now(operation))
+    call, finish = _all_to_all(tensors, group, out, timeout)
+    return finish(execute(call))
 
 
 @profiled
@@ -138,18 +133,8 @@ def async_all_to_all(
         pending: PendingCollective[torch.Tensor | list[torch.Tensor]] | None = start_all_to_all(tensors, group, out)
         if pending is not None:
             return pending
-    operation, finish = _all_to_all(tensors, group, out, timeout)
-    return run_later(
-        Operation(
-            name=operation.name,
-            group=operation.group,
-            engine=operation.engine,
-            device=operation.device,
-            timeout=operation.timeout,
-            run=operation.run,
-            finish=lambda: finish(operation.finish()),
-        )
-    )
+    call, finish = _all_to_all(tensors, group, out, timeout)
+    return submit(PreparedCall(op=call.op, group=call.group, engine=call.engine, finish=lambda: finish(call.finish())))
 
 
 def _all_to_all(
@@ -157,7 +142,7 @@ def _all_to_all(
     group: Backend | None,
     out: torch.Tensor | Sequence[torch.Tensor] | None,
     timeout: float | None,
-) -> tuple[Operation[torch.Tensor], Callable[[torch.Tensor], torch.Tensor | list[torch.Tensor]]]:
+) -> tuple[PreparedCall[torch.Tensor], Callable[[torch.Tensor], torch.Tensor | list[torch.Tensor]]]:
     chosen, limit = group_and_timeout(group, timeout)
     size = chosen.world_size
     if isinstance(tensors, torch.Tensor):
@@ -171,17 +156,15 @@ def _all_to_all(
                 " use all_to_all_single_uneven"
             )
         rows = [tensors.shape[0] // size] * size
-        operation = _all_to_all_rows(
-            tensors, rows, rows, unit=tensors.numel() // size, group=chosen, out=out, timeout=limit
-        )
-        return operation, lambda joined: joined
+        call = _all_to_all_rows(tensors, rows, rows, unit=tensors.numel() // size, group=chosen, out=out, timeout=limit)
+        return call, lambda joined: joined
     parts = list(tensors)
     _check_parts(parts)
     if len(parts) != size:
         raise ValueError(f"all_to_all needs one tensor for each of the {counted(size, 'rank')}, not {len(parts)}")
     outs = None if out is None else _check_outs(out, parts)
     ones = [1] * size
-    operation = _all_to_all_rows(
+    call = _all_to_all_rows(
         torch.stack(parts), ones, ones, unit=parts[0].numel(), group=chosen, out=None, timeout=limit
     )
 
@@ -199,7 +182,7 @@ def _all_to_all(
                 mine.copy_(received)
         return outs
 
-    return operation, finish
+    return call, finish
 
 
 def _check_parts(parts: Sequence[torch.Tensor]) -> None:
@@ -278,7 +261,7 @@ def all_to_all_single_uneven(
             f" {recv_counts[chosen.rank]}"
         )
     unit = math.prod(tensor.shape[1:])
-    return run_now(_all_to_all_rows(tensor, send_counts, recv_counts, unit=unit, group=chosen, out=out, timeout=limit))
+    return execute(_all_to_all_rows(tensor, send_counts, recv_counts, unit=unit, group=chosen, out=out, timeout=limit))
 
 
 def _check_counts(counts: Sequence[int], name: str, group: Backend) -> list[int]:
@@ -298,26 +281,15 @@ def _all_to_all_rows(
     group: Backend,
     out: torch.Tensor | None,
     timeout: float,
-) -> Operation[torch.Tensor]:
+) -> PreparedCall[torch.Tensor]:
     row = math.prod(tensor.shape[1:])
     engine = engine_of(group, tensor.device)
     source = flatten(tensor)
     target = prepare_out(out, (sum(receive_rows), *tensor.shape[1:]), tensor.dtype, tensor)
     recorded = records_history(tensor) and out is None
 
-    def run(sequence: int) -> None:
-        engine.all_to_all(
-            target.flat,
-            source,
-            [rows * row for rows in send_rows],
-            [rows * row for rows in receive_rows],
-            unit=unit,
-            timeout=timeout,
-            sequence=sequence,
-        )
-
     def backward(grad: torch.Tensor) -> torch.Tensor:
-        return run_now(
+        return execute(
             _all_to_all_rows(grad, receive_rows, send_rows, unit=unit, group=group, out=None, timeout=group.timeout)
         )
 
@@ -325,6 +297,13 @@ def _all_to_all_rows(
         result = target.finish()
         return attach(tensor, result, backward) if recorded else result
 
-    return Operation(
-        name="all_to_all", group=group, engine=engine, device=tensor.device, timeout=timeout, run=run, finish=finish
+    op = CollectiveOp(
+        kind=CollectiveKind.ALL_TO_ALL,
+        source=source,
+        out=target.flat,
+        counts=[rows * row for rows in send_rows],
+        recv_counts=[rows * row for rows in receive_rows],
+        unit=unit,
+        timeout=timeout,
     )
+    return PreparedCall(op=op, group=group, engine=engine, finish=finish)

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from ferrodist.arguments import check_int
+from ferrodist.backends.collective_op import CollectiveKind, CollectiveOp
 from ferrodist.collectives.all_gather import ConcatSpec, share_sizes
 from ferrodist.collectives.arguments import (
     OutputBuffer,
@@ -25,12 +26,12 @@ from ferrodist.collectives.arguments import (
     prepare_out,
     records_history,
 )
-from ferrodist.collectives.engines.host import host_engine_of
+from ferrodist.collectives.engines.host import share_bytes
 from ferrodist.collectives.engines.select import engine_of
 from ferrodist.collectives.facts import check_sizes, dtype_at, protocol_error, read_facts
 from ferrodist.collectives.profiling import profiled
 from ferrodist.collectives.reduce_op import DTYPES
-from ferrodist.collectives.work import Operation, refuse_in_coalesce, run_now
+from ferrodist.collectives.work import PreparedCall, execute, refuse_in_coalesce
 from ferrodist.deadline import Deadline
 from ferrodist.errors import CollectiveMismatchError
 
@@ -111,10 +112,6 @@ def gather_with_sizes(
         target = prepare_out(None, (0,), part.dtype, device=part.device)
     recorded = records_history(part) and out is None
 
-    def run(sequence: int) -> None:
-        flat = target.flat if is_root else None
-        engine.gather(flat, source, join.counts, dst, timeout=timeout, sequence=sequence)
-
     def backward(grad: torch.Tensor) -> torch.Tensor:
         fresh = prepare_out(None, part.shape, part.dtype, device=part.device, dim=dim)
         whole = grad if is_root else None
@@ -124,11 +121,15 @@ def gather_with_sizes(
         result = target.finish()
         return attach(part, result, backward, once=True) if recorded else result
 
-    return run_now(
-        Operation(
-            name="gather", group=group, engine=engine, device=part.device, timeout=timeout, run=run, finish=finish
-        )
+    call = CollectiveOp(
+        kind=CollectiveKind.GATHER,
+        source=source,
+        out=target.flat if is_root else None,
+        counts=join.counts,
+        root=dst,
+        timeout=timeout,
     )
+    return execute(PreparedCall(op=call, group=group, engine=engine, finish=finish))
 
 
 @profiled
@@ -199,8 +200,7 @@ def scatter(
             raise ValueError(f"rank {src} scatters: pass None on rank {chosen.rank}, or a tensor without elements")
     deadline = Deadline(limit)
     refuse_in_coalesce("scatter")
-    engine = host_engine_of(chosen)
-    heads = engine.share("scatter", head, timeout=limit, sequence=engine.reserve())
+    heads = share_bytes(chosen, "scatter", head, limit)
     _compare_scatters(heads, chosen)
     dim, _, place, recorded, is_cuda, num_dims, *shape = _SCATTER_HEAD.unpack(heads[src])
     check_sizes(shape, chosen, src, "scatter")
@@ -270,9 +270,6 @@ def scatter_with_sizes(
     source = flatten(whole.detach().movedim(dim, 0)) if is_root else None
     counts = ConcatSpec(part, dim, sizes).counts
 
-    def run(sequence: int) -> None:
-        engine.scatter(target.flat, source, counts, src, timeout=timeout, sequence=sequence)
-
     def backward(grad: torch.Tensor) -> torch.Tensor:
         joined = gather_with_sizes(grad, sizes, src, dim=dim, group=group, timeout=group.timeout)
         return joined if is_root else torch.zeros_like(whole)
@@ -281,8 +278,7 @@ def scatter_with_sizes(
         result = target.finish()
         return attach(whole, result, backward, once=True) if records_history(whole) else result
 
-    return run_now(
-        Operation(
-            name="scatter", group=group, engine=engine, device=part.device, timeout=timeout, run=run, finish=finish
-        )
+    call = CollectiveOp(
+        kind=CollectiveKind.SCATTER, source=source, out=target.flat, counts=counts, root=src, timeout=timeout
     )
+    return execute(PreparedCall(op=call, group=group, engine=engine, finish=finish))

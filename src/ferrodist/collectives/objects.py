@@ -33,7 +33,7 @@ import torch
 from ferrodist.backends.signature import MAX_PAYLOAD
 from ferrodist.collectives.all_gather import all_gather_with_sizes, share_sizes
 from ferrodist.collectives.arguments import check_root, check_tensor, group_and_timeout, prepare_out, python_value
-from ferrodist.collectives.engines.host import host_engine_of
+from ferrodist.collectives.engines.host import share_bytes
 from ferrodist.collectives.facts import check_sizes, protocol_error, read_facts
 from ferrodist.collectives.gather import gather_with_sizes, scatter_with_sizes
 from ferrodist.collectives.p2p import recv, send
@@ -303,8 +303,7 @@ def _sizes_of_root(
     payload = _ROOT.pack(root)
     if fits and group.rank == root:
         payload += numbers.pack(*sizes)
-    engine = host_engine_of(group)
-    heads = engine.share(operation, payload, timeout=deadline.remaining(), sequence=engine.reserve())
+    heads = share_bytes(group, operation, payload, deadline.remaining())
     roots = [root for (root,) in read_facts(_ROOT, heads, group, operation)]
     if len(set(roots)) > 1:
         calls = "; ".join(f"rank {rank} called {operation}({root_name}={r})" for rank, r in enumerate(roots))

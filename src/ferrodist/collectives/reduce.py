@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from ferrodist.backends.collective_op import CollectiveKind, CollectiveOp
 from ferrodist.collectives.all_gather import all_gather, scale_gradient
 from ferrodist.collectives.arguments import (
     attach,
@@ -22,10 +23,10 @@ from ferrodist.collectives.arguments import (
     records_history,
 )
 from ferrodist.collectives.engines.select import engine_of
-from ferrodist.collectives.fast_path import quick_allreduce, quick_broadcast, start_allreduce, start_broadcast
+from ferrodist.collectives.fast_path import fast_allreduce, fast_broadcast, start_allreduce, start_broadcast
 from ferrodist.collectives.profiling import is_recorded, profiled, record
 from ferrodist.collectives.reduce_op import Op, PremultipliedSum, ReduceOp, check_reduction, is_linear, widen
-from ferrodist.collectives.work import FusionSpec, Operation, run_later, run_now
+from ferrodist.collectives.work import PreparedCall, execute, submit
 from ferrodist.errors import UnsupportedOpError
 from ferrodist.torch_private.profiling import is_profiling
 
@@ -68,8 +69,8 @@ def allreduce(
     """
     if is_profiling() and not is_recorded():
         return record(allreduce, tensor, op, group=group, out=out, timeout=timeout)
-    result = quick_allreduce(tensor, op, group, out) if timeout is None else None
-    return run_now(_allreduce(tensor, op, group, out, timeout)) if result is None else result
+    result = fast_allreduce(tensor, op, group, out) if timeout is None else None
+    return execute(_allreduce(tensor, op, group, out, timeout)) if result is None else result
 
 
 @profiled
@@ -83,12 +84,12 @@ def async_allreduce(
 ) -> PendingCollective[torch.Tensor]:
     """Start `allreduce`."""
     pending = start_allreduce(tensor, op, group, out) if timeout is None else None
-    return run_later(_allreduce(tensor, op, group, out, timeout)) if pending is None else pending
+    return submit(_allreduce(tensor, op, group, out, timeout)) if pending is None else pending
 
 
 def _allreduce(
     tensor: torch.Tensor, op: Op, group: Backend | None, out: torch.Tensor | None, timeout: float | None
-) -> Operation[torch.Tensor]:
+) -> PreparedCall[torch.Tensor]:
     check_tensor(tensor)
     check_reduction(tensor.dtype, op)
     chosen, limit = group_and_timeout(group, timeout)
@@ -96,26 +97,13 @@ def _allreduce(
     target = prepare_out(out, tensor.shape, tensor.dtype, tensor, in_place=True)
     source = target.flat if out is tensor and target.view is None else flatten(tensor)
 
-    def on(target: torch.Tensor, flat: torch.Tensor, timeout: float, sequence: int) -> None:
-        engine.allreduce(target, flat, op, timeout=timeout, sequence=sequence)
-
     def finish() -> torch.Tensor:
         result = target.finish()
         return _attach_reduction(tensor, result, op, chosen) if recorded and out is None else result
 
     recorded = records_history(tensor)
-    # Ranks whose factors happen to be equal would join premultiplied sums that other ranks can't.
-    fusible = FusionSpec(key=("allreduce", tensor.dtype, tensor.device, op), source=source, out=target.flat, run=on)
-    return Operation(
-        name="allreduce",
-        group=chosen,
-        engine=engine,
-        device=tensor.device,
-        timeout=limit,
-        run=partial(on, target.flat, source, limit),
-        finish=finish,
-        fusible=None if isinstance(op, PremultipliedSum) else fusible,
-    )
+    call = CollectiveOp(kind=CollectiveKind.ALLREDUCE, source=source, out=target.flat, op=op, timeout=limit)
+    return PreparedCall(op=call, group=chosen, engine=engine, finish=finish)
 
 
 def _attach_reduction(tensor: torch.Tensor, result: torch.Tensor, op: Op, group: Backend) -> torch.Tensor:
@@ -191,9 +179,6 @@ def reduce(
     source = flatten(tensor)
     recorded = records_history(tensor) and out is None
 
-    def run(sequence: int) -> None:
-        engine.reduce(target.flat if is_root else None, source, op, dst, timeout=limit, sequence=sequence)
-
     def finish() -> torch.Tensor:
         result = target.finish()
         saved = () if is_linear(op) else (tensor,) if op is ReduceOp.PRODUCT else (tensor, result)
@@ -203,11 +188,15 @@ def reduce(
             else result
         )
 
-    return run_now(
-        Operation(
-            name="reduce", group=chosen, engine=engine, device=tensor.device, timeout=limit, run=run, finish=finish
-        )
+    call = CollectiveOp(
+        kind=CollectiveKind.REDUCE,
+        source=source,
+        out=target.flat if is_root else None,
+        op=op,
+        root=dst,
+        timeout=limit,
     )
+    return execute(PreparedCall(op=call, group=chosen, engine=engine, finish=finish))
 
 
 def _reduce_backward(
@@ -254,8 +243,8 @@ def broadcast(
     """
     if is_profiling() and not is_recorded():
         return record(broadcast, tensor, root, group=group, out=out, timeout=timeout)
-    result = quick_broadcast(tensor, root, group, out) if timeout is None else None
-    return run_now(_broadcast(tensor, root, group, out, timeout)) if result is None else result
+    result = fast_broadcast(tensor, root, group, out) if timeout is None else None
+    return execute(_broadcast(tensor, root, group, out, timeout)) if result is None else result
 
 
 @profiled
@@ -269,12 +258,12 @@ def async_broadcast(
 ) -> PendingCollective[torch.Tensor]:
     """Start `broadcast`."""
     pending = start_broadcast(tensor, root, group, out) if timeout is None else None
-    return run_later(_broadcast(tensor, root, group, out, timeout)) if pending is None else pending
+    return submit(_broadcast(tensor, root, group, out, timeout)) if pending is None else pending
 
 
 def _broadcast(
     tensor: torch.Tensor, root: int, group: Backend | None, out: torch.Tensor | None, timeout: float | None
-) -> Operation[torch.Tensor]:
+) -> PreparedCall[torch.Tensor]:
     check_tensor(tensor)
     chosen, limit = group_and_timeout(group, timeout)
     root = check_root(chosen, root, "root")
@@ -282,11 +271,6 @@ def _broadcast(
     target = prepare_out(out, tensor.shape, tensor.dtype, tensor, in_place=True)
     source = flatten(tensor) if chosen.rank == root else target.flat
     recorded = records_history(tensor) and out is None
-
-    def on(flat: torch.Tensor, source: torch.Tensor, timeout: float, sequence: int) -> None:
-        if source.data_ptr() != flat.data_ptr():
-            flat.copy_(source)
-        engine.broadcast(flat, root, timeout=timeout, sequence=sequence)
 
     def backward(grad: torch.Tensor) -> torch.Tensor:
         total = reduce(grad, root, group=chosen)
@@ -296,18 +280,8 @@ def _broadcast(
         result = target.finish()
         return attach(tensor, result, backward, once=True) if recorded else result
 
-    return Operation(
-        name="broadcast",
-        group=chosen,
-        engine=engine,
-        device=tensor.device,
-        timeout=limit,
-        run=partial(on, target.flat, source, limit),
-        finish=finish,
-        fusible=FusionSpec(
-            key=("broadcast", tensor.dtype, tensor.device, root), source=source, out=target.flat, run=on
-        ),
-    )
+    call = CollectiveOp(kind=CollectiveKind.BROADCAST, source=source, out=target.flat, root=root, timeout=limit)
+    return PreparedCall(op=call, group=chosen, engine=engine, finish=finish)
 
 
 def gpu_allreduce(

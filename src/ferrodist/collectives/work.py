@@ -13,12 +13,13 @@ import time
 import weakref
 from abc import ABC, abstractmethod
 from contextvars import ContextVar
-from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Generic, Protocol, TypeVar, cast
 
+import msgspec
 import torch
 
+from ferrodist.backends.collective_op import CollectiveKind
 from ferrodist.backends.cuda import streams_of
 from ferrodist.backends.lifecycle import ExitStage, close_at_exit
 from ferrodist.backends.verification import left_reason
@@ -32,6 +33,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from ferrodist.backends.base import Backend
+    from ferrodist.backends.collective_op import CollectiveOp
     from ferrodist.collectives.engines.base import CollectiveEngine, HostEngine, StreamEngine, StreamWork
 
 _JOIN_SECONDS = 1.0
@@ -313,53 +315,30 @@ _making = threading.Lock()
 T = TypeVar("T")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class FusionSpec:
-    """What operations of one kind need to travel as one: same ``key``, inputs and outputs laid end to end.
+class PreparedCall(msgspec.Struct, Generic[T], frozen=True, kw_only=True, eq=False):
+    """A collective call, ready to run.
 
     Args:
-        key: Equal for operations that can be fused.
-        source: The flat input.
-        out: The flat output.
-        run: ``run(out, source, timeout, sequence)`` does the operation on other tensors, in other time.
+        op: The call.
+        group: The group that it runs in.
+        engine: The group's engine for the call's device.
+        run: Runs the call at a position among the group's collectives; returns when it is done, or with some engines
+            when it is on a stream. None runs ``op`` as it is.
+        finish: Makes the user's result after that, in the thread that waits for it.
     """
 
-    key: tuple[object, ...]
-    source: torch.Tensor
-    out: torch.Tensor
-    run: Callable[[torch.Tensor, torch.Tensor, float, int], None]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Operation(Generic[T]):
-    """A checked call.
-
-    Args:
-        name: The collective's name.
-        group: Where it runs.
-        engine: What runs it.
-        device: Where its tensors are; None when it has none.
-        timeout: Seconds that `run` may take.
-        run: ``run(sequence)`` blocks until it is done, or with some engines until it is on a stream.
-        finish: Makes the user's result, once `run` has returned; in the user's thread.
-        fusible: How it can be joined with others of its kind, or None.
-    """
-
-    name: str
+    op: CollectiveOp
     group: Backend
     engine: CollectiveEngine
-    device: torch.device | None
-    timeout: float
-    run: Callable[[int], None]
+    run: Callable[[int], object] | None = None
     finish: Callable[[], T]
-    fusible: FusionSpec | None = None
 
 
 class CoalescingContext(Protocol):
     """Takes operations in place of the queue."""
 
-    def collect(self, operation: Operation[object]) -> PendingCollective[object]:
-        """Take it, and return its handle."""
+    def collect(self, call: PreparedCall[object]) -> PendingCollective[object]:
+        """Take a call, and return its handle."""
 
     def check_open(self, name: str) -> None:
         """Raise RuntimeError when ``name`` is called in a copy of the context of a block that has ended."""
@@ -380,44 +359,55 @@ def refuse_in_coalesce(name: str) -> None:
         )
 
 
-def _run(operation: Operation[T], sequence: int) -> None:
-    """Run it, in whatever thread, so that it may write to any tensor.
+def run_at(call: PreparedCall[T], sequence: int) -> None:
+    """Run a call at a position among the group's collectives."""
+    op = call.op
+    if call.run is not None:
+        call.run(sequence)
+        return
+    if op.kind is CollectiveKind.BROADCAST and op.source.data_ptr() != op.out.data_ptr():
+        op.out.copy_(op.source)
+    call.engine.run(op, sequence)
+
+
+def _run(call: PreparedCall[T], sequence: int) -> None:
+    """Run a call, in whatever thread, so that it may write to any tensor.
 
     What a caller makes inside of `torch.inference_mode` can only be written to inside of it, and what was made outside
     everywhere.
     """
     try:
         with torch.inference_mode():
-            operation.run(sequence)
+            run_at(call, sequence)
     except DistributedError:
         raise
     except BaseException as error:
-        operation.group.abort(left_reason(operation.group.rank, operation.name, error))
+        call.group.abort(left_reason(call.group.rank, call.op.operation, error))
         raise
 
 
-def run_now(operation: Operation[T]) -> T:
-    """Run in the calling thread. Operations that were started before may still be under way: they don't mix."""
-    refuse_in_coalesce(operation.name)
-    _run(operation, operation.engine.reserve())
-    return operation.finish()
+def execute(call: PreparedCall[T]) -> T:
+    """Run a call in the calling thread; calls that were submitted before may still be running."""
+    refuse_in_coalesce(call.op.operation)
+    _run(call, call.engine.reserve())
+    return call.finish()
 
 
-def run_later(operation: Operation[T]) -> PendingCollective[T]:
-    """Start it: its place among the group's collectives is taken now."""
+def submit(call: PreparedCall[T]) -> PendingCollective[T]:
+    """Start a call: its position among the group's collectives is reserved now."""
     block = collector.get()
     if block is not None:
-        return block.collect(operation)  # type: ignore[arg-type, return-value]
-    engine = operation.engine
+        return block.collect(call)  # type: ignore[arg-type, return-value]
+    engine = call.engine
     if getattr(engine, "enqueue", False):
-        return _enqueue(operation, cast("StreamEngine", engine))
-    pending: QueuedCollective[T] = QueuedCollective(operation.name, operation.group.name)
-    if operation.group.failure is not None:
-        _run_job(operation, pending, None, engine.reserve())  # it fails, and with it all that were joined into it
+        return _enqueue(call, cast("StreamEngine", engine))
+    pending: QueuedCollective[T] = QueuedCollective(call.op.operation, call.group.name)
+    if call.group.failure is not None:
+        _run_job(call, pending, None, engine.reserve())  # it fails, and with it all that were joined into it
         return pending
-    on_host = operation.device is None or operation.device.type == "cpu"
-    handover = None if on_host or operation.device is None else StreamHandoff(streams_of(operation.device))
-    OperationQueue.of(operation.group).submit(engine.reserve, partial(_run_job, operation, pending, handover))
+    device = call.op.device
+    handover = None if device is None or device.type == "cpu" else StreamHandoff(streams_of(device))
+    OperationQueue.of(call.group).submit(engine.reserve, partial(_run_job, call, pending, handover))
     return pending
 
 
@@ -431,25 +421,25 @@ def wait_for_started(group: Backend) -> None:
 
 
 def _run_job(
-    operation: Operation[T], pending: QueuedCollective[T], handover: StreamHandoff | None, sequence: int
+    call: PreparedCall[T], pending: QueuedCollective[T], handover: StreamHandoff | None, sequence: int
 ) -> None:
     """Run an operation for who waits for ``pending``; it does not raise."""
     try:
         with contextlib.nullcontext() if handover is None else handover.running():
-            cast("HostEngine", operation.engine).await_turn(sequence)
-            _run(operation, sequence)
+            cast("HostEngine", call.engine).await_turn(sequence)
+            _run(call, sequence)
     except BaseException as error:  # noqa: BLE001 - it is raised in wait()
         pending.fail(error)
     else:
-        pending.succeed(operation.finish, order=None if handover is None else handover.take)
+        pending.succeed(call.finish, order=None if handover is None else handover.take)
 
 
-def _enqueue(operation: Operation[T], engine: StreamEngine) -> PendingCollective[T]:
+def _enqueue(call: PreparedCall[T], engine: StreamEngine) -> PendingCollective[T]:
     """Put it on a stream, in the calling thread: no other one is needed, for that waits for nobody."""
-    pending: EnqueuedCollective[T] = EnqueuedCollective(operation.name, operation.group.name)
+    pending: EnqueuedCollective[T] = EnqueuedCollective(call.op.operation, call.group.name)
     engine.begin_async()
     try:
-        _run(operation, engine.reserve())
+        _run(call, engine.reserve())
     except Exception as error:  # noqa: BLE001 - it is raised in wait()
         engine.end_async()
         pending.fail(error)
@@ -457,5 +447,5 @@ def _enqueue(operation: Operation[T], engine: StreamEngine) -> PendingCollective
         engine.end_async()
         raise
     else:
-        pending.succeed(engine.end_async(), operation.finish)
+        pending.succeed(engine.end_async(), call.finish)
     return pending

@@ -16,6 +16,7 @@ import time
 from typing import TYPE_CHECKING
 
 import msgspec
+from typing_extensions import override
 
 from ferrodist.backends.mailbox_backend import PeerExit
 from ferrodist.backends.tcp.backend import TcpBackend
@@ -106,13 +107,15 @@ class Pair(TcpBackend):
         del address, secret, job, listener, deadline
         self._begin({1 - self.rank: self._sock})
 
-    def _describe(self, group_id: int, rank: int) -> tuple[int, str]:
+    @override
+    def describe_rank(self, group_id: int, rank: int) -> tuple[int, str]:
         del group_id
         return self._agents[rank], f"rank {self._agents[rank]}"
 
-    def _peer_left(self, group_id: int, rank: int, departure: PeerExit = _LEFT) -> None:
+    @override
+    def peer_left(self, group_id: int, rank: int, departure: PeerExit = _LEFT) -> None:
         self.peer_has_left |= departure is _LEFT
-        super()._peer_left(group_id, rank, departure)
+        super().peer_left(group_id, rank, departure)
 
 
 _log = logging.getLogger(__name__)

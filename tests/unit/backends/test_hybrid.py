@@ -14,7 +14,7 @@ import torch
 from nccl_fakes import FakeNccl, fake_groups
 
 import ferrodist as fd
-from ferrodist.backends import control_plane
+from ferrodist.backends.native import backend as native_backend
 from ferrodist.backends.nccl import backend, communicator
 from ferrodist.backends.nccl import backend as nccl_group
 from ferrodist.backends.nccl.communicator import NcclUniqueId
@@ -184,7 +184,7 @@ def test_groups_say_what_they_are() -> None:
 def test_the_best_backend_is_hybrid_where_all_have_nccl(reason: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
     """Without a name the group is hybrid when every rank can use NCCL, else the host's."""
     controls = iter(fd.SimulatedBackend.create_group(1))
-    monkeypatch.setattr(backend, "control_of", lambda *_: next(controls))
+    monkeypatch.setattr(backend, "open_host_group", lambda *_: next(controls))
     monkeypatch.setattr(nccl_group, "why_no_nccl", lambda: reason)
     group = backend.best_backend(None, 5.0, Deadline(5.0))
     assert type(group) is (fd.SimulatedBackend if reason else fd.HybridBackend)
@@ -285,13 +285,13 @@ def test_hybrid_groups_keep_the_contract_of_backends(check) -> None:
 
 def test_the_want_of_the_engine_is_told_once(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     """By rank 0, where nobody asked for the slow way; a group of one has nobody to wait for."""
-    control_plane._warn_of_slow_way.cache_clear()
-    monkeypatch.setattr(control_plane, "is_native_available", lambda: False)
-    monkeypatch.setattr(control_plane, "why_no_native", lambda: "No module named 'ferrodist._native'")
+    native_backend._warn_of_slow_collectives.cache_clear()
+    monkeypatch.setattr(native_backend, "is_native_available", lambda: False)
+    monkeypatch.setattr(native_backend, "why_no_native", lambda: "No module named 'ferrodist._native'")
     monkeypatch.setattr(TcpBackend, "from_membership", lambda *_: "a group")
     for rank, world_size in ((0, 1), (1, 2), (0, 2), (0, 2)):
         member = SimpleNamespace(rank=rank, world_size=world_size)
-        assert control_plane.control_of(member, 5.0, Deadline(5.0)) == "a group"
+        assert native_backend.open_host_group(member, 5.0, Deadline(5.0)) == "a group"
         assert len(caplog.records) == ((rank, world_size) == (0, 2))
     assert "no native engine (No module named 'ferrodist._native')" in caplog.text
-    control_plane._warn_of_slow_way.cache_clear()
+    native_backend._warn_of_slow_collectives.cache_clear()

@@ -12,21 +12,16 @@ import pytest
 import torch
 
 import ferrodist as fd
+from ferrodist.backends.collective_op import CollectiveKind, CollectiveOp
 from ferrodist.backends.mpi import runtime
-from ferrodist.backends.mpi.collectives import MpiDataPlane, MpiVerifier, num_leaked
-from ferrodist.backends.mpi.runtime import check_job
-from ferrodist.backends.mpi.transport import (
-    HEADER_SIZE,
-    MAX_PAYLOAD,
-    Frame,
-    FrameTransport,
-    FrameType,
-    IncomingMessages,
-    QueuedFrame,
-)
+from ferrodist.backends.mpi.collectives import MpiDataPlane
+from ferrodist.backends.mpi.runtime import check_job, num_leaked
+from ferrodist.backends.mpi.transport import FrameTransport, IncomingMessages, QueuedFrame
+from ferrodist.backends.mpi.verification import MpiVerifier
+from ferrodist.backends.mpi.wire import HEADER_SIZE, MAX_PAYLOAD, Frame, FrameType
 from ferrodist.backends.sequencer import Sequencer
 from ferrodist.backends.signature import CollectiveSignature
-from ferrodist.collectives.engines import data_plane
+from ferrodist.collectives.engines import reference
 from ferrodist.collectives.engines.data_plane import DataPlaneEngine
 from ferrodist.deadline import Deadline
 from ferrodist.errors import BackendUnavailable, ProtocolError
@@ -109,18 +104,18 @@ def test_nobody_waits_for_mpi_longer_than_they_want(monkeypatch):
         __file__="", THREAD_MULTIPLE=3, ERRORS_RETURN=0, COMM_WORLD=communicator, COMM_SELF=communicator
     )
     one = runtime.MpiRuntime(mpi)
-    assert not one.begin(Deadline(0.01))
-    one.end(None)  # what has not begun is not waited for
+    assert not one.await_start(Deadline(0.01))
+    one.finalize(None)  # what has not begun is not waited for
     slow.come.set()
-    assert one.begin(Deadline(60))
+    assert one.await_start(Deadline(60))
     slow.come.clear()
     with monkeypatch.context() as forked:
         forked.setattr(runtime.os, "getpid", lambda: -1)
-        one.end(None)  # MPI is the parent's
-    one.end(0.01)
+        one.finalize(None)  # MPI is the parent's
+    one.finalize(0.01)
     assert len(slow.callers) == 1
     slow.come.set()
-    one.end(None)
+    one.finalize(None)
     assert len(slow.callers) == 2
     assert len({*slow.callers}) == 1
 
@@ -128,31 +123,31 @@ def test_nobody_waits_for_mpi_longer_than_they_want(monkeypatch):
 class _Open:
     """A group that uses MPI."""
 
-    def __init__(self, *, has_parted):
-        self._has_parted = has_parted
+    def __init__(self, *, have_all_left):
+        self._have_all_left = have_all_left
         self.is_closed = False
 
     def close(self):
         self.is_closed = True
 
-    def has_parted(self, _patience):
-        return self._has_parted
+    def wait_until_all_left(self, _patience):
+        return self._have_all_left
 
 
 @pytest.mark.parametrize(("has_failed", "kept", "patience"), [(False, 0, None), (True, 0, 5.0), (False, 1, 5.0)])
 def test_how_long_a_process_waits_for_the_end(monkeypatch, has_failed, kept, patience):
     """MPI's end is waited for without limit, unless some rank may not come to it."""
     monkeypatch.setattr(runtime, "_module", SimpleNamespace(Is_finalized=lambda: False))
-    monkeypatch.setattr(runtime, "_open", set())
+    monkeypatch.setattr(runtime, "_groups", set())
     monkeypatch.setattr(runtime, "_has_lost", False)
     monkeypatch.setattr(runtime, "num_leaked", lambda: kept)
-    runtime.forget(_Open(has_parted=True), has_failed=has_failed)
+    runtime.unregister(_Open(have_all_left=True), has_failed=has_failed)
     ended = []
-    runtime._end(SimpleNamespace(end=ended.append))
+    runtime._finalize(SimpleNamespace(finalize=ended.append))
     assert ended == [patience]
-    group = _Open(has_parted=False)
-    runtime.use(group)
-    runtime._end(SimpleNamespace(end=ended.append))
+    group = _Open(have_all_left=False)
+    runtime.register(group)
+    runtime._finalize(SimpleNamespace(finalize=ended.append))
     assert ended == [patience], "others still use it"
     assert group.is_closed
 
@@ -162,8 +157,8 @@ def test_an_mpi_that_can_not_start(monkeypatch):
     monkeypatch.setattr(runtime.ctypes, "CDLL", lambda _path: SimpleNamespace(MPI_Init_thread=lambda *_: 15))
     one = runtime.MpiRuntime(SimpleNamespace(__file__="", THREAD_MULTIPLE=3))
     with pytest.raises(RuntimeError, match="MPI_Init_thread returned 15"):
-        one.begin(Deadline(60))
-    one.end(None)
+        one.await_start(Deadline(60))
+    one.finalize(None)
 
 
 _ALONE = SimpleNamespace(Get_size=lambda: 1, Get_rank=lambda: 0)
@@ -265,13 +260,13 @@ def test_what_is_no_frame(data, words):
         Frame.unpack(memoryview(data))
 
 
-class _Mover:
+class _DataPlane:
     """MPI's collectives end at once."""
 
     def __init__(self):
         self.sequencer = Sequencer(lambda: False)
 
-    def agree(self, own, table):
+    def all_gather_calls(self, own, table):
         table.reshape(2, -1)[:] = own
 
     def wait_for(self, _requests, _deadline, meanwhile=lambda: None):
@@ -282,18 +277,18 @@ class _Mover:
 @pytest.mark.parametrize("gave_up", [False, True])
 def test_a_late_rank_hears_that_others_gave_up(gave_up):
     """A collective that others have given up raises on the rank that comes late, though MPI has ended it there."""
-    group = SimpleNamespace(rank=1, world_size=2, name="world", failure=None)
+    group = SimpleNamespace(rank=1, world_size=2, name="world", failure=None, abort=lambda _: None)
 
     def look():
         if gave_up:
             group.failure = fd.DistributedTimeoutError("rank 1 was late", ranks=(1,))
 
-    agreement = MpiVerifier(group, _Mover(), lambda _sequence: (), look)
+    agreement = MpiVerifier(group, _DataPlane(), lambda _sequence: (), look)
     if gave_up:
         with pytest.raises(fd.DistributedTimeoutError, match="rank 1 was late"):
-            agreement.reach(CollectiveSignature(operation="barrier"), 30)
+            agreement.verify(CollectiveSignature(operation="barrier"), 30)
     else:
-        assert agreement.reach(CollectiveSignature(operation="barrier", payload=b"x"), 30) == [b"x", b"x"]
+        assert agreement.verify(CollectiveSignature(operation="barrier", payload=b"x"), 30) == [b"x", b"x"]
 
 
 @pytest.mark.parametrize(("rank", "late", "speaks"), [(0, (1,), True), (1, (0,), True), (1, (2,), False)])
@@ -301,7 +296,7 @@ def test_a_long_wait_names_who_is_late(rank, late, speaks, monkeypatch, caplog):
     """The first rank that waits says who has not called; another one leaves it to that."""
     monkeypatch.setattr("ferrodist.deadline.LONG_WAIT_SECONDS", 0.0)
     group = SimpleNamespace(rank=rank, world_size=2, name="world", failure=None)
-    MpiVerifier(group, _Mover(), lambda _sequence: late, lambda: None).reach(
+    MpiVerifier(group, _DataPlane(), lambda _sequence: late, lambda: None).verify(
         CollectiveSignature(operation="barrier"), 30
     )
     expected = f"barrier() on group 'world', operation 0: rank {late[0]} has not called it yet, and rank {rank} waits"
@@ -318,22 +313,25 @@ def _group_of_two(aborts):
 
 def test_an_interrupted_agreement_ends_the_group():
     """A rank that leaves the comparison of calls by Ctrl-C is out of step: the others are told."""
-    aborts, mover = [], _Mover()
-    mover.wait_for = _interrupt
-    agreement = MpiVerifier(_group_of_two(aborts), mover, lambda _sequence: (), lambda: None)
+    aborts, plane = [], _DataPlane()
+    plane.wait_for = _interrupt
+    agreement = MpiVerifier(_group_of_two(aborts), plane, lambda _sequence: (), lambda: None)
     with pytest.raises(KeyboardInterrupt):
-        agreement.reach(CollectiveSignature(operation="barrier"), 30)
+        agreement.verify(CollectiveSignature(operation="barrier"), 30)
     assert aborts == ["rank 0 left barrier() by KeyboardInterrupt"]
 
 
 def test_an_interrupted_collective_ends_the_group():
     """So does one that leaves in the middle of the data."""
-    aborts, mover = [], _Mover()
+    aborts, plane = [], _DataPlane()
     group = _group_of_two(aborts)
-    group.data_plane, group.agreement = mover, MpiVerifier(group, mover, lambda _sequence: (), lambda: None)
-    mover.broadcast = _interrupt
+    group.data_plane, group.verifier = plane, MpiVerifier(group, plane, lambda _sequence: (), lambda: None)
+    plane.broadcast = _interrupt
     with pytest.raises(KeyboardInterrupt):
-        DataPlaneEngine(group).broadcast(torch.ones(100), 0, timeout=30, sequence=group.agreement.reserve())
+        DataPlaneEngine(group).run(
+            CollectiveOp(kind=CollectiveKind.BROADCAST, out=torch.ones(100), root=0, timeout=30),
+            group.verifier.reserve(),
+        )
     assert len(aborts) == 1
     assert "rank 0 left broadcast(float32[100], root=0), operation 0, by KeyboardInterrupt" in aborts[0]
 
@@ -360,40 +358,40 @@ def test_what_mpi_is_not_given_can_be_taken_back():
     """MPI gets a few MiB for a rank at a time, and more when it has sent those; what is urgent does not wait for it."""
     communicator = _NoMessages()
     communicator.has_room = False
-    messenger = FrameTransport(SimpleNamespace(Status=object, BYTE=0, ANY_SOURCE=-1), communicator, lambda *_: None)
+    transport = FrameTransport(SimpleNamespace(Status=object, BYTE=0, ANY_SOURCE=-1), communicator, lambda *_: None)
     for owner in range(9):
         data = memoryview(bytearray(MAX_PAYLOAD))
-        messenger.push(1, QueuedFrame(Frame(FrameType.DATA, size_bytes=MAX_PAYLOAD), data, owner))
+        transport.push(1, QueuedFrame(Frame(FrameType.DATA, size_bytes=MAX_PAYLOAD), data, owner))
     assert len(communicator.sent) == 4
-    messenger.push(1, QueuedFrame(Frame(FrameType.PING)))
+    transport.push(1, QueuedFrame(Frame(FrameType.PING)))
     assert len(communicator.sent) == 5
-    assert messenger.drop(1, 0) == 0
-    assert messenger.drop(1, 8) == 1
+    assert transport.drop(1, 0) == 0
+    assert transport.drop(1, 8) == 1
     communicator.has_room = True
-    assert messenger.look()
+    assert transport.poll()
     assert len(communicator.sent) == 5 + 4
-    assert messenger.look()
-    assert messenger.is_idle()
+    assert transport.poll()
+    assert transport.is_idle()
 
 
 def test_a_messenger_that_has_ended_leaves_its_communicator_alone():
     """After its end nothing is sent or looked for, whoever still asks: the communicator may be gone."""
     communicator = _NoMessages()
-    messenger = FrameTransport(SimpleNamespace(Status=object, BYTE=0, ANY_SOURCE=-1), communicator, lambda *_: None)
-    messenger.push(1, QueuedFrame(Frame(FrameType.PING)))
+    transport = FrameTransport(SimpleNamespace(Status=object, BYTE=0, ANY_SOURCE=-1), communicator, lambda *_: None)
+    transport.push(1, QueuedFrame(Frame(FrameType.PING)))
     assert communicator.sent == [1]
-    assert messenger.look()
-    messenger.end()
+    assert transport.poll()
+    transport.close()
     communicator.Isend = communicator.Improbe = lambda *_: pytest.fail("the communicator was used")
-    messenger.push(1, QueuedFrame(Frame(FrameType.PING)))
-    assert not messenger.look()
+    transport.push(1, QueuedFrame(Frame(FrameType.PING)))
+    assert not transport.poll()
 
 
 def test_a_collective_that_is_left_keeps_what_is_under_way(monkeypatch):
     """When a reduction ends in the middle, MPI keeps the buffers of the segment that was on its way ahead of it."""
-    aborts, mover, abandoned, started = [], _Mover(), [], []
+    aborts, plane, abandoned, started = [], _DataPlane(), [], []
     group = _group_of_two(aborts)
-    group.data_plane, group.agreement = mover, MpiVerifier(group, mover, lambda _sequence: (), lambda: None)
+    group.data_plane, group.verifier = plane, MpiVerifier(group, plane, lambda _sequence: (), lambda: None)
 
     def start(*_arguments):
         started.append(len(started))
@@ -402,17 +400,20 @@ def test_a_collective_that_is_left_keeps_what_is_under_way(monkeypatch):
     def run_out_of_memory(*_arguments):
         raise MemoryError
 
-    mover.all_to_all, mover.abandon = start, abandoned.extend
-    monkeypatch.setattr(data_plane, "fold", run_out_of_memory)
+    plane.all_to_all, plane.abandon = start, abandoned.extend
+    monkeypatch.setattr(reference, "fold", run_out_of_memory)
     with pytest.raises(MemoryError):
-        DataPlaneEngine(group).reduce_scatter(
-            torch.empty(1 << 20),
-            torch.ones(1 << 21),
-            [1 << 20] * 2,
-            fd.ReduceOp.SUM,
-            dim=0,
-            timeout=30,
-            sequence=group.agreement.reserve(),
+        DataPlaneEngine(group).run(
+            CollectiveOp(
+                kind=CollectiveKind.REDUCE_SCATTER,
+                source=torch.ones(1 << 21),
+                out=torch.empty(1 << 20),
+                op=fd.ReduceOp.SUM,
+                counts=[1 << 20] * 2,
+                dim=0,
+                timeout=30,
+            ),
+            group.verifier.reserve(),
         )
     assert started == [0, 1]
     assert abandoned == [1]
@@ -454,16 +455,16 @@ class _RefusingMpi:
         raise self.Exception("invalid communicator")
 
 
-def _mover(mpi, explained, *, in_vain=True):
-    return MpiDataPlane(mpi, mpi, lambda: in_vain, explained.append, lambda: 0.0)
+def _make_plane(mpi, explained, *, cannot_complete=True):
+    return MpiDataPlane(mpi, mpi, lambda: cannot_complete, explained.append, lambda: 0.0)
 
 
 def test_what_mpi_refuses_ends_the_group():
     """A collective that MPI does not start raises nothing of MPI's own: the group fails, and waits are vain."""
     explained = []
-    mover = _mover(_RefusingMpi(), explained)
+    plane = _make_plane(_RefusingMpi(), explained)
     before = num_leaked()
-    assert not mover.wait_for([mover.agree(b"", b"")], Deadline(60))
+    assert not plane.wait_for([plane.all_gather_calls(b"", b"")], Deadline(60))
     assert [str(error) for error in explained] == ["invalid communicator"]
     assert num_leaked() == before, "MPI has nothing that this process must not end with"
 
@@ -471,9 +472,9 @@ def test_what_mpi_refuses_ends_the_group():
 def test_a_communicator_that_is_freed_is_given_no_collective():
     """A thread that comes to a group whose communicator is gone does not touch it."""
     explained = []
-    mover = _mover(_RefusingMpi(), explained)
-    mover.end()
-    assert not mover.wait_for([mover.agree(b"", b"")], Deadline(60))
+    plane = _make_plane(_RefusingMpi(), explained)
+    plane.close()
+    assert not plane.wait_for([plane.all_gather_calls(b"", b"")], Deadline(60))
     assert explained == []
 
 
@@ -482,12 +483,12 @@ def test_a_communicator_with_something_under_way_is_not_freed():
     has_ended = []
     mpi = _RefusingMpi()
     mpi.Iallgather = lambda *_arguments: SimpleNamespace(Test=lambda: bool(has_ended))
-    mover = _mover(mpi, [], in_vain=False)
-    request = mover.agree(b"", b"")
-    assert not mover.end()
+    plane = _make_plane(mpi, [], cannot_complete=False)
+    request = plane.all_gather_calls(b"", b"")
+    assert not plane.close()
     has_ended.append(True)
-    assert mover.wait_for([request], Deadline(60))
-    assert mover.end()
+    assert plane.wait_for([request], Deadline(60))
+    assert plane.close()
 
 
 class _Coming(_NoMessages):
@@ -520,14 +521,14 @@ def test_half_a_frame_of_a_rank_that_died_holds_up_nobody():
     half_come, raises, whole = (0, lambda: False, frame), (0, _raise, frame), (1, lambda: True, frame)
     mpi = SimpleNamespace(Status=SimpleNamespace, BYTE=0, ANY_SOURCE=-1, Exception=_RefusingMpi.Exception)
     taken = []
-    messenger = FrameTransport(mpi, _Coming(raises, half_come, whole), lambda source, *_: taken.append(source))
+    transport = FrameTransport(mpi, _Coming(raises, half_come, whole), lambda source, *_: taken.append(source))
     with pytest.raises(mpi.Exception):
-        messenger.look()
-    assert messenger.look()
+        transport.poll()
+    assert transport.poll()
     assert taken == [1]
-    assert messenger.num_coming == 0
-    messenger = FrameTransport(mpi, _Coming(half_come, whole), lambda source, *_: taken.append(source))
-    messenger.lose(0)
-    assert messenger.look()
+    assert transport.num_receiving == 0
+    transport = FrameTransport(mpi, _Coming(half_come, whole), lambda source, *_: taken.append(source))
+    transport.lose(0)
+    assert transport.poll()
     assert taken == [1, 1]
-    assert messenger.num_coming == 0
+    assert transport.num_receiving == 0

@@ -18,7 +18,7 @@ from ferrodist.backends.native import is_native_available
 from ferrodist.backends.native.binding import dtype_number, load
 from ferrodist.collectives.reduce_op import DTYPES, ReduceOp, fold
 from ferrodist.testing import run_ranks
-from ferrodist.testing.conformance.collectives.oracle import defined_reductions, elements, same_bits
+from ferrodist.testing.conformance.collectives.oracle import check_bits, defined_reductions, elements
 
 pytestmark = pytest.mark.skipif(
     not is_native_available(), reason="this installation was built without the native engine"
@@ -46,7 +46,7 @@ def test_kernels_fold_as_the_reference(dtype, num_inputs):
         for op in defined_reductions(dtype):
             factors = [0.5 + rank / 3 for rank in range(num_inputs)]
             what = f"{op} with instruction set {instructions}"
-            same_bits(_engine_fold(op, inputs, factors, instructions), fold(op, inputs, factors), what, any_nan=True)
+            check_bits(_engine_fold(op, inputs, factors, instructions), fold(op, inputs, factors), what, any_nan=True)
 
 
 @pytest.mark.parametrize("dtype", _SMALL_FLOATS, ids=str)
@@ -66,7 +66,7 @@ def test_every_rounding_of_a_small_float(dtype):
         expected = fold(op, pairs)
         for instructions in range(load().best_instruction_set() + 1):
             result = _engine_fold(op, pairs, [], instructions)
-            same_bits(result, expected, f"{op} with instruction set {instructions}", any_nan=True)
+            check_bits(result, expected, f"{op} with instruction set {instructions}", any_nan=True)
 
 
 _calls = st.tuples(
@@ -97,7 +97,7 @@ def test_the_same_bits_on_every_backend(world_size, calls):
         for rank, results in enumerate(run_ranks(program, world_size, backend=backend)):
             for (op, *actual), (_, *wanted) in zip(results, expected[rank], strict=True):
                 for one, other in zip(actual, wanted, strict=True):
-                    same_bits(one, other, f"{op} of {one.dtype} on {backend}", any_nan=True)
+                    check_bits(one, other, f"{op} of {one.dtype} on {backend}", any_nan=True)
 
 
 # Short ways.
@@ -231,22 +231,22 @@ def test_symmetric_tensors_give_the_same(world_size):
             shared = fd.empty_symmetric((count + 64,))[16 : 16 + count]
             shared.copy_(ordinary)
             out = fd.empty_symmetric((count,))
-            same_bits(fd.allreduce(shared, out=out), fd.allreduce(ordinary), "allreduce", any_nan=True)
-            same_bits(fd.reduce_scatter(shared), fd.reduce_scatter(ordinary), "reduce_scatter", any_nan=True)
-            same_bits(fd.all_gather(shared), fd.all_gather(ordinary), "all_gather")
-            same_bits(fd.all_to_all(shared), fd.all_to_all(ordinary), "all_to_all")
+            check_bits(fd.allreduce(shared, out=out), fd.allreduce(ordinary), "allreduce", any_nan=True)
+            check_bits(fd.reduce_scatter(shared), fd.reduce_scatter(ordinary), "reduce_scatter", any_nan=True)
+            check_bits(fd.all_gather(shared), fd.all_gather(ordinary), "all_gather")
+            check_bits(fd.all_to_all(shared), fd.all_to_all(ordinary), "all_to_all")
             sizes = [count // p + (1 if r == 0 else 0) for r in range(p)]
             part = shared[: sizes[rank]]
-            same_bits(fd.all_gather_uneven(part), fd.all_gather_uneven(part.clone()), "all_gather_uneven")
-            same_bits(fd.gather(shared), fd.gather(ordinary), "gather")
+            check_bits(fd.all_gather_uneven(part), fd.all_gather_uneven(part.clone()), "all_gather_uneven")
+            check_bits(fd.gather(shared), fd.gather(ordinary), "gather")
             expected = fd.broadcast(ordinary, p - 1)
-            same_bits(fd.broadcast(shared.clone(), p - 1), expected, "broadcast of a copy")
-            same_bits(fd.reduce(shared), fd.reduce(ordinary), "reduce", any_nan=True)
+            check_bits(fd.broadcast(shared.clone(), p - 1), expected, "broadcast of a copy")
+            check_bits(fd.reduce(shared), fd.reduce(ordinary), "reduce", any_nan=True)
             expected = fd.allreduce(ordinary, ReduceOp.MEAN)
-            same_bits(fd.allreduce(shared, ReduceOp.MEAN, out=shared), expected, "in place", any_nan=True)
+            check_bits(fd.allreduce(shared, ReduceOp.MEAN, out=shared), expected, "in place", any_nan=True)
             shared.copy_(ordinary)
             expected = fd.broadcast(ordinary, p - 1)
-            same_bits(fd.broadcast(shared, p - 1, out=shared), expected, "broadcast in place")
+            check_bits(fd.broadcast(shared, p - 1, out=shared), expected, "broadcast in place")
 
     run_ranks(program, world_size, backend="native-threads")
 
@@ -320,7 +320,7 @@ def test_a_late_rank_is_told_over_the_connections():
 
     def program(group):
         if group.rank == 0:
-            group._notify_abort = lambda *_: None  # no news by way of rank 0's other connections
+            group._control._notify_abort = lambda *_: None  # no news by way of rank 0's other connections
             with pytest.raises(fd.DistributedTimeoutError):
                 group.barrier(timeout=0.1)
             has_failed.set()

@@ -14,8 +14,8 @@ import ferrodist as fd
 from ferrodist.backends import mailbox
 from ferrodist.backends.mailbox import EAGER_LIMIT
 from ferrodist.backends.native import is_native_available, p2p
-from ferrodist.backends.native.p2p import MessagesBackend
 from ferrodist.backends.request import wait_all
+from ferrodist.backends.tcp import TcpBackend
 from ferrodist.deadline import Deadline
 from ferrodist.errors import GroupAbortedError, GroupClosedError, PeerLostError, SizeMismatchError
 from ferrodist.testing import check_leaks, run_ranks
@@ -40,7 +40,7 @@ def test_no_message_goes_over_the_star(backend, monkeypatch):
     def program(group):
         group.barrier()
         if group.rank == 0:
-            monkeypatch.setattr(MessagesBackend, "_start_send", lambda *_: 1 / 0)
+            monkeypatch.setattr(TcpBackend, "_start_send", lambda *_: 1 / 0)
         group.barrier()
         peer = 1 - group.rank
         for here in (group, fd.SubBackend(group, [1, 0])):
@@ -309,7 +309,7 @@ def test_what_was_sent_in_a_subgroup_comes_before_the_news_of_its_end(backend):
 @_either_way
 def test_transfers_that_have_ended_keep_few_errors(backend, monkeypatch):
     """Who goes on asking for what can't come any more fills no memory with it, and each transfer says why it ended."""
-    monkeypatch.setattr(p2p, "_REASONS_KEPT", 20)
+    monkeypatch.setattr(p2p, "_MAX_REASONS", 20)
 
     def program(group):
         pair = fd.SubBackend(group, [0, 1])
@@ -336,7 +336,7 @@ def test_the_engine_forgets_a_group(backend):
     """What comes in a group that has ended is dropped; the engine has nothing of the group any more once told so."""
 
     def program(group):
-        engine = group._messenger
+        engine = group._p2p_engine
         if group.rank == 1:
             engine.end_group(5)
         group.barrier()

@@ -10,7 +10,7 @@ from nccl_fakes import fake_groups, send_cpu_tensors_to_nccl
 
 from ferrodist.testing import run_ranks
 from ferrodist.testing.conformance.collectives import oracle
-from ferrodist.testing.conformance.collectives.oracle import same_bits
+from ferrodist.testing.conformance.collectives.oracle import check_bits
 from ferrodist.testing.conformance.collectives.suite import COLLECTIVE_CHECKS
 
 if TYPE_CHECKING:
@@ -46,5 +46,5 @@ _CHECKS = [check for check in COLLECTIVE_CHECKS if check.__name__ not in _OF_ANO
 def test_collectives_conform(world_size: int, check: CollectiveCheck, monkeypatch: pytest.MonkeyPatch) -> None:
     """Every check that holds for NCCL passes on its engine."""
     send_cpu_tensors_to_nccl(monkeypatch)
-    monkeypatch.setattr(oracle, "same_bits", partial(same_bits, any_nan=True))  # which NaN is the GPU's choice
+    monkeypatch.setattr(oracle, "check_bits", partial(check_bits, any_nan=True))  # which NaN is the GPU's choice
     run_ranks(check, world_size, backend=partial(fake_groups, timeout=30.0), timeout=60.0)

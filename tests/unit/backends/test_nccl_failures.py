@@ -12,8 +12,13 @@ import torch
 from nccl_fakes import FakeNccl, fake_groups, send_cpu_tensors_to_nccl
 
 import ferrodist as fd
+from ferrodist.backends.collective_op import CollectiveKind, CollectiveOp
 from ferrodist.backends.mailbox_backend import PeerExit
 from ferrodist.testing import run_ranks
+
+
+def _sum_in_place(tensor: torch.Tensor) -> CollectiveOp:
+    return CollectiveOp(kind=CollectiveKind.ALLREDUCE, source=tensor, out=tensor, op=fd.ReduceOp.SUM, timeout=20.0)
 
 
 @pytest.fixture(autouse=True)
@@ -223,7 +228,7 @@ def test_ranks_of_which_one_calls_on_the_cpu_are_told(monkeypatch: pytest.Monkey
         engine, ones = group.engine("cuda"), torch.ones(2)
         calls = (
             lambda: fd.allreduce(ones),
-            lambda: engine.allreduce(ones, ones, fd.ReduceOp.SUM, timeout=20.0, sequence=engine.reserve()),
+            lambda: engine.run(_sum_in_place(ones), engine.reserve()),
         )
         with pytest.raises(fd.CollectiveMismatchError, match="on GPUs"):
             calls[group.rank]()
@@ -287,8 +292,8 @@ def test_a_dead_rank_is_reported_and_left_out() -> None:
     def program(group: fd.Backend) -> str:
         begin(group)
         if group.rank == 2:
-            group.tcp._peers[0]._peer_died(2, _DEATH)
-            group.tcp._peers[1]._peer_died(2, _DEATH)
+            group.tcp._peers[0].peer_died(2, _DEATH)
+            group.tcp._peers[1].peer_died(2, _DEATH)
             return "dead"
         with pytest.raises(fd.PeerLostError) as caught:
             go_on(group)
@@ -364,7 +369,7 @@ def test_threads_launch_in_the_order_of_their_places() -> None:
         places = [engine.reserve() for _ in tensors]
 
         def launch(i: int) -> None:
-            engine.allreduce(tensors[i], tensors[i], fd.ReduceOp.SUM, timeout=20.0, sequence=places[i])
+            engine.run(_sum_in_place(tensors[i]), places[i])
 
         # The ranks' threads start in opposite orders.
         order = range(8) if group.rank else reversed(range(8))

@@ -6,7 +6,6 @@ There is no GPU here: engines for GPUs are recorded fakes.
 from __future__ import annotations
 
 import threading
-from functools import partial
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
@@ -15,12 +14,13 @@ import torch
 from fake_streams import SCHEDULES, FakeStreams
 
 import ferrodist as fd
+from ferrodist.backends.collective_op import CollectiveKind, CollectiveOp
 from ferrodist.collectives import all_gather, work
 from ferrodist.collectives.arguments import check_out, prepare_late_out, prepare_out
 from ferrodist.collectives.coalescing import coalesce
 from ferrodist.collectives.engines.host import host_engine_of
 from ferrodist.collectives.engines.select import engine_of, messages_of
-from ferrodist.collectives.work import FusionSpec, Operation, run_later, run_now
+from ferrodist.collectives.work import PreparedCall, execute, submit
 from ferrodist.testing import run_ranks
 
 if TYPE_CHECKING:
@@ -58,9 +58,9 @@ class FakeEngine:
         self.sequence += 1
         return self.sequence
 
-    def allreduce(self, out: torch.Tensor, source: torch.Tensor, op: Any, *, timeout: float, sequence: int) -> None:
-        self.log.append(f"allreduce {sequence} in {threading.current_thread().name}")
-        torch.mul(source, 2, out=out)
+    def run(self, op: CollectiveOp, sequence: int) -> None:
+        self.log.append(f"{op.kind} {sequence} in {threading.current_thread().name}")
+        torch.mul(op.source, 2, out=op.out)
 
     def begin_async(self) -> None:
         self.log.append("begin")
@@ -71,22 +71,12 @@ class FakeEngine:
         return self.works[-1]
 
 
-def _operation(group: Backend, engine: Any, tensor: torch.Tensor, *, fails: bool = False) -> Operation[torch.Tensor]:
-    def on(out: torch.Tensor, source: torch.Tensor, timeout: float, sequence: int) -> None:
-        if fails:
-            raise ZeroDivisionError
-        engine.allreduce(out, source, None, timeout=timeout, sequence=sequence)
+def _call(group: Backend, engine: Any, tensor: torch.Tensor, *, fails: bool = False) -> PreparedCall[torch.Tensor]:
+    def fail(sequence: int) -> None:
+        raise ZeroDivisionError
 
-    return Operation(
-        name="allreduce",
-        group=group,
-        engine=engine,
-        device=tensor.device,
-        timeout=1.0,
-        run=partial(on, tensor, tensor, 1.0),
-        finish=lambda: tensor,
-        fusible=FusionSpec(key=("allreduce",), source=tensor, out=tensor, run=on),
-    )
+    op = CollectiveOp(kind=CollectiveKind.ALLREDUCE, source=tensor, out=tensor, timeout=1.0)
+    return PreparedCall(op=op, group=group, engine=engine, run=fail if fails else None, finish=lambda: tensor)
 
 
 @pytest.fixture
@@ -151,7 +141,7 @@ def test_tensors_of_a_call_are_on_one_device() -> None:
 def test_enqueued_operations_run_in_the_callers_thread(group: Backend) -> None:
     """Between begin and end, at once; each wait orders the stream, and does not wait for the device."""
     engine, tensor = FakeEngine(), torch.ones(2)
-    pending = run_later(_operation(group, engine, tensor))
+    pending = submit(_call(group, engine, tensor))
     assert engine.log == ["begin", f"allreduce 1 in {threading.current_thread().name}", "end"]
     assert not pending.done()
     assert pending.wait() is tensor
@@ -165,7 +155,7 @@ def test_enqueued_operations_run_in_the_callers_thread(group: Backend) -> None:
 def test_enqueued_operations_with_a_timeout(group: Backend) -> None:
     """With a timeout the host waits for the device, and may wait again."""
     engine, tensor = FakeEngine(), torch.ones(2)
-    pending = run_later(_operation(group, engine, tensor))
+    pending = submit(_call(group, engine, tensor))
     with pytest.raises(fd.DistributedTimeoutError, match="still under way"):
         pending.wait(0.01)
     assert "wait on stream" not in engine.log
@@ -176,12 +166,12 @@ def test_enqueued_operations_with_a_timeout(group: Backend) -> None:
 def test_enqueued_operations_that_fail(group: Backend) -> None:
     """What is raised before the work is on a stream, and what is learned after, is raised in wait."""
     engine = FakeEngine()
-    pending = run_later(_operation(group, engine, torch.ones(2), fails=True))
+    pending = submit(_call(group, engine, torch.ones(2), fails=True))
     assert engine.log == ["begin", "end"]
     assert pending.done()
     with pytest.raises(ZeroDivisionError):
         pending.wait()
-    pending = run_later(_operation(group, engine, torch.ones(2)))
+    pending = submit(_call(group, engine, torch.ones(2)))
     engine.works[-1].error = fd.PeerLostError("gone", ranks=(1,))
     assert pending.done()
     with pytest.raises(fd.PeerLostError) as caught:
@@ -204,13 +194,11 @@ def test_started_operations_of_a_blocking_engine(
         streams.put(streams.current(), lambda: tensor.add_(1), "work")
 
     starting = streams.current()
-    pending = run_later(
-        Operation(
-            name="add",
+    pending = submit(
+        PreparedCall(
+            op=CollectiveOp(kind=CollectiveKind.ALLREDUCE, source=SimpleNamespace(device=_CUDA), timeout=1.0),
             group=group,
             engine=host_engine_of(group),
-            device=_CUDA,
-            timeout=1.0,
             run=run,
             finish=lambda: tensor,
         )
@@ -228,7 +216,7 @@ def test_started_operations_of_a_blocking_engine(
 def test_blocking_calls_of_an_enqueueing_engine(group: Backend) -> None:
     """A blocking call is not between begin and end: its engine orders the caller's stream."""
     engine, tensor = FakeEngine(), torch.ones(2)
-    assert run_now(_operation(group, engine, tensor)).tolist() == [2, 2]
+    assert execute(_call(group, engine, tensor)).tolist() == [2, 2]
     assert engine.log == [f"allreduce 1 in {threading.current_thread().name}"]
 
 
@@ -236,7 +224,7 @@ def test_coalesced_operations_are_taken_apart_in_the_order_of_the_stream(group: 
     """Joined operations reach their tensors after the stream has been ordered, when the first of them is waited for."""
     engine, one, two = FakeEngine(), torch.ones(2), torch.ones(3)
     with coalesce(group):
-        first, second = (run_later(_operation(group, engine, tensor)) for tensor in (one, two))
+        first, second = (submit(_call(group, engine, tensor)) for tensor in (one, two))
     assert sum("allreduce" in line for line in engine.log) == 1
     assert (one.tolist(), two.tolist()) == ([1, 1], [1, 1, 1])
     assert not second.done()

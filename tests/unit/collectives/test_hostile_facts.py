@@ -10,7 +10,7 @@ import torch
 
 import ferrodist as fd
 from ferrodist.backends.native import is_native_available
-from ferrodist.collectives.engines.host import host_engine_of
+from ferrodist.collectives.engines.host import share_bytes
 from ferrodist.testing import run_ranks
 
 if TYPE_CHECKING:
@@ -51,8 +51,7 @@ def test_facts_that_no_rank_tells_are_refused_by_all_others(operation: str, back
 
         def program(group: fd.Backend, said: bytes = said) -> None:
             if group.rank == 1:
-                engine = host_engine_of(group)
-                engine.share(operation, said, timeout=20, sequence=engine.reserve())
+                share_bytes(group, operation, said, 20)
             with pytest.raises((fd.ProtocolError, fd.CollectiveMismatchError)) as caught:
                 group.recv(bytearray(1), 0, timeout=20) if group.rank == 1 else _CALLS[operation]()
             assert isinstance(caught.value, fd.CollectiveMismatchError) or caught.value.ranks == (1,)

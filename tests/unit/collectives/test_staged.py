@@ -14,6 +14,7 @@ from fake_streams import SCHEDULES, FakeStreams
 
 import ferrodist as fd
 from ferrodist.backends import cuda
+from ferrodist.backends.collective_op import CollectiveKind, CollectiveOp
 from ferrodist.backends.cuda import CudaStreams
 from ferrodist.backends.sequencer import Sequencer
 from ferrodist.collectives.arguments import OutputBuffer, compute_shard_sizes
@@ -23,13 +24,11 @@ from ferrodist.collectives.engines.gpu_staged import HostStagedEngine, HostStage
 from ferrodist.collectives.engines.host import host_engine_of
 from ferrodist.collectives.reduce_op import DTYPES, ReduceOp, check_reduction, premultiplied_sum
 from ferrodist.collectives.tensor_protocol import Recv, Send
-from ferrodist.collectives.work import Operation, run_later
+from ferrodist.collectives.work import PreparedCall, submit
 from ferrodist.deadline import Deadline
 from ferrodist.testing import run_ranks
-from ferrodist.testing.conformance.collectives.calling import FORM_CHECKS
-from ferrodist.testing.conformance.collectives.data_movement import MOVEMENT_CHECKS
-from ferrodist.testing.conformance.collectives.oracle import elements, same_bits
-from ferrodist.testing.conformance.collectives.reductions import REDUCTION_CHECKS
+from ferrodist.testing.conformance.collectives import calling, data_movement, reductions
+from ferrodist.testing.conformance.collectives.oracle import check_bits, elements
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -61,9 +60,23 @@ class Gpu:
         self.streams.run_until(self.streams.record(stream))
         return seen
 
-    def call(self, name: str, *arguments: Any, timeout: float = 30.0, **keywords: Any) -> None:
-        """Call a collective, as `run_now` does."""
-        getattr(self.staged, name)(*arguments, timeout=timeout, sequence=self.staged.reserve(), **keywords)
+    def call(
+        self,
+        kind: str,
+        out: torch.Tensor | None,
+        source: torch.Tensor | None = None,
+        op: Any = None,
+        *,
+        timeout: float = 30.0,
+        **fields: Any,
+    ) -> None:
+        """Call a collective."""
+        call = CollectiveOp(kind=CollectiveKind(kind), out=out, source=source, op=op, timeout=timeout, **fields)
+        self.staged.run(call, self.staged.reserve())
+
+
+def _sum_in_place(tensor: torch.Tensor) -> CollectiveOp:
+    return CollectiveOp(kind=CollectiveKind.ALLREDUCE, source=tensor, out=tensor, op=ReduceOp.SUM, timeout=30.0)
 
 
 def _every_collective(group: Backend, gpu: Gpu, dtype: torch.dtype, count: int, op: Any) -> None:
@@ -77,38 +90,32 @@ def _every_collective(group: Backend, gpu: Gpu, dtype: torch.dtype, count: int, 
     received = [count + rank + 2 * other for other in range(size)]
     letters = elements(dtype, sum(sent), rank, seed=2)
 
-    def check(
-        name: str,
-        source: torch.Tensor | None,
-        out: int | None,
-        arguments: Callable[[torch.Tensor | None, torch.Tensor | None], tuple],
-        **more: Any,
-    ) -> None:
+    def check(name: str, source: torch.Tensor | None, out: int | None, **fields: Any) -> None:
         expected = None if out is None else torch.zeros(out, dtype=dtype)
         input_there = None if source is None else source.clone()
-        place = {"timeout": 30.0, "sequence": host.reserve()}
-        getattr(host, name)(*arguments(expected, input_there), **more, **place)
+        call = CollectiveOp(kind=CollectiveKind(name), out=expected, source=input_there, timeout=30.0, **fields)
+        host.run(call, host.reserve())
         found = None if out is None else gpu.put(torch.zeros(out, dtype=dtype))
         input_here = None if source is None else gpu.put(source)
-        gpu.call(name, *arguments(found, input_here), **more)
+        gpu.call(name, found, input_here, **fields)
         if expected is not None:
-            same_bits(gpu.get(found), expected, f"{name} of {count} {dtype} on rank {rank}", any_nan=True)
+            check_bits(gpu.get(found), expected, f"{name} of {count} {dtype} on rank {rank}", any_nan=True)
 
-    check("all_gather", own, sum(counts), lambda out, source: (out, source, counts), dim=0)
-    check("gather", own, sum(counts) if rank == root else None, lambda out, source: (out, source, counts, root))
-    check("scatter", every if rank == root else None, counts[rank], lambda out, source: (out, source, counts, root))
-    check("all_to_all", letters, sum(received), lambda out, source: (out, source, sent, received), unit=1)
+    check("all_gather", own, sum(counts), counts=counts, dim=0)
+    check("gather", own, sum(counts) if rank == root else None, counts=counts, root=root)
+    check("scatter", every if rank == root else None, counts[rank], counts=counts, root=root)
+    check("all_to_all", letters, sum(received), counts=sent, recv_counts=received, unit=1)
     whole = elements(dtype, count, rank, seed=3)
     expected = whole.clone()
-    host.broadcast(expected, root, timeout=30.0, sequence=host.reserve())
+    host.run(CollectiveOp(kind=CollectiveKind.BROADCAST, out=expected, root=root, timeout=30.0), host.reserve())
     found = gpu.put(whole)
-    gpu.call("broadcast", found, root)
-    same_bits(gpu.get(found), expected, f"broadcast of {count} {dtype}")
+    gpu.call("broadcast", found, root=root)
+    check_bits(gpu.get(found), expected, f"broadcast of {count} {dtype}")
     if op is not None:
-        check("allreduce", whole, count, lambda out, source: (out, source, op))
-        check("reduce", whole, count if rank == root else None, lambda out, source: (out, source, op, root))
+        check("allreduce", whole, count, op=op)
+        check("reduce", whole, count if rank == root else None, op=op, root=root)
         parts = compute_shard_sizes(count, size)
-        check("reduce_scatter", whole, parts[rank], lambda out, source: (out, source, parts, op), dim=0)
+        check("reduce_scatter", whole, parts[rank], counts=parts, op=op, dim=0)
 
 
 @pytest.mark.parametrize("backend", ["simulated", "native-threads"])
@@ -145,7 +152,9 @@ def test_every_dtype_and_reduction(dtype: torch.dtype) -> None:
     run_ranks(on_rank, 3)
 
 
-@pytest.mark.parametrize("check", [*REDUCTION_CHECKS, *MOVEMENT_CHECKS, *FORM_CHECKS], ids=lambda check: check.__name__)
+@pytest.mark.parametrize(
+    "check", [*reductions.CHECKS, *data_movement.CHECKS, *calling.CHECKS], ids=lambda check: check.__name__
+)
 def test_conformance(check: Callable[[Backend], None], monkeypatch: pytest.MonkeyPatch) -> None:
     """The checks of collectives pass through the staged ones, in segments that cut everything to pieces."""
     made: dict[int, HostStagedEngine] = {}
@@ -172,7 +181,7 @@ def test_in_place(schedule: str) -> None:
         gpu.call("allreduce", tensor, tensor, ReduceOp.SUM)
         gpu.call("allreduce", tensor, tensor, ReduceOp.SUM)
         assert gpu.get(tensor).tolist() == [4 * i + 2.0 for i in range(100)]
-        gpu.call("reduce", tensor if group.rank == 1 else None, tensor, ReduceOp.MAX, 1)
+        gpu.call("reduce", tensor if group.rank == 1 else None, tensor, ReduceOp.MAX, root=1)
         assert gpu.get(tensor).tolist() == [4 * i + 2.0 for i in range(100)]
 
     run_ranks(on_rank, 2, backend="native-threads")
@@ -255,7 +264,7 @@ def test_mismatched_counts(backend: str, counts: tuple[int, int]) -> None:
 _CALLS: dict[str, Callable[[Gpu, torch.Tensor], None]] = {
     "dtype": lambda gpu, tensor: gpu.call("allreduce", tensor.double(), tensor.double(), ReduceOp.SUM),
     "op": lambda gpu, tensor: gpu.call("allreduce", tensor, tensor, ReduceOp.MAX),
-    "operation": lambda gpu, tensor: gpu.call("broadcast", tensor, 0),
+    "operation": lambda gpu, tensor: gpu.call("broadcast", tensor, root=0),
     "host": lambda gpu, tensor: fd.allreduce(tensor, group=gpu.group),
 }
 
@@ -288,7 +297,7 @@ def test_uneven_exchanges_that_do_not_fit() -> None:
         sent, received = [30, 30 + group.rank], [30 + (group.rank and 9), 30 + group.rank]
         source, out = gpu.put(torch.ones(sum(sent))), gpu.put(torch.zeros(sum(received)))
         with pytest.raises(fd.DistributedError):
-            gpu.call("all_to_all", out, source, sent, received, unit=1, timeout=10.0)
+            gpu.call("all_to_all", out, source, counts=sent, recv_counts=received, unit=1, timeout=10.0)
 
     run_ranks(on_rank, 2)
 
@@ -355,7 +364,7 @@ def test_an_abort_reaches_who_waits_for_the_device(count: int) -> None:
         messages = HostStagedP2P(group, lambda _: gpu.streams)
         group.barrier()
         for call in (
-            lambda: gpu.call("broadcast", tensor, 1, timeout=3600.0),
+            lambda: gpu.call("broadcast", tensor, root=1, timeout=3600.0),
             lambda: messages.exchange([Send(tensor, 0)], timeout=3600.0),
         ):
             with pytest.raises(fd.GroupAbortedError, match="enough"):
@@ -394,7 +403,7 @@ def test_synchronize_waits_for_the_device() -> None:
         place = gpu.staged.reserve()  # of an operation that has not begun
         with pytest.raises(fd.DistributedTimeoutError):
             group.synchronize(0.01)
-        gpu.staged.allreduce(tensor, tensor, ReduceOp.SUM, timeout=30.0, sequence=place)
+        gpu.staged.run(_sum_in_place(tensor), place)
         group.synchronize()
         assert tensor.tolist() == [4, 4, 4]
 
@@ -445,27 +454,20 @@ def test_started_operations_take_turns(backend: str) -> None:
         gpu = Gpu(group, "random")
         tensors = [gpu.put(torch.full((50,), 10.0 * i + group.rank)) for i in range(6)]
 
-        def operation(tensor: torch.Tensor) -> Operation[torch.Tensor]:
+        def prepare(tensor: torch.Tensor) -> PreparedCall[torch.Tensor]:
             def run(sequence: int) -> None:
                 with handover.running():
-                    gpu.staged.allreduce(tensor, tensor, ReduceOp.SUM, timeout=30.0, sequence=sequence)
+                    gpu.staged.run(_sum_in_place(tensor), sequence)
 
             def finish() -> torch.Tensor:
                 handover.take()
                 return tensor
 
             handover = StreamHandoff(gpu.streams)
-            return Operation(
-                name="allreduce",
-                group=group,
-                engine=gpu.staged,
-                device=None,
-                timeout=30.0,
-                run=run,
-                finish=finish,
-            )
+            op = CollectiveOp(kind=CollectiveKind.BARRIER, timeout=30.0)  # without tensors, for which run stands in
+            return PreparedCall(op=op, group=group, engine=gpu.staged, run=run, finish=finish)
 
-        pending = [run_later(operation(tensor)) for tensor in tensors[:5]]
+        pending = [submit(prepare(tensor)) for tensor in tensors[:5]]
         gpu.call("allreduce", tensors[5], tensors[5], ReduceOp.SUM)
         for i, tensor in enumerate([*(one.wait() for one in pending), tensors[5]]):
             assert gpu.get(tensor).tolist() == [20.0 * i + 1] * 50
@@ -487,7 +489,7 @@ def test_time_counts_from_the_turn() -> None:
             thread.join(0.05)
         assert all(thread.is_alive() for thread in waiting)
         tensor = gpu.put(torch.ones(2))
-        gpu.staged.allreduce(tensor, tensor, ReduceOp.SUM, timeout=30.0, sequence=first)
+        gpu.staged.run(_sum_in_place(tensor), first)
         waiting[0].join()
         assert waiting[1].is_alive()
         both_have_looked.wait(30.0)

@@ -156,12 +156,12 @@ def test_wrong_uses():
         (lambda: mesh["a", "a"], ValueError, "comes twice"),
         (lambda: mesh[0], TypeError, "names of axes"),
         (lambda: mesh.axis_index(2), ValueError, "no axis 2"),
-        (lambda: mesh.axis_index(True), TypeError, "by its name or its number, not by True"),
-        (lambda: mesh.ranks_along_axis(None), TypeError, "by its name or its number, not by None"),
+        (lambda: mesh.axis_index(True), TypeError, "by its name or its index, not by True"),
+        (lambda: mesh.ranks_along_axis(None), TypeError, "by its name or its index, not by None"),
         (lambda: pickle.dumps(mesh), TypeError, "a DeviceMesh is not pickled"),
         (lambda: mesh.coords(4), InvalidRankError, "rank 4"),
-        (lambda: mesh.rank_of((0, 2)), ValueError, r"no place \(0, 2\)"),
-        (lambda: mesh.rank_of((0,)), ValueError, "no place"),
+        (lambda: mesh.rank_of((0, 2)), ValueError, r"no coordinate \(0, 2\)"),
+        (lambda: mesh.rank_of((0,)), ValueError, "no coordinate"),
     ]:
         with pytest.raises(kind, match=text):
             use()

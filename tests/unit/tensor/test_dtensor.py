@@ -127,10 +127,10 @@ def test_from_local_learns_the_shape():
         (
             [(3, 2), (1, 2)],
             Shard(0),
-            r"they have \(4, 2\) together, .* rank 0 has a part of shape \(2, 2\), not \(3, 2\)",
+            r"they have \(4, 2\) together, .* rank 0 has a shard of shape \(2, 2\), not \(3, 2\)",
         ),
-        ([(2, 2), (2, 3)], Shard(0), r"rank 1 has a part of shape \(2, 2\), not \(2, 3\)"),
-        ([(2, 2), (3, 2)], Replicate(), r"rank 1 has a part of shape \(2, 2\), not \(3, 2\)"),
+        ([(2, 2), (2, 3)], Shard(0), r"rank 1 has a shard of shape \(2, 2\), not \(2, 3\)"),
+        ([(2, 2), (3, 2)], Replicate(), r"rank 1 has a shard of shape \(2, 2\), not \(3, 2\)"),
         ([(2, 2), (2,)], Replicate(), r"rank 0 has torch.float32 of shape \(2, 2\).* and rank 1 has"),
     ],
 )
@@ -157,7 +157,7 @@ def test_from_local_with_a_shape_sends_nothing():
     """Each rank checks its own part."""
     mesh = DeviceMesh(fd.SimulatedBackend.create_group(2)[1], (2,))
     assert DTensor.from_local(torch.zeros(2, 4), mesh, Shard(0), shape=(5, 4)).shape == (5, 4)
-    with pytest.raises(ValueError, match=r"this rank's part .* has shape \(2, 4\), not \(3, 4\)"):
+    with pytest.raises(ValueError, match=r"this rank's shard .* has shape \(2, 4\), not \(3, 4\)"):
         DTensor.from_local(torch.zeros(3, 4), mesh, Shard(0), shape=(5, 4))
 
 
@@ -168,7 +168,7 @@ def test_from_local_with_a_shape_sends_nothing():
         ([Shard(2), Replicate()], IndexError, r"Shard\(2\) along axis 'a': a tensor of shape \(4, 6\) has no such dim"),
         (["row", Replicate()], TypeError, "a placement is .*, not 'row'"),
         ([Shard(0), Shard(0, blocks=4)], ValueError, "dim 0 of 2 is not 4 equal blocks"),
-        ([Partial(), Partial(ReduceOp.MAX)], ValueError, "folds by max and sum, whose result depends on which comes"),
+        ([Partial(), Partial(ReduceOp.MAX)], ValueError, "reduces by max and sum, whose result depends on which comes"),
         (Replicate(), ValueError, "needs 2 placements"),
     ],
 )
@@ -186,7 +186,7 @@ def test_blocks_of_an_uneven_part():
 
 
 def test_placements_that_can_not_be():
-    with pytest.raises(TypeError, match="the number of a dim"):
+    with pytest.raises(TypeError, match="the index of a dim"):
         Shard(1.0)
     with pytest.raises(ValueError, match="at least one block"):
         Shard(0, blocks=0)
@@ -296,7 +296,7 @@ def test_gradients_of_parts():
             assert torch.equal(local.grad, expected)
         local = torch.ones(3, requires_grad=True)
         largest = DTensor.from_local(local, mesh, Partial(ReduceOp.MAX)).full_tensor()
-        with pytest.raises(RuntimeError, match=r"the parts of Partial\(max\) have no gradient"):
+        with pytest.raises(RuntimeError, match=r"the shards of Partial\(max\) have no gradient"):
             largest.sum().backward()
         tensor = fd.distribute(torch.ones(3), mesh, Replicate(), src=None).requires_grad_()
         (tensor.to_local(grad_placements=Partial()) * (group.rank + 1)).sum().backward()

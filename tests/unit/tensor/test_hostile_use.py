@@ -25,7 +25,7 @@ def test_parts_are_added_before_their_fractions_are_cut_off():
         assert tensor.cumsum(0, dtype=torch.int64).full_tensor().tolist() == [1, 2, 3, 4]
         target = fd.distribute(torch.zeros(4, dtype=torch.int64), mesh, Shard(0), src=None)
         assert target.copy_(tensor).full_tensor().tolist() == [1] * 4
-        with pytest.raises(UnsupportedOpError, match="can't write to a tensor that lies as"):
+        with pytest.raises(UnsupportedOpError, match="can't write to a tensor placed as"):
             target.redistribute(Partial()).copy_(tensor)
 
     run_ranks(program, 2)
@@ -304,7 +304,7 @@ def test_conjugates():
         torch.testing.assert_close((mine * scale).full_tensor(), whole.conj() * weight)
         given = fd.distribute(whole.conj(), mesh, Replicate(), src=None)
         torch.testing.assert_close((given * given).full_tensor(), whole.conj() * whole.conj())
-        with pytest.raises(UnsupportedOpError, match="would write to a view whose parts had to be moved"):
+        with pytest.raises(UnsupportedOpError, match="would write to a view whose shards had to be redistributed"):
             tensor.conj().mul_(2)
         for fold in (torch.var, torch.std, torch.linalg.vector_norm, lambda one: torch.logsumexp(one, 0)):
             torch.testing.assert_close(fold(tensor).full_tensor(), fold(whole))

@@ -11,7 +11,8 @@ from operator_checks import NUM_RANKS, make, placements_of, spread
 
 import ferrodist as fd
 from ferrodist import DeviceMesh, DTensor, Partial, ReduceOp, Replicate, Shard
-from ferrodist.tensor.redistribute_plan import GeneralAllToAll, RedistributeKind, make_plan
+from ferrodist.tensor.general_all_to_all import GeneralAllToAll
+from ferrodist.tensor.redistribute_plan import RedistributeKind, make_plan
 from ferrodist.tensor.spec import DTensorSpec, check_placements
 from ferrodist.testing import run_ranks
 
@@ -137,10 +138,10 @@ def test_an_axis_that_divided_last_goes_by_itself():
 
 def test_an_exchange_sends_each_element_once():
     """Of ranks that have the same part one sends it: two of four lack half of 32 elements."""
-    way = GeneralAllToAll((8, 4), [R, Shard(0)], [Shard(0), R], (2, 2))
-    assert way.count_sent() == 8
-    pieces = [way.piece(sender, receiver) for sender, receiver in itertools.permutations(GRID, 2)]
-    assert sum(math.prod(stop - start for start, stop in piece) for piece in pieces) == 4 * 8
+    pattern = GeneralAllToAll((8, 4), [R, Shard(0)], [Shard(0), R], (2, 2))
+    assert pattern.count_sent() == 8
+    overlaps = [pattern.overlap(sender, receiver) for sender, receiver in itertools.permutations(GRID, 2)]
+    assert sum(math.prod(stop - start for start, stop in overlap) for overlap in overlaps) == 4 * 8
 
 
 def test_no_plan_sends_less_than_ranks_lack():

@@ -8,7 +8,7 @@ from toy_backend import Message, ToyBackend
 from ferrodist.errors import DistributedTimeoutError, GroupAbortedError, RankFailedError, SizeMismatchError
 from ferrodist.testing import BACKEND_CHECKS, check_backend, run_ranks
 from ferrodist.testing.conformance.backend import suite
-from ferrodist.testing.conformance.backend.harness import pattern, same_bytes
+from ferrodist.testing.conformance.backend.harness import check_bytes, pattern
 
 CHECKS = {check.__name__: check for check in BACKEND_CHECKS}
 
@@ -198,7 +198,7 @@ BROKEN = [
 @pytest.mark.parametrize(("backend", "rule"), BROKEN, ids=lambda value: getattr(value, "__name__", value))
 def test_broken_backend_is_found(backend, rule, monkeypatch):
     """A backend that breaks one rule fails the check of that rule, soon and with an assertion."""
-    monkeypatch.setattr("ferrodist.testing.conformance.backend.messages.PATIENCE", 1.0)
+    monkeypatch.setattr("ferrodist.testing.conformance.backend.messages.TIMEOUT", 1.0)
     start = time.monotonic()
     with pytest.raises((AssertionError, RankFailedError)):
         CHECKS[rule](backend.create_group, 3)
@@ -252,12 +252,12 @@ def test_differences_are_shown_short():
     """A difference between large messages is shown by its place."""
     good = pattern(1 << 20)
     bad = good[:1000] + bytes([good[1000] ^ 1]) + good[1001:]
-    same_bytes(good, good, "what")
+    check_bytes(good, good, "what")
     with pytest.raises(AssertionError, match="what: byte 1000 of 1048576 is") as caught:
-        same_bytes(bad, good, "what")
+        check_bytes(bad, good, "what")
     assert len(str(caught.value)) < 200
     with pytest.raises(AssertionError, match="what: 3 bytes in place of 1048576"):
-        same_bytes(b"abc", good, "what")
+        check_bytes(b"abc", good, "what")
 
 
 def test_toy_messages_are_compared_by_value():

@@ -29,7 +29,7 @@ def leak_expected(match):
 @contextlib.contextmanager
 def _impatient_check():
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(leaks, "_SETTLE_SECONDS", 0.05)
+        patch.setattr(leaks, "_SETTLE_TIMEOUT_SECONDS", 0.05)
         with check_leaks():
             yield
 

@@ -349,7 +349,7 @@ def test_threads_that_are_about_to_end_are_waited_for(monkeypatch):
     assert len(threads()) == alone
     begin_thread(60)
     assert run_ranks(lambda group: group.rank, 2, backend="tcp") == [0, 1]
-    monkeypatch.setattr(process_ranks, "_THREAD_EXIT_SECONDS", 60)  # which the second time is not waited for
+    monkeypatch.setattr(process_ranks, "_THREAD_EXIT_TIMEOUT_SECONDS", 60)  # which the second time is not waited for
     assert run_ranks(lambda group: group.rank, 2, backend="tcp") == [0, 1]
     assert len(threads()) == alone + 1
 

@@ -268,7 +268,7 @@ class _SharedMemorySetup:
         """Every rank's card and the rest of what it says; BackendUnavailable on all ranks when one has a problem."""
         if self._problem:
             own = _NO_NAME + self._problem.encode()[: _CARD.size + CpuSet.size() - _NAME_BYTES]
-        said = self._group.agreement.reach(self._call.with_payload(own), self.deadline.remaining())
+        said = self._group.verifier.verify(self._call.with_payload(own), self.deadline.remaining())
         try:
             check_problems(
                 self._group, [text[_NAME_BYTES:] for text in said if text.startswith(_NO_NAME)], "share memory"

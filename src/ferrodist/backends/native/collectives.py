@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ferrodist.backends import stragglers
-from ferrodist.backends.native.binding import SHARE_NAME_BYTES, call_of_line, dtype_name, dtype_number, load
+from ferrodist.backends.collective_op import CollectiveKind, CollectiveOp
+from ferrodist.backends.native.binding import SHARE_NAME_BYTES, call_of_line, dtype_number, load
 from ferrodist.backends.native.bootstrap import open_communicator, open_symmetric
 from ferrodist.backends.native.errors import abort_record, public_error, queued_error
-from ferrodist.backends.signature import CollectiveSignature
 from ferrodist.backends.verification import left_reason
 from ferrodist.deadline import Deadline, Elapsed, long_wait
 from ferrodist.errors import DistributedError
@@ -25,12 +25,13 @@ if TYPE_CHECKING:
     from ferrodist.backends.base import Backend
     from ferrodist.backends.native.symmetric_memory import ContiguousSharedView
     from ferrodist.backends.native.topology import HostTopology
+    from ferrodist.backends.signature import CollectiveSignature
 
 _POLL_SECONDS = 0.05
 
 
 class NativeEngine:
-    """`Collectives` of a group whose ranks share memory on each host, and are connected between hosts.
+    """A `HostEngine` of a group whose ranks share memory on each host, and are connected between hosts.
 
     Memory and connections are made when the first collective runs, so that making a group takes no message.
 
@@ -127,136 +128,21 @@ class NativeEngine:
         self._reserving = threading.Lock()
         self.end(lambda communicator: communicator.stop())
 
-    # The collectives: see `Collectives`.
-
-    def share(self, operation: str, payload: bytes, *, timeout: float, sequence: int) -> list[bytes]:
-        """Give every rank the bytes of each, in rank order."""
-        call = CollectiveSignature(operation=operation)
-        shared: list[bytes] = self._run(
-            "share", call, timeout, sequence, operation.encode().ljust(SHARE_NAME_BYTES, b"\0"), payload
-        )
-        return shared
-
-    def barrier(self, *, timeout: float, sequence: int) -> None:
-        """Return when all ranks have called."""
-        self._run("barrier", CollectiveSignature(operation="barrier"), timeout, sequence)
-
-    def allreduce(self, out: torch.Tensor, source: torch.Tensor, op: Any, *, timeout: float, sequence: int) -> None:
-        """Fold ``source`` over the ranks into every rank's ``out``, which may be ``source``."""
-        call = _call("allreduce", source, source.numel(), op=op)
-        reduction = _reduction(source, op)
-        self._run("allreduce", call, timeout, sequence, out.data_ptr(), source.data_ptr(), source.numel(), *reduction)
-
-    def reduce(
-        self,
-        out: torch.Tensor | None,
-        source: torch.Tensor,
-        op: Any,
-        root: int,
-        *,
-        timeout: float,
-        sequence: int,
-    ) -> None:
-        """Fold ``source`` over the ranks into the root's ``out``, which may be its ``source``; None elsewhere."""
-        call = _call("reduce", source, source.numel(), op=op, root=root)
-        addresses = (_address(out), source.data_ptr())
-        self._run("reduce", call, timeout, sequence, *addresses, source.numel(), root, *_reduction(source, op))
-
-    def broadcast(self, tensor: torch.Tensor, root: int, *, timeout: float, sequence: int) -> None:
-        """Copy the root's ``tensor`` into every rank's."""
-        call = _call("broadcast", tensor, tensor.numel(), root=root)
-        self._run("broadcast", call, timeout, sequence, tensor.data_ptr(), tensor.numel(), dtype_number(tensor), root)
-
-    def all_gather(
-        self,
-        out: torch.Tensor,
-        source: torch.Tensor,
-        counts: Sequence[int],
-        *,
-        dim: int,
-        timeout: float,
-        sequence: int,
-    ) -> None:
-        """Copy every rank's ``source`` into every ``out``, one after the other."""
-        call = _call("all_gather", out, out.numel(), dim=dim)
-        addresses = (out.data_ptr(), source.data_ptr())
-        self._run("all_gather", call, timeout, sequence, *addresses, counts, dtype_number(out), dim)
-
-    def gather(
-        self,
-        out: torch.Tensor | None,
-        source: torch.Tensor,
-        counts: Sequence[int],
-        root: int,
-        *,
-        timeout: float,
-        sequence: int,
-    ) -> None:
-        """Copy every rank's ``source`` into the root's ``out``; None elsewhere."""
-        call = _call("gather", source, sum(counts), root=root)
-        addresses = (_address(out), source.data_ptr())
-        self._run("gather", call, timeout, sequence, *addresses, counts, dtype_number(source), root)
-
-    def scatter(
-        self,
-        out: torch.Tensor,
-        source: torch.Tensor | None,
-        counts: Sequence[int],
-        root: int,
-        *,
-        timeout: float,
-        sequence: int,
-    ) -> None:
-        """Copy part r of the root's ``source``, of ``counts[r]`` elements, into rank r's ``out``."""
-        call = _call("scatter", out, sum(counts), root=root)
-        addresses = (out.data_ptr(), _address(source))
-        self._run("scatter", call, timeout, sequence, *addresses, counts, dtype_number(out), root)
-
-    def reduce_scatter(
-        self,
-        out: torch.Tensor,
-        source: torch.Tensor,
-        counts: Sequence[int],
-        op: Any,
-        *,
-        dim: int,
-        timeout: float,
-        sequence: int,
-    ) -> None:
-        """Fold part r of every rank's ``source`` into rank r's ``out``."""
-        call = _call("reduce_scatter", source, source.numel(), op=op, dim=dim)
-        addresses = (out.data_ptr(), source.data_ptr())
-        self._run("reduce_scatter", call, timeout, sequence, *addresses, counts, dim, *_reduction(source, op))
-
-    def all_to_all(
-        self,
-        out: torch.Tensor,
-        source: torch.Tensor,
-        send_counts: Sequence[int],
-        receive_counts: Sequence[int],
-        *,
-        unit: int,
-        timeout: float,
-        sequence: int,
-    ) -> None:
-        """Send part r of ``source`` to rank r, and collect what the ranks sent here in ``out``."""
-        call = _call("all_to_all", source, unit)
-        addresses = (out.data_ptr(), source.data_ptr())
-        counts = (send_counts, receive_counts, unit)
-        self._run("all_to_all", call, timeout, sequence, *addresses, *counts, dtype_number(source))
-
-    def _run(
-        self, collective: str, call: CollectiveSignature, timeout: float, sequence: int, *arguments: object
-    ) -> Any:
+    def run(self, op: CollectiveOp, sequence: int) -> list[bytes] | None:
+        """Run a collective."""
         if self._group.failure is not None:
             raise self._group.failure.fresh()
-        deadline = Deadline(timeout)
+        deadline = Deadline(op.timeout)
         if self.compiled is None:
-            self._open_at(sequence, call, deadline)
+            self._open_at(sequence, op.signature(), deadline)
         try:
-            return getattr(self.compiled, collective)(*arguments, timeout=deadline.remaining(), place=sequence)
+            collective = getattr(self.compiled, op.kind)
+            payloads: list[bytes] | None = collective(
+                *_ARGUMENTS[op.kind](op), timeout=deadline.remaining(), place=sequence
+            )
         except BaseException as failure:
-            raise self._ended_by(failure, call, timeout) from None
+            raise self._ended_by(failure, op.signature(), op.timeout) from None
+        return payloads
 
     def empty_symmetric(
         self, call: CollectiveSignature, size_bytes: int, timeout: float, joined: Sequence[tuple[int, int]] = ()
@@ -267,7 +153,8 @@ class NativeEngine:
         where the ranks are on several hosts.
         """
         deadline = Deadline(timeout)
-        self.share(call.operation, b"", timeout=timeout, sequence=self.reserve())  # in step with other collectives
+        share = CollectiveOp(kind=CollectiveKind.SHARE, name=call.operation, timeout=timeout)
+        self.run(share, self.reserve())  # in step with other collectives
         if self._place.num_hosts > 1:
             return torch.empty(size_bytes, dtype=torch.uint8, device="cpu"), []
         return open_symmetric(
@@ -291,12 +178,15 @@ class NativeEngine:
         **facts: Any,
     ) -> BaseException:
         """End the group for what ended a call of ``compiled``, and return what to raise; a barrier has no tensors."""
-        if tensor is None or out is None:
-            return self._ended_by(failure, CollectiveSignature(operation=operation), self.timeout)
-        count = out.numel() if operation == "all_gather" else tensor.numel()
-        if operation == "all_to_all":  # of each rank's part
-            count //= self.num_ranks
-        return self._ended_by(failure, _call(operation, tensor, count, **facts), self.timeout)
+        unit = 0 if tensor is None else tensor.numel() // self.num_ranks
+        op = CollectiveOp(
+            kind=CollectiveKind(operation), source=tensor, out=out, unit=unit, timeout=self.timeout, **facts
+        )
+        return self.error_of(failure, op)
+
+    def error_of(self, failure: BaseException, op: CollectiveOp) -> BaseException:
+        """End the group for what ended a call of ``compiled``, and return what to raise."""
+        return self._ended_by(failure, op.signature(), op.timeout)
 
     def has_left(self, failure: BaseException) -> bool:
         """Whether what ended a wait has also ended this rank's part in the group."""
@@ -340,16 +230,28 @@ def _warn_of_late_ranks(
         stragglers.warn_about_stragglers(call, late, group=group, rank=rank, elapsed=Elapsed(elapsed, timeout))
 
 
-def _call(
-    operation: str, tensor: torch.Tensor, count: int, *, op: Any = "", root: int = -1, dim: int = -1
-) -> CollectiveSignature:
-    name = dtype_name(tensor.dtype)
-    return CollectiveSignature(operation=operation, dtype=name, reduce_op=str(op), root=root, dim=dim, count=count)
+def _tensors(op: CollectiveOp) -> tuple[int, int]:
+    return _address(op.out), _address(op.source)
 
 
-def _reduction(tensor: torch.Tensor, op: Any) -> tuple[int, int, float]:
-    return dtype_number(tensor), op.number, getattr(op, "factor", 1.0)
+def _reduction(op: CollectiveOp) -> tuple[int, int, float]:
+    return dtype_number(op.source), op.op.number, getattr(op.op, "factor", 1.0)
 
 
 def _address(tensor: torch.Tensor | None) -> int:
     return 0 if tensor is None else tensor.data_ptr()
+
+
+_ARGUMENTS: dict[CollectiveKind, Callable[[CollectiveOp], tuple[Any, ...]]] = {
+    CollectiveKind.ALLREDUCE: lambda op: (*_tensors(op), op.source.numel(), *_reduction(op)),
+    CollectiveKind.REDUCE: lambda op: (*_tensors(op), op.source.numel(), op.root, *_reduction(op)),
+    CollectiveKind.BROADCAST: lambda op: (op.out.data_ptr(), op.out.numel(), dtype_number(op.out), op.root),
+    CollectiveKind.ALL_GATHER: lambda op: (*_tensors(op), op.counts, dtype_number(op.out), op.dim),
+    CollectiveKind.GATHER: lambda op: (*_tensors(op), op.counts, dtype_number(op.source), op.root),
+    CollectiveKind.SCATTER: lambda op: (*_tensors(op), op.counts, dtype_number(op.out), op.root),
+    CollectiveKind.REDUCE_SCATTER: lambda op: (*_tensors(op), op.counts, op.dim, *_reduction(op)),
+    CollectiveKind.ALL_TO_ALL: lambda op: (*_tensors(op), op.counts, op.recv_counts, op.unit, dtype_number(op.source)),
+    CollectiveKind.BARRIER: lambda _: (),
+    CollectiveKind.SHARE: lambda op: (op.name.encode().ljust(SHARE_NAME_BYTES, b"\0"), op.payload),
+}
+"""The arguments of the compiled communicator's method of each kind."""

@@ -11,9 +11,10 @@ from typing import TYPE_CHECKING, Any
 
 from typing_extensions import override
 
-from ferrodist.backends.control_plane import ControlPlaneBackend, control_of
+from ferrodist.backends.control_plane import ControlPlaneBackend
 from ferrodist.backends.cuda import allow_queries_during_capture, streams_of
 from ferrodist.backends.lifecycle import snapshot_weak
+from ferrodist.backends.native.backend import open_host_group
 from ferrodist.backends.nccl.collectives import NcclEngine
 from ferrodist.backends.nccl.communicator import load_nccl, why_no_nccl
 from ferrodist.backends.nccl.p2p import NcclP2P
@@ -41,7 +42,7 @@ if TYPE_CHECKING:
 def reasons_without_nccl(control: Backend, deadline: Deadline) -> dict[int, str]:
     """The reasons why ranks can't use NCCL, by rank; collective."""
     own = (why_no_nccl() or "").encode()[:MAX_PAYLOAD]
-    answers = control.agreement.reach(CollectiveSignature(operation="is there NCCL", payload=own), deadline.remaining())
+    answers = control.verifier.verify(CollectiveSignature(operation="is there NCCL", payload=own), deadline.remaining())
     return {rank: reason.decode(errors="replace") for rank, reason in enumerate(answers) if reason}
 
 
@@ -81,7 +82,7 @@ class NcclGroup(ControlPlaneBackend):
         self._stream = stream
         self._library = library
         self._streams = streams
-        self.agreement = control.agreement
+        self.verifier = control.verifier
         self.use_engine("cpu", control.engine("cpu"), control.p2p("cpu"))
         self.fast_path = control.fast_path
         self._watchdog = Watchdog(f"ferrodist-nccl-{control.name}-{control.rank}", allow_queries_during_capture)
@@ -97,7 +98,7 @@ class NcclGroup(ControlPlaneBackend):
         Raises:
             BackendUnavailable: On all ranks, when one can't use NCCL; with the reason.
         """
-        control = control_of(membership, timeout, deadline)
+        control = open_host_group(membership, timeout, deadline)
         try:
             cls._check_nccl(control, deadline)
             return cls(control)
@@ -266,7 +267,7 @@ class HybridBackend(NcclGroup):
 
 def best_backend(membership: Membership, timeout: float, deadline: Deadline) -> Backend:
     """The group of ``init_process_group(None)``: hybrid where all ranks have NCCL and a GPU, else without NCCL."""
-    control = control_of(membership, timeout, deadline)
+    control = open_host_group(membership, timeout, deadline)
     try:
         return control if reasons_without_nccl(control, deadline) else HybridBackend(control)
     except BaseException:

@@ -7,22 +7,36 @@ from those of other backends where the order of additions shows, for the order i
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from functools import partial
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
 from ferrodist.backends.nccl.reductions import NCCL_DTYPES, Encoding, ReductionRecipe, fold_gathered, recipe_of
 from ferrodist.backends.nccl.verification import SplitSizeVerifier
-from ferrodist.backends.signature import CollectiveSignature
 from ferrodist.deadline import Deadline
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from ferrodist.backends.base import Backend
+    from ferrodist.backends.collective_op import CollectiveOp
     from ferrodist.backends.nccl.communicator import Communicator
     from ferrodist.backends.nccl.in_flight import EnqueuedOp
     from ferrodist.backends.nccl.stream_executor import StreamContext, StreamExecutor
+
+
+class _Run(NamedTuple):
+    """A collective that is being put on a stream; ``recipe`` says how NCCL reduces, where something is reduced."""
+
+    op: CollectiveOp
+    sequence: int
+    recipe: ReductionRecipe | None
+
+    @property
+    def reduction(self) -> ReductionRecipe:
+        assert self.recipe is not None
+        return self.recipe
 
 
 class NcclEngine:
@@ -53,219 +67,124 @@ class NcclEngine:
         """What was called since `begin_async`."""
         return self._executor.end_async()
 
-    # The collectives: see `CollectiveEngine`.
+    def run(self, op: CollectiveOp, sequence: int) -> None:
+        """Run a collective.
 
-    def allreduce(self, out: torch.Tensor, source: torch.Tensor, op: Any, *, timeout: float, sequence: int) -> None:
-        """Fold ``source`` over the ranks into every rank's ``out``, which may be ``source``."""
-        recipe = recipe_of(source.dtype, op, self._world_size)
-
-        def work(context: StreamContext) -> None:
-            if not source.numel():
-                return
-            if recipe.encoding is Encoding.GATHERED:
-                fold_gathered(recipe, self._gather_all(context, source), out)
-                return
-            packed = recipe.pack(source)
-            result = _result_for(packed, source, out)
-            self._reduce_by(
-                context,
-                recipe,
-                packed,
-                lambda nccl, op, stream: nccl.all_reduce(result, packed, _number(recipe), op, stream=stream),
-            )
-            recipe.unpack(result, out)
-
-        call = _call("allreduce", source, source.numel(), op=op, sequence=sequence)
-        self._executor.launch(call, (source, out), work, timeout=timeout)
-
-    def reduce(
-        self,
-        out: torch.Tensor | None,
-        source: torch.Tensor,
-        op: Any,
-        root: int,
-        *,
-        timeout: float,
-        sequence: int,
-    ) -> None:
-        """Fold ``source`` over the ranks into the root's ``out``, which may be its ``source``; None elsewhere."""
-        recipe = recipe_of(source.dtype, op, self._world_size)
-
-        def work(context: StreamContext) -> None:
-            if not source.numel():
-                return
-            if recipe.encoding is Encoding.GATHERED:
-                parts = self._gather_to(context, source, root)
-                if out is not None:
-                    fold_gathered(recipe, parts, out)
-                return
-            packed = recipe.pack(source)
-            result = packed if out is None else _result_for(packed, source, out)
-            self._reduce_by(
-                context,
-                recipe,
-                packed,
-                lambda nccl, op, stream: nccl.reduce(result, packed, _number(recipe), op, root=root, stream=stream),
-            )
-            if out is not None:
-                recipe.unpack(result, out)
-
-        call = _call("reduce", source, source.numel(), op=op, root=root, sequence=sequence)
-        self._executor.launch(call, _present(source, out), work, timeout=timeout)
-
-    def broadcast(self, tensor: torch.Tensor, root: int, *, timeout: float, sequence: int) -> None:
-        """Copy the root's ``tensor`` into every rank's."""
-
-        def work(context: StreamContext) -> None:
-            if tensor.numel():
-                context.grouped(lambda nccl, stream: nccl.broadcast(tensor, root=root, stream=stream))
-
-        call = _call("broadcast", tensor, tensor.numel(), root=root, sequence=sequence)
-        self._executor.launch(call, (tensor,), work, timeout=timeout)
-
-    def all_gather(
-        self,
-        out: torch.Tensor,
-        source: torch.Tensor,
-        counts: Sequence[int],
-        *,
-        dim: int,
-        timeout: float,
-        sequence: int,
-    ) -> None:
-        """Copy every rank's ``source`` into every ``out``, one after the other."""
-
-        def work(context: StreamContext) -> None:
-            if not out.numel():
-                return
-            if len(set(counts)) == 1:
-                context.grouped(lambda nccl, stream: nccl.all_gather(out, source, stream=stream))
-                return
-            parts = _parts(out, counts)
-            parts[self._rank].copy_(source)
-
-            def broadcast_parts(nccl: Communicator, stream: int) -> None:
-                for rank, part in enumerate(parts):
-                    if part.numel():
-                        nccl.broadcast(part, root=rank, stream=stream)
-
-            context.grouped(broadcast_parts)
-
-        call = _call("all_gather", out, out.numel(), dim=dim, sequence=sequence)
-        self._executor.launch(call, (out, source), work, timeout=timeout)
-
-    def gather(
-        self,
-        out: torch.Tensor | None,
-        source: torch.Tensor,
-        counts: Sequence[int],
-        root: int,
-        *,
-        timeout: float,
-        sequence: int,
-    ) -> None:
-        """Copy every rank's ``source`` into the root's ``out``; None elsewhere."""
-
-        def work(context: StreamContext) -> None:
-            parts = None if out is None else _parts(out, counts)
-            self._move_to(context, source, parts, root)
-
-        call = _call("gather", source, sum(counts), root=root, sequence=sequence)
-        self._executor.launch(call, _present(source, out), work, timeout=timeout)
-
-    def scatter(
-        self,
-        out: torch.Tensor,
-        source: torch.Tensor | None,
-        counts: Sequence[int],
-        root: int,
-        *,
-        timeout: float,
-        sequence: int,
-    ) -> None:
-        """Copy part r of the root's ``source``, of ``counts[r]`` elements, into rank r's ``out``."""
-
-        def work(context: StreamContext) -> None:
-            if source is None:
-                if out.numel():
-                    context.grouped(lambda nccl, stream: nccl.recv(out, root, stream=stream))
-                return
-            parts = _parts(source, counts)
-            others = [(rank, part) for rank, part in enumerate(parts) if rank != root and part.numel()]
-            if others:
-                context.grouped(lambda nccl, stream: _send_all(nccl, others, stream))
-            out.copy_(parts[root])
-
-        call = _call("scatter", out, sum(counts), root=root, sequence=sequence)
-        self._executor.launch(call, _present(out, source), work, timeout=timeout)
-
-    def reduce_scatter(
-        self,
-        out: torch.Tensor,
-        source: torch.Tensor,
-        counts: Sequence[int],
-        op: Any,
-        *,
-        dim: int,
-        timeout: float,
-        sequence: int,
-    ) -> None:
-        """Fold part r of every rank's ``source`` into rank r's ``out``."""
-        recipe = recipe_of(source.dtype, op, self._world_size)
-
-        def work(context: StreamContext) -> None:
-            if not source.numel():
-                return
-            if recipe.encoding is Encoding.GATHERED:
-                self._fold_parts(context, recipe, source, counts, out)
-                return
-            packed = recipe.pack(source)
-            scale = packed.numel() // source.numel()  # 2 where complex numbers have become pairs
-            result = out if packed.dtype is out.dtype else packed.new_empty(out.numel() * scale)
-            sizes = [count * scale for count in counts]
-            self._reduce_by(context, recipe, packed, self._scatter_reduced(recipe, result, packed, sizes))
-            recipe.unpack(result, out)
-
-        call = _call("reduce_scatter", source, source.numel(), op=op, dim=dim, sequence=sequence)
-        self._executor.launch(call, (source, out), work, timeout=timeout)
-
-    def all_to_all(
-        self,
-        out: torch.Tensor,
-        source: torch.Tensor,
-        send_counts: Sequence[int],
-        receive_counts: Sequence[int],
-        *,
-        unit: int,
-        timeout: float,
-        sequence: int,
-    ) -> None:
-        """Send part r of ``source`` to rank r, and collect what the ranks sent here in ``out``.
-
-        Where the parts are not all of ``unit`` elements, the host waits for the other ranks, whose counts are compared
-        before anything moves.
+        Where the parts of an all_to_all are not all of ``unit`` elements, the host waits for the other ranks, whose
+        counts are compared before anything moves.
         """
-        call = _call("all_to_all", source, unit, sequence=sequence)
-        is_even = set(send_counts) | set(receive_counts) == {unit}
+        recipe = None if op.op is None else recipe_of(op.source.dtype, op.op, self._world_size)
+        work = partial(getattr(self, f"_{op.kind}"), _Run(op, sequence, recipe))
+        tensors = tuple(tensor for tensor in (op.source, op.out) if tensor is not None)
+        self._executor.launch(op.signature(sequence), tensors, work, timeout=op.timeout)
 
-        def work(context: StreamContext) -> None:
-            rows = [[count // unit if unit else 0 for count in counts] for counts in (send_counts, receive_counts)]
-            self._split_sizes.send(self._group, sequence, *rows)
-            if not is_even:
-                self._split_sizes.wait(self._group, sequence, str(call), Deadline(timeout))
-            outgoing, incoming = _parts(source, send_counts), _parts(out, receive_counts)
-            sends = [(rank, part) for rank, part in enumerate(outgoing) if rank != self._rank and part.numel()]
-            receives = [(rank, part) for rank, part in enumerate(incoming) if rank != self._rank and part.numel()]
-            if sends or receives:
+    def _allreduce(self, run: _Run, context: StreamContext) -> None:
+        out, source, recipe = run.op.out, run.op.source, run.reduction
+        if not source.numel():
+            return
+        if recipe.encoding is Encoding.GATHERED:
+            fold_gathered(recipe, self._gather_all(context, source), out)
+            return
+        packed = recipe.pack(source)
+        result = _result_for(packed, source, out)
+        self._reduce_by(
+            context,
+            recipe,
+            packed,
+            lambda nccl, op, stream: nccl.all_reduce(result, packed, _number(recipe), op, stream=stream),
+        )
+        recipe.unpack(result, out)
 
-                def exchange(nccl: Communicator, stream: int) -> None:
-                    _send_all(nccl, sends, stream)
-                    _receive_all(nccl, receives, stream)
+    def _reduce(self, run: _Run, context: StreamContext) -> None:
+        out, source, root, recipe = run.op.out, run.op.source, run.op.root, run.reduction
+        if not source.numel():
+            return
+        if recipe.encoding is Encoding.GATHERED:
+            parts = self._gather_to(context, source, root)
+            if out is not None:
+                fold_gathered(recipe, parts, out)
+            return
+        packed = recipe.pack(source)
+        result = packed if out is None else _result_for(packed, source, out)
+        self._reduce_by(
+            context,
+            recipe,
+            packed,
+            lambda nccl, op, stream: nccl.reduce(result, packed, _number(recipe), op, root=root, stream=stream),
+        )
+        if out is not None:
+            recipe.unpack(result, out)
 
-                context.grouped(exchange)
-            incoming[self._rank].copy_(outgoing[self._rank])
+    def _broadcast(self, run: _Run, context: StreamContext) -> None:
+        op = run.op
+        if op.out.numel():
+            context.grouped(lambda nccl, stream: nccl.broadcast(op.out, root=op.root, stream=stream))
 
-        self._executor.launch(call, (source, out), work, timeout=timeout)
+    def _all_gather(self, run: _Run, context: StreamContext) -> None:
+        op = run.op
+        if not op.out.numel():
+            return
+        if len(set(op.counts)) == 1:
+            context.grouped(lambda nccl, stream: nccl.all_gather(op.out, op.source, stream=stream))
+            return
+        parts = _parts(op.out, op.counts)
+        parts[self._rank].copy_(op.source)
+
+        def broadcast_parts(nccl: Communicator, stream: int) -> None:
+            for rank, part in enumerate(parts):
+                if part.numel():
+                    nccl.broadcast(part, root=rank, stream=stream)
+
+        context.grouped(broadcast_parts)
+
+    def _gather(self, run: _Run, context: StreamContext) -> None:
+        op = run.op
+        parts = None if op.out is None else _parts(op.out, op.counts)
+        self._move_to(context, op.source, parts, op.root)
+
+    def _scatter(self, run: _Run, context: StreamContext) -> None:
+        op = run.op
+        if op.source is None:
+            if op.out.numel():
+                context.grouped(lambda nccl, stream: nccl.recv(op.out, op.root, stream=stream))
+            return
+        parts = _parts(op.source, op.counts)
+        others = [(rank, part) for rank, part in enumerate(parts) if rank != op.root and part.numel()]
+        if others:
+            context.grouped(lambda nccl, stream: _send_all(nccl, others, stream))
+        op.out.copy_(parts[op.root])
+
+    def _reduce_scatter(self, run: _Run, context: StreamContext) -> None:
+        out, source, counts, recipe = run.op.out, run.op.source, run.op.counts, run.reduction
+        if not source.numel():
+            return
+        if recipe.encoding is Encoding.GATHERED:
+            self._fold_parts(context, recipe, source, counts, out)
+            return
+        packed = recipe.pack(source)
+        scale = packed.numel() // source.numel()  # 2 where complex numbers have become pairs
+        result = out if packed.dtype is out.dtype else packed.new_empty(out.numel() * scale)
+        sizes = [count * scale for count in counts]
+        self._reduce_by(context, recipe, packed, self._scatter_reduced(recipe, result, packed, sizes))
+        recipe.unpack(result, out)
+
+    def _all_to_all(self, run: _Run, context: StreamContext) -> None:
+        op = run.op
+        rows = [[count // op.unit if op.unit else 0 for count in counts] for counts in (op.counts, op.recv_counts)]
+        self._split_sizes.send(self._group, run.sequence, *rows)
+        if set(op.counts) | set(op.recv_counts) != {op.unit}:
+            self._split_sizes.wait(self._group, run.sequence, str(op.signature()), Deadline(op.timeout))
+        outgoing, incoming = _parts(op.source, op.counts), _parts(op.out, op.recv_counts)
+        sends = [(rank, part) for rank, part in enumerate(outgoing) if rank != self._rank and part.numel()]
+        receives = [(rank, part) for rank, part in enumerate(incoming) if rank != self._rank and part.numel()]
+        if sends or receives:
+
+            def exchange(nccl: Communicator, stream: int) -> None:
+                _send_all(nccl, sends, stream)
+                _receive_all(nccl, receives, stream)
+
+            context.grouped(exchange)
+        incoming[self._rank].copy_(outgoing[self._rank])
 
     # What they are made of.
 
@@ -355,22 +274,6 @@ class NcclEngine:
             fold_gathered(recipe, incoming, out)
 
 
-def _call(
-    operation: str,
-    tensor: torch.Tensor,
-    count: int,
-    *,
-    sequence: int,
-    op: Any = "",
-    root: int = -1,
-    dim: int = -1,
-) -> CollectiveSignature:
-    name = str(tensor.dtype).removeprefix("torch.")
-    return CollectiveSignature(
-        operation=operation, dtype=name, reduce_op=str(op), root=root, dim=dim, count=count, sequence=sequence
-    )
-
-
 def _number(recipe: ReductionRecipe) -> int:
     return NCCL_DTYPES[recipe.carrier]
 
@@ -384,10 +287,6 @@ def _result_for(packed: torch.Tensor, source: torch.Tensor, out: torch.Tensor) -
 
 def _parts(tensor: torch.Tensor, counts: Sequence[int]) -> tuple[torch.Tensor, ...]:
     return tuple(torch.split(tensor, list(counts)))
-
-
-def _present(*tensors: torch.Tensor | None) -> tuple[torch.Tensor, ...]:
-    return tuple(tensor for tensor in tensors if tensor is not None)
 
 
 def _send_all(nccl: Communicator, parts: Sequence[tuple[int, torch.Tensor]], stream: int) -> None:

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from ferrodist.backends.collective_op import CollectiveKind, CollectiveOp
 from ferrodist.backends.polling import wait_until
 from ferrodist.backends.signature import MAX_PAYLOAD, CollectiveSignature
 from ferrodist.deadline import Deadline
@@ -314,14 +315,15 @@ class CommunicatorHandle:
         self._finalizer.atexit = False
 
     def _share(self, operation: str, payload: bytes, timeout: float, *, what: str = "") -> list[bytes]:
-        """Exchange payloads through the verifier of the group's calls on the host."""
+        """Give every rank the bytes of each, by what compares the calls of the group's host."""
         engine = self._group.engine("cpu")
         if engine is None:
-            return self._group.agreement.reach(
+            return self._group.verifier.verify(
                 CollectiveSignature(operation=operation, reduce_op=what, payload=payload), timeout
             )
         name = f"{operation} {what}" if what else operation
-        shared: list[bytes] = engine.share(name, payload, timeout=timeout, sequence=engine.reserve())
+        op = CollectiveOp(kind=CollectiveKind.SHARE, name=name, payload=payload, timeout=timeout)
+        shared: list[bytes] = engine.run(op, engine.reserve())
         return shared
 
     def is_ready(self) -> bool:

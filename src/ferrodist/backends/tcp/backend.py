@@ -12,7 +12,7 @@ import os
 import socket
 import threading
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 from ferrodist.backends.abort_reason import pack_reason, unpack_reason
 from ferrodist.backends.lifecycle import track
@@ -128,6 +128,8 @@ class TcpBackend(MailboxBackend):
         self._incoming: dict[tuple[int, int], Message] = {}  # by source and number: offered to this rank, not whole
         self._changed = threading.Condition()
         self._ready = False
+        self.relays_messages = True
+        """Whether messages between other ranks pass through rank 0."""
         self._actions: dict[FrameType, Callable[[FramedConnection, Frame, memoryview | bytes], None]] = {
             FrameType.OFFER: self._on_offer,
             FrameType.GRANT: self._on_grant,
@@ -166,45 +168,11 @@ class TcpBackend(MailboxBackend):
         Rank 0 listens on a free port next to its store and publishes the address; the others dial it.
 
         Args:
-            membership: What the rendezvous gave.
+            membership: The result of the rendezvous.
             timeout: Seconds a blocking call may take when it names no timeout itself.
             deadline: When all ranks must have connected.
         """
-        store = membership.store
-        listener = None
-        try:
-            if membership.rank == 0 and membership.world_size > 1:
-                listener = cls._listen(membership)
-                host, port = listener.getsockname()[:2]
-                store.set(_ADDRESS_KEY, format_address(host, port).encode(), timeout=deadline.remaining())
-            alone = membership.world_size == 1
-            told = "" if alone else read_published(store.get(_ADDRESS_KEY, timeout=deadline.remaining()))
-            return cls(
-                membership.rank,
-                membership.world_size,
-                told,
-                secret=membership.secret,
-                timeout=timeout,
-                job=membership.job,
-                listener=listener,
-                connect_timeout=deadline.remaining(),
-            )
-        except BaseException:
-            if listener is not None:
-                listener.close()
-            raise
-
-    @staticmethod
-    def _listen(membership: Membership) -> socket.socket:
-        """Listen as rank 0, if it can have as many connections as there are ranks; else all ranks are told."""
-        family = socket.AF_INET6 if ":" in membership.host else socket.AF_INET
-        try:
-            with naming_limits(f"rank 0 can't connect {membership.world_size} ranks", (0,)):
-                check_descriptors(membership.world_size + _OWN_DESCRIPTORS)
-                return socket.create_server((membership.host, 0), family=family)
-        except RendezvousError as error:
-            membership.store.set(_ADDRESS_KEY, refusal_of(error))
-            raise
+        return join_members(cls, membership, timeout, deadline)
 
     def _connect(
         self, address: str, secret: bytes, job: str, listener: socket.socket | None, deadline: Deadline
@@ -319,6 +287,12 @@ class TcpBackend(MailboxBackend):
             offset=offset,
         )
 
+    def local_host(self) -> str:
+        """This rank's address on the interface that leads to rank 0, or on rank 0 to another rank."""
+        for link in self._links.values():
+            return str(link.sock.getsockname()[0])
+        return "127.0.0.1"
+
     def _link_to(self, rank: int) -> FramedConnection | None:
         return self._links.get(rank if self.rank == _HUB else _HUB)
 
@@ -338,7 +312,7 @@ class TcpBackend(MailboxBackend):
         if within == 0 or peers == (_HUB,) or self.failure is not None:
             return Stragglers(ranks=peers)
         silent = self._liveness.find_silent({*peers, _HUB} - {self.rank}, within)
-        if _HUB in silent and not self._is_relayed(peers):  # which the others' answers are, so nothing is known of them
+        if _HUB in silent and not self.relays_messages:  # which the others' answers are, so nothing is known of them
             return Stragglers(ranks=(_HUB,) if _HUB in peers else peers)
         if _HUB in silent:
             role = f"rank 0 of group {self.name!r}, which passes on what others send each other,"
@@ -369,11 +343,6 @@ class TcpBackend(MailboxBackend):
     def _is_unread(self, rank: int) -> bool:
         link = self._links.get(rank)
         return link is not None and link.blocked_by is not None
-
-    def _is_relayed(self, peers: tuple[int, ...]) -> bool:
-        """Whether messages of some of these ranks, or of any when there are none, pass through rank 0."""
-        del peers
-        return True
 
     # What comes in: called by the loop's thread.
 
@@ -466,13 +435,14 @@ class TcpBackend(MailboxBackend):
             self._refuse(link, frame, f"an ABORT frame with {error}")
             return
         if self._is_told(link, frame):
-            self._fail_group(frame.group, reason)
+            self.fail_group(frame.group, reason)
 
     def _on_left(self, link: FramedConnection, frame: Frame, _payload: memoryview | bytes) -> None:
         link.has_left |= frame.group == _WORLD and frame.source == link.peer
         if self._is_told(link, frame):
-            self._await_sent(frame.source, frame.message)
-            self._peer_left(frame.group, frame.source)
+            for observer in self._observers:
+                observer.await_sent(frame.source, frame.message)
+            self.peer_left(frame.group, frame.source)
 
     def _is_told(self, link: FramedConnection, frame: Frame) -> bool:
         """Whether to act on a notice of a group's end: not on one of a group that its sender is no member of."""
@@ -482,7 +452,7 @@ class TcpBackend(MailboxBackend):
         return self._is_member(frame.group, frame.source)
 
     def _on_died(self, _link: FramedConnection, frame: Frame, _payload: memoryview | bytes) -> None:
-        self._peer_died(frame.source, _death(f"its connection to rank 0 of group {self.name!r} ended"))
+        self.peer_died(frame.source, _death(f"its connection to rank 0 of group {self.name!r} ended"))
 
     def _on_ready(self, _link: FramedConnection, _frame: Frame, _payload: memoryview | bytes) -> None:
         self._ready = True
@@ -506,14 +476,14 @@ class TcpBackend(MailboxBackend):
                 self._mailbox.withdraw(message)
         if not link.has_left:
             violation = PeerExit(kind=ProtocolError, what=f"broke the protocol: {reason}")
-            self._peer_died(link.peer, violation if by_violation else _death(reason))
+            self.peer_died(link.peer, violation if by_violation else _death(reason))
         if self.rank == _HUB:
             for other in () if link.has_left else tuple(self._links):
                 self._push(QueuedFrame(Frame(kind=FrameType.DIED, source=link.peer, destination=other)))
         else:
             unreachable = PeerExit(what="can't be reached", relay=_HUB)
             for other in range(1, self.world_size):
-                self._peer_left(_WORLD, other, unreachable)
+                self.peer_left(_WORLD, other, unreachable)
         with self._changed:
             self._changed.notify_all()
 
@@ -521,10 +491,10 @@ class TcpBackend(MailboxBackend):
         """The loop has a defect: fail everything, rather than leave ranks waiting."""
         self._links.clear()
         for group_id in list(self._members):
-            number, who = self._describe(group_id, self.rank)
+            number, who = self.describe_rank(group_id, self.rank)
             failure = DistributedError(f"the connections of {who} ended by a defect: {error!r}", ranks=(number,))
             failure.__cause__ = error
-            self._fail_group(group_id, failure)
+            self.fail_group(group_id, failure)
 
     def _forget_messages(self, applies: Callable[[Message], bool]) -> None:
         super()._forget_messages(applies)
@@ -555,17 +525,9 @@ class TcpBackend(MailboxBackend):
     def _notify_left(self, group_id: int, members: tuple[int, ...]) -> None:
         for rank in members:
             if rank != self.rank:
-                count = self._num_sent(rank)
+                count = sum(observer.num_sent(rank) for observer in self._observers)
                 frame = Frame(kind=FrameType.LEFT, source=self.rank, destination=rank, group=group_id, message=count)
                 self._push(QueuedFrame(frame))
-
-    def _num_sent(self, rank: int) -> int:
-        """How much has been sent to a rank by a way that the news of this rank's leaving may overtake."""
-        del rank
-        return 0
-
-    def _await_sent(self, rank: int, count: int) -> None:
-        """Wait, not long, until so much has come from a rank; called by the loop's thread."""
 
     def close(self, timeout: float | None = None) -> None:
         """Leave the group; see `Backend.close`.
@@ -588,22 +550,67 @@ class TcpBackend(MailboxBackend):
         """In a forked child: the group stays the parent's, and using it here raises ``error``, and does not hang."""
         self._state_lock = threading.Lock()  # the parent's threads may have held it
         self._ended = error  # looked at before anything that could wait for another of its locks
-        self._forget_in_child()
-
-    def _forget_in_child(self) -> None:
-        """In a forked child: drop what is the parent's."""
+        for observer in self._observers:
+            observer.on_forked()
 
     def _drain(self, deadline: Deadline) -> None:
         """Wait until all is written and the peers have closed their side too, so that no last word is lost.
 
         Closing a socket with unread input resets the connection, which would destroy what the peer has not read yet.
         """
+        for observer in self._observers:
+            observer.drain(deadline)
         with self._changed:
             while self._links and not deadline.expired:
                 for link in list(self._links.values()):
                     if not link.waiting and (self.rank != _HUB or link.has_left):
                         link.finish_writing()
                 self._changed.wait(min(_FLUSH_POLL_SECONDS, deadline.remaining()))
+
+
+_Group = TypeVar("_Group")
+
+
+def join_members(make: Callable[..., _Group], membership: Membership, timeout: float, deadline: Deadline) -> _Group:
+    """Make the group of all ranks that met; ``make`` takes the arguments of `TcpBackend`.
+
+    See `TcpBackend.from_membership`.
+    """
+    store = membership.store
+    listener = None
+    try:
+        if membership.rank == 0 and membership.world_size > 1:
+            listener = _listen(membership)
+            host, port = listener.getsockname()[:2]
+            store.set(_ADDRESS_KEY, format_address(host, port).encode(), timeout=deadline.remaining())
+        is_alone = membership.world_size == 1
+        address = "" if is_alone else read_published(store.get(_ADDRESS_KEY, timeout=deadline.remaining()))
+        return make(
+            membership.rank,
+            membership.world_size,
+            address,
+            secret=membership.secret,
+            timeout=timeout,
+            job=membership.job,
+            listener=listener,
+            connect_timeout=deadline.remaining(),
+        )
+    except BaseException:
+        if listener is not None:
+            listener.close()
+        raise
+
+
+def _listen(membership: Membership) -> socket.socket:
+    """Listen as rank 0, if it can have as many connections as there are ranks; else all ranks are told."""
+    family = socket.AF_INET6 if ":" in membership.host else socket.AF_INET
+    try:
+        with naming_limits(f"rank 0 can't connect {membership.world_size} ranks", (0,)):
+            check_descriptors(membership.world_size + _OWN_DESCRIPTORS)
+            return socket.create_server((membership.host, 0), family=family)
+    except RendezvousError as error:
+        membership.store.set(_ADDRESS_KEY, refusal_of(error))
+        raise
 
 
 class _Bytes:

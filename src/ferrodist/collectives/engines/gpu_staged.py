@@ -18,10 +18,11 @@ import math
 import struct
 import threading
 import weakref
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 
+from ferrodist.backends.collective_op import CollectiveKind, CollectiveOp
 from ferrodist.backends.cuda import streams_of
 from ferrodist.backends.sequencer import Sequencer
 from ferrodist.backends.signature import CollectiveSignature
@@ -29,10 +30,10 @@ from ferrodist.backends.subgroup import SubBackend
 from ferrodist.backends.verification import left_reason
 from ferrodist.collectives.arguments import writing_to
 from ferrodist.collectives.cuda import SEGMENT_BYTES, CopyPipeline, NotReachedError, wait_until_passed
-from ferrodist.collectives.engines.gpu_staged_plan import Partition, StagedOp
+from ferrodist.collectives.engines.gpu_staged_plan import StagedOp
 from ferrodist.collectives.engines.host import host_engine_of
 from ferrodist.collectives.facts import dtype_text, read_facts
-from ferrodist.collectives.reduce_op import DTYPES, Op, ReduceOp
+from ferrodist.collectives.reduce_op import DTYPES, ReduceOp
 from ferrodist.collectives.symmetric_memory import empty_symmetric
 from ferrodist.collectives.tensor_protocol import Recv, Send, batch_on_host
 from ferrodist.deadline import Deadline, Elapsed
@@ -43,8 +44,6 @@ if TYPE_CHECKING:
 
     from ferrodist.backends.base import Backend
     from ferrodist.backends.cuda import Streams
-    from ferrodist.collectives.engines.base import HostEngine
-    from ferrodist.collectives.engines.gpu_staged_plan import ChunkRange
 
 _KEY = "collectives.staged"
 
@@ -92,217 +91,71 @@ class HostStagedEngine:
             return  # the group has failed: the operation raises it
         host_engine_of(self._group).await_turn(sequence)
 
-    def share(self, operation: str, payload: bytes, *, timeout: float, sequence: int) -> list[bytes]:
-        """Give every rank the bytes of each, in rank order."""
-        with self._sequencer.releasing(sequence):
-            return host_engine_of(self._group).share(operation, payload, timeout=timeout, sequence=sequence)
-
-    def barrier(self, *, timeout: float, sequence: int) -> None:
-        """Return when all ranks have called."""
-        with self._sequencer.releasing(sequence):
-            host_engine_of(self._group).barrier(timeout=timeout, sequence=sequence)
-
-    def allreduce(self, out: torch.Tensor, source: torch.Tensor, op: Op, *, timeout: float, sequence: int) -> None:
-        """Fold ``source`` over the ranks into every rank's ``out``, which may be ``source``."""
-
-        def work(engine: HostEngine, near: torch.Tensor, *_: object, **place: Any) -> None:
-            engine.allreduce(near, near, op, **place)
-
-        call = _call("allreduce", source, source.numel(), op=op)
-        self._run(_by_elements(call, source, out, work, number=op.number), timeout, sequence)
-
-    def reduce(
-        self,
-        out: torch.Tensor | None,
-        source: torch.Tensor,
-        op: Op,
-        root: int,
-        *,
-        timeout: float,
-        sequence: int,
-    ) -> None:
-        """Fold ``source`` over the ranks into the root's ``out``, which may be its ``source``; None elsewhere."""
-
-        def work(engine: HostEngine, near: torch.Tensor, *_: object, **place: Any) -> None:
-            engine.reduce(None if out is None else near, near, op, root, **place)
-
-        call = _call("reduce", source, source.numel(), op=op, root=root)
-        self._run(_by_elements(call, source, out, work, number=op.number), timeout, sequence)
-
-    def broadcast(self, tensor: torch.Tensor, root: int, *, timeout: float, sequence: int) -> None:
-        """Copy the root's ``tensor`` into every rank's."""
-
-        def work(engine: HostEngine, near: torch.Tensor, *_: object, **place: Any) -> None:
-            engine.broadcast(near, root, **place)
-
-        call = _call("broadcast", tensor, tensor.numel(), root=root)
-        source, out = (tensor, None) if self._group.rank == root else (None, tensor)
-        self._run(_by_elements(call, source, out, work), timeout, sequence)
-
-    def all_gather(
-        self,
-        out: torch.Tensor,
-        source: torch.Tensor,
-        counts: Sequence[int],
-        *,
-        dim: int,
-        timeout: float,
-        sequence: int,
-    ) -> None:
-        """Copy every rank's ``source`` into every ``out``, one after the other; ``counts[r]`` is rank r's size."""
-
-        def work(engine: HostEngine, near: torch.Tensor, far: torch.Tensor, window: ChunkRange, **place: Any) -> None:
-            engine.all_gather(far, near, window.sizes(counts), dim=dim, **place)
-
-        call = _call("all_gather", out, out.numel(), dim=dim)
-        self._run(
-            _by_parts(call, source, Partition(source, [source.numel()]), Partition(out, counts), work),
-            timeout,
-            sequence,
-        )
-
-    def gather(
-        self,
-        out: torch.Tensor | None,
-        source: torch.Tensor,
-        counts: Sequence[int],
-        root: int,
-        *,
-        timeout: float,
-        sequence: int,
-    ) -> None:
-        """Copy every rank's ``source`` into the root's ``out``; None elsewhere."""
-
-        def work(engine: HostEngine, near: torch.Tensor, far: torch.Tensor, window: ChunkRange, **place: Any) -> None:
-            engine.gather(None if out is None else far, near, window.sizes(counts), root, **place)
-
-        call = _call("gather", source, sum(counts), root=root)
-        self._run(
-            _by_parts(call, source, Partition(source, [source.numel()]), Partition(out, counts), work),
-            timeout,
-            sequence,
-        )
-
-    def scatter(
-        self,
-        out: torch.Tensor,
-        source: torch.Tensor | None,
-        counts: Sequence[int],
-        root: int,
-        *,
-        timeout: float,
-        sequence: int,
-    ) -> None:
-        """Copy part r of the root's ``source``, of ``counts[r]`` elements, into rank r's ``out``."""
-
-        def work(engine: HostEngine, near: torch.Tensor, far: torch.Tensor, window: ChunkRange, **place: Any) -> None:
-            engine.scatter(far, None if source is None else near, window.sizes(counts), root, **place)
-
-        call = _call("scatter", out, sum(counts), root=root)
-        self._run(
-            _by_parts(call, out, Partition(source, counts), Partition(out, [out.numel()]), work), timeout, sequence
-        )
-
-    def reduce_scatter(
-        self,
-        out: torch.Tensor,
-        source: torch.Tensor,
-        counts: Sequence[int],
-        op: Op,
-        *,
-        dim: int,
-        timeout: float,
-        sequence: int,
-    ) -> None:
-        """Fold part r of every rank's ``source`` into rank r's ``out``."""
-
-        def work(engine: HostEngine, near: torch.Tensor, far: torch.Tensor, window: ChunkRange, **place: Any) -> None:
-            engine.reduce_scatter(far, near, window.sizes(counts), op, dim=dim, **place)
-
-        call = _call("reduce_scatter", source, source.numel(), op=op, dim=dim)
-        parts = Partition(source, counts), Partition(out, [out.numel()])
-        self._run(_by_parts(call, out, *parts, work, number=op.number), timeout, sequence)
-
-    def all_to_all(
-        self,
-        out: torch.Tensor,
-        source: torch.Tensor,
-        send_counts: Sequence[int],
-        receive_counts: Sequence[int],
-        *,
-        unit: int,
-        timeout: float,
-        sequence: int,
-    ) -> None:
-        """Send part r of ``source`` to rank r, and collect what the ranks sent here in ``out``."""
-
-        def work(engine: HostEngine, near: torch.Tensor, far: torch.Tensor, window: ChunkRange, **place: Any) -> None:
-            engine.all_to_all(far, near, window.sizes(send_counts), window.sizes(receive_counts), unit=unit, **place)
-
-        call = _call("all_to_all", source, unit)
-        parts = Partition(source, send_counts), Partition(out, receive_counts)
-        self._run(_by_parts(call, out, *parts, work, differs=True), timeout, sequence)
-
-    def _run(self, plan: StagedOp, timeout: float, sequence: int) -> None:
-        """Do an operation; what fails in the middle ends the group, for its ranks are out of step then."""
-        group, deadline = self._group, Deadline(timeout)
+    def run(self, op: CollectiveOp, sequence: int) -> list[bytes] | None:
+        """Run a collective; what fails in the middle ends the group, for its ranks are out of step then."""
+        if op.device is None:
+            with self._sequencer.releasing(sequence):
+                return host_engine_of(self._group).run(op, sequence)
+        group, deadline = self._group, Deadline(op.timeout)
         try:
             with self._sequencer.releasing(sequence):
-                self._do(plan, deadline, sequence)
+                self._run_segments(StagedOp(op, group.rank), op.device, deadline, sequence)
         except GroupClosedError:
             raise
         except NotReachedError:
-            late = self._late(plan, deadline, "the GPU is still busy with what came before it in the current stream")
+            late = self._late(op, deadline, "the GPU is still busy with what came before it in the current stream")
             group.abort(late)
             raise (group.failure or late).fresh() from None
         except DistributedError as error:
             group.abort(error)
             raise (group.failure or error).fresh() from None
         except BaseException as failure:
-            group.abort(left_reason(group.rank, plan.call, failure))
+            group.abort(left_reason(group.rank, op.signature(), failure))
             raise
+        return None
 
-    def _do(self, plan: StagedOp, deadline: Deadline, sequence: int) -> None:
+    def _run_segments(self, staged: StagedOp, device: torch.device, deadline: Deadline, sequence: int) -> None:
+        op = staged.op
         self._check_alive()
         if not self._sequencer.wait(sequence, deadline.remaining()):
             self._check_alive()
-            raise self._late(plan, deadline, "what this rank started before it has not ended")
-        device = plan.like.device
+            raise self._late(op, deadline, "what this rank started before it has not ended")
         lane = self._lanes.get(device)
         if lane is None:
             lane = self._lanes[device] = CopyPipeline(self._find_streams(device), self._segment_bytes)
         engine = host_engine_of(self._group)
-        windows = plan.windows(plan.largest, self._segment_bytes)
-        if len(windows) == 1 and not plan.differs:
-            only = plan.segment(windows[0], engine, lambda: (deadline.remaining(), sequence))
-            lane.run([only], plan.like.dtype, deadline, self._check_alive)
+        windows = staged.windows(staged.largest, self._segment_bytes)
+        # Ranks may differ in the parts of an all_to_all, and so in the number of segments.
+        if len(windows) == 1 and op.kind is not CollectiveKind.ALL_TO_ALL:
+            only = staged.segment(windows[0], engine, lambda: (deadline.remaining(), sequence))
+            lane.run([only], op.tensor.dtype, deadline, self._check_alive)
             return
-        windows = plan.windows(self._agree(plan, deadline, sequence), self._segment_bytes)
+        windows = staged.windows(self._agree(staged, deadline, sequence), self._segment_bytes)
         inner = self._inner_group()
         if not self._has_shared:
             self._share_memory(inner, lane, deadline)
         engine = host_engine_of(inner)
         segments = [
-            plan.segment(window, engine, lambda: (deadline.remaining(), engine.reserve())) for window in windows
+            staged.segment(window, engine, lambda: (deadline.remaining(), engine.reserve())) for window in windows
         ]
-        lane.run(segments, plan.like.dtype, deadline, self._check_alive)
+        lane.run(segments, op.tensor.dtype, deadline, self._check_alive)
 
     def _check_alive(self) -> None:
         if self._group.failure is not None:
             raise self._group.failure.fresh()
 
-    def _agree(self, plan: StagedOp, deadline: Deadline, sequence: int) -> int:
+    def _agree(self, staged: StagedOp, deadline: Deadline, sequence: int) -> int:
         """Compare the operation with the other ranks'; returns the elements of the largest part on any."""
-        call = plan.call
-        place = DTYPES.index(plan.like.dtype)
-        head = _HEAD.pack(place, plan.number, call.root, call.dim, call.count, plan.largest)
-        engine = host_engine_of(self._group)
-        name = f"{call.operation} on GPUs"
-        payloads = engine.share(name, head, timeout=deadline.remaining(), sequence=sequence)
+        op = staged.op
+        number = -1 if op.op is None else op.op.number
+        head = _HEAD.pack(DTYPES.index(op.tensor.dtype), number, op.root, op.dim, op.signature().count, staged.largest)
+        name = f"{op.kind} on GPUs"
+        share = CollectiveOp(kind=CollectiveKind.SHARE, name=name, payload=head, timeout=deadline.remaining())
+        payloads = host_engine_of(self._group).run(share, sequence) or []
         heads = read_facts(_HEAD, payloads, self._group, name)
         if len({said[:_NUM_COMPARED] for said in heads}) > 1:
-            raise self._group.agreement.mismatch_error(
-                [_call_of(call.operation, said[:_NUM_COMPARED], sequence) for said in heads]
+            raise self._group.verifier.mismatch_error(
+                [_call_of(op.kind.value, said[:_NUM_COMPARED], sequence) for said in heads]
             )
         return int(max(said[_NUM_COMPARED] for said in heads))
 
@@ -334,10 +187,10 @@ class HostStagedEngine:
             # It may be collected without being closed; and at exit the driver goes by itself.
             weakref.finalize(lane, release).atexit = False
 
-    def _late(self, plan: StagedOp, deadline: Deadline, why: str) -> DistributedTimeoutError:
+    def _late(self, op: CollectiveOp, deadline: Deadline, why: str) -> DistributedTimeoutError:
         return DistributedTimeoutError(
-            f"{plan.call} on group {self._group.name!r}: {why}, after {Elapsed.of(deadline)}. Pass a larger timeout."
-            f" Reported by rank {self._group.rank}.",
+            f"{op.signature()} on group {self._group.name!r}: {why}, after {Elapsed.of(deadline)}."
+            f" Pass a larger timeout. Reported by rank {self._group.rank}.",
             ranks=(self._group.rank,),
         )
 
@@ -381,64 +234,6 @@ def host_staged_engine_of(group: Backend) -> HostStagedEngine:
                 found = group.attachments[_KEY] = HostStagedEngine(group)
     assert isinstance(found, HostStagedEngine)
     return found
-
-
-def _by_elements(
-    call: CollectiveSignature, source: torch.Tensor | None, out: torch.Tensor | None, work: Any, *, number: int = -1
-) -> StagedOp:
-    """An operation whose result takes the place of its input, element by element."""
-    like = out if source is None else source
-    assert like is not None
-    counts = [like.numel()]
-    return StagedOp(
-        call=call,
-        number=number,
-        like=like,
-        source=Partition(source, counts),
-        out=Partition(out, counts),
-        in_place=True,
-        share=1,
-        largest=like.numel(),
-        work=work,
-    )
-
-
-def _by_parts(
-    call: CollectiveSignature,
-    like: torch.Tensor,
-    source: Partition,
-    out: Partition,
-    work: Any,
-    *,
-    number: int = -1,
-    differs: bool = False,
-) -> StagedOp:
-    """An operation on a part for each rank, on one side or both."""
-    return StagedOp(
-        call=call,
-        number=number,
-        like=like,
-        source=source,
-        out=out,
-        in_place=False,
-        share=max(len(source.counts), len(out.counts)),
-        largest=max(*source.counts, *out.counts),
-        differs=differs,
-        work=work,
-    )
-
-
-def _call(
-    operation: str, tensor: torch.Tensor, count: int, *, op: Op | None = None, root: int = -1, dim: int = -1
-) -> CollectiveSignature:
-    return CollectiveSignature(
-        operation=operation,
-        dtype=str(tensor.dtype).removeprefix("torch."),
-        reduce_op="" if op is None else str(op),
-        root=root,
-        dim=dim,
-        count=count,
-    )
 
 
 def _call_of(operation: str, said: tuple[int, ...], sequence: int) -> CollectiveSignature:

@@ -10,6 +10,7 @@ import torch
 
 from ferrodist.collectives.reduce_op import ReduceOp
 from ferrodist.errors import UnsupportedOpError
+from ferrodist.tensor.copied_views import rebind
 from ferrodist.tensor.op_strategy import EinsumPattern, OpRule, OpStrategy, einsum_strategies, rule_table
 from ferrodist.tensor.placement import PARTIAL_OPS, Partial, Replicate, Shard
 from ferrodist.tensor.spec import DTensorSpec
@@ -230,7 +231,15 @@ def _as_strided(tensor: Any, size: Sequence[int], stride: Sequence[int], storage
     return type(tensor)._wrap_view(view, result, tensor, offset)
 
 
+def _set(tensor: Any, source: Any) -> Any:
+    """Give a tensor the memory and the placements of another."""
+    if not (hasattr(tensor, "_spec") and hasattr(source, "_spec")):
+        raise UnsupportedOpError("set_() takes distributed tensors: distribute both, or work on to_local()")
+    return rebind(tensor, source)
+
+
 DECOMPOSITIONS: dict[torch._ops.OpOverload, Callable[..., Any]] = {
     _aten._reshape_alias.default: _reshape_alias,
     _aten.as_strided.default: _as_strided,
+    _aten.set_.source_Tensor: _set,
 }

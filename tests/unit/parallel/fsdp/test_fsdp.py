@@ -174,12 +174,12 @@ def test_training_in_double_precision_equals_one_process(name, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("backend", "is_joined"), [("tcp-threads", False), ("native-threads", False), ("native", True)]
+    ("backend", "uses_shared_view"), [("tcp-threads", False), ("native-threads", False), ("native", True)]
 )
 @pytest.mark.parametrize("name", MODELS)
-def test_training_equals_one_process_on_each_backend(name, backend, is_joined, monkeypatch):
+def test_training_equals_one_process_on_each_backend(name, backend, uses_shared_view, monkeypatch):
     """The same over connections and shared memory, with three ranks, which divide hardly anything evenly."""
-    if is_joined:  # as large units are
+    if uses_shared_view:  # as large units are
         monkeypatch.setattr(flat_layout, "_SMALL_BYTES", 0)
     make, wrap = MODELS[name]
     check_equal_to_one_process(seeded(make), "adamw", 3, backend, wrap=wrap)
@@ -213,7 +213,7 @@ def test_activation_checkpointing(kind, prefetch):
 
 @pytest.mark.parametrize("options", [{"foreach": True}, {"fused": True}], ids=str)
 def test_foreach_and_fused_optimizers(options):
-    """They step on pieces, empty ones too, as on parameters."""
+    """They step on shards, empty ones too, as on parameters."""
     model, steps = seeded(mlp), batches(5)
 
     def make(parameters):
@@ -225,7 +225,7 @@ def test_foreach_and_fused_optimizers(options):
 
 
 def test_an_optimizer_made_before_stays_right(run):
-    """The module's parameters become the pieces, so that nothing holds stale ones."""
+    """The module's parameters become the shards, so that nothing holds stale ones."""
     model, steps = seeded(mlp), batches(3)
     expected, _ = alone(model, OPTIMIZERS["momentum"], steps)
 
@@ -260,7 +260,7 @@ def test_parameters_that_some_or_no_rank_reaches(run):
         fsdp = FSDP(copy.deepcopy(model), group, wrap=torch.nn.Linear)
         outputs = fsdp(inputs, 0, 1, 2)
         (outputs[0].sum() + outputs[1].sum() if group.rank == 0 else outputs[0].sum()).backward()
-        grads = [piece.grad for piece in fsdp.parameters()]
+        grads = [shard.grad for shard in fsdp.parameters()]
         with_gradients = [grad is not None for grad in grads]
         total = fsdp.clip_grad_norm_(math.inf)
         return with_gradients, float(total)
@@ -404,8 +404,8 @@ def test_number_of_collectives_in_a_step(run, strategy, expected, monkeypatch):
         train(fsdp, steps[1:], optimizer)
 
     run(program, 4)
-    is_joined = run is not run_ranks and strategy != "none"
-    assert Counter(names) == Counter(expected) + Counter(barrier=2 * is_joined)
+    uses_shared_view = run is not run_ranks and strategy != "none"
+    assert Counter(names) == Counter(expected) + Counter(barrier=2 * uses_shared_view)
 
 
 def test_units_are_reduced_while_backward_goes_on(monkeypatch):
@@ -462,8 +462,13 @@ def test_the_same_bits_on_every_backend_and_for_every_division(monkeypatch):
         return states[0]
 
     expected, expected_losses = bits("simulated", strategy=ShardingStrategy.NO_SHARD)
-    for backend, is_joined in [("simulated", 0), ("tcp-threads", 0), ("native-threads", 0), ("native-threads", 1)]:
-        if is_joined:
+    for backend, uses_shared_view in [
+        ("simulated", 0),
+        ("tcp-threads", 0),
+        ("native-threads", 0),
+        ("native-threads", 1),
+    ]:
+        if uses_shared_view:
             monkeypatch.setattr(flat_layout, "_SMALL_BYTES", 0)
         for strategy in (ShardingStrategy.FULL_SHARD, ShardingStrategy.SHARD_GRAD_OP):
             state, losses = bits(backend, strategy=strategy)
@@ -541,8 +546,8 @@ def test_mixed_precision(run):
             mixed_precision=MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=torch.float32, cast_inputs=False),
         )
         losses = train(fsdp, steps, OPTIMIZERS["adamw"](fsdp.parameters()), group)
-        assert {piece.dtype for piece in fsdp.parameters()} == {torch.float32}
-        assert {piece.grad.dtype for piece in fsdp.parameters()} == {torch.float32}
+        assert {shard.dtype for shard in fsdp.parameters()} == {torch.float32}
+        assert {shard.grad.dtype for shard in fsdp.parameters()} == {torch.float32}
         return fsdp.full_state_dict(), losses
 
     expected, expected_losses = alone(model, OPTIMIZERS["adamw"], steps)

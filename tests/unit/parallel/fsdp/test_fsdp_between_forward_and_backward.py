@@ -42,16 +42,16 @@ def test_zero_grad_between_forward_and_backward(run, strategy):
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_what_follows_a_forward_without_backward(run, strategy):
-    """An optimizer made then gets the pieces, and clipping sees all gradients."""
+    """An optimizer made then gets the shards, and clipping sees all gradients."""
     module = layers()
 
     def program(group):
         fsdp = wrapped(module, group, strategy=strategy)
-        pieces = [id(piece) for piece in fsdp.parameters()]
+        shards = [id(shard) for shard in fsdp.parameters()]
         loss_of(fsdp).backward()
         norm = fsdp.clip_grad_norm_(1e9)
         loss_of(fsdp)
-        assert [id(piece) for piece in fsdp.parameters()] == pieces
+        assert [id(shard) for shard in fsdp.parameters()] == shards
         torch.testing.assert_close(fsdp.clip_grad_norm_(1e9), norm, rtol=1e-6, atol=0)
         optimizer = torch.optim.SGD(fsdp.parameters(), lr=1.0)
         before = fsdp.full_state_dict()
@@ -74,7 +74,7 @@ def test_requires_grad_between_forward_and_backward(run):
         loss = fsdp(inputs).square().mean()
         fsdp.requires_grad_(True)
         loss.backward()
-        assert all(piece.grad is None for piece in fsdp.parameters())
+        assert all(shard.grad is None for shard in fsdp.parameters())
         own = copy.deepcopy(module).requires_grad_(False)
         reference = INPUTS.clone().requires_grad_()
         own(reference).square().mean().backward()
@@ -107,8 +107,8 @@ def test_changes_that_no_counter_sees_stay_in_their_call(run):
             loss_of(fsdp).backward()
             optimizer.step()
         with torch.no_grad():
-            for piece in fsdp.parameters():
-                piece.zero_()
+            for shard in fsdp.parameters():
+                shard.zero_()
         return fsdp(INPUTS).abs().max().item(), fsdp.full_state_dict()
 
     for largest, state in run(program, 2):
@@ -217,7 +217,7 @@ def test_a_step_between_forward_and_a_load_is_noticed(run):
 
 
 @pytest.mark.parametrize("how", ["double", "data", "vector"])
-def test_pieces_that_get_other_memory_are_named(how):
+def test_shards_that_get_other_memory_are_named(how):
     """What FSDP gathers would not be there."""
 
     def program(group):
@@ -225,13 +225,13 @@ def test_pieces_that_get_other_memory_are_named(how):
         if how == "double":
             fsdp.double()
         elif how == "data":
-            piece = max(fsdp.parameters(), key=torch.Tensor.numel)
-            piece.data = piece.data.clone()
+            shard = max(fsdp.parameters(), key=torch.Tensor.numel)
+            shard.data = shard.data.clone()
         else:
             vector = torch.nn.utils.parameters_to_vector(fsdp.parameters()).detach()
             torch.nn.utils.vector_to_parameters(vector.clone(), fsdp.parameters())
         group.barrier()  # an error ends the group, which the other rank may still be using
-        with pytest.raises(UnsupportedOpError, match="was given other memory"):
+        with pytest.raises(UnsupportedOpError, match="was moved to other memory"):
             fsdp(INPUTS)
 
     run_ranks(program, 2)
@@ -278,7 +278,7 @@ def test_a_loss_that_forward_did_not_return_is_refused():
         fsdp = FSDP(Hidden(), group, strategy=ShardingStrategy.NO_SHARD)
         fsdp(INPUTS)
         group.barrier()
-        with pytest.raises(UnsupportedOpError, match="not through what forward returned"):
+        with pytest.raises(UnsupportedOpError, match="by another path than through the forward"):
             fsdp.module.loss.backward()
 
     run_ranks(program, 2)
@@ -412,10 +412,10 @@ def test_a_dropped_fsdp_is_collected(monkeypatch, step):
                 loss.backward()
             del loss
         flats = [weakref.ref(flat) for unit in fsdp._units for flat in unit.flats]
-        fulls = [weakref.ref(full) for flat in flats for full in flat().fulls]
+        full_params = [weakref.ref(full) for flat in flats for full in flat().full_params]
         del fsdp
         gc.collect()
-        return [reference() is None for reference in (*flats, *fulls)]
+        return [reference() is None for reference in (*flats, *full_params)]
 
     for gone in run_ranks(program, 2, backend="native"):
         assert gone
@@ -430,9 +430,9 @@ def test_many_calls_of_a_unit_cost_no_more_each():
         trace.end_call(1, number)
     run = BackwardRun(trace, plan_backward(trace.events, 1, [1]))
     while run.next_step is not None:
-        call = run.take_step().call
-        assert call == -1 or run.is_past(call)
-    assert not run.is_past(3000)
+        call = run.advance().call
+        assert call == -1 or run.was_used(call)
+    assert not run.was_used(3000)
 
 
 def test_a_child_that_is_used_and_not_called():

@@ -141,7 +141,7 @@ def test_a_model_whose_every_parameter_is_frozen(run):
         expected = INPUTS.clone().requires_grad_()
         model(expected).sum().backward()
         torch.testing.assert_close(inputs.grad, expected.grad)
-        assert all(piece.grad is None for piece in fsdp.parameters())
+        assert all(shard.grad is None for shard in fsdp.parameters())
 
     run(program, 2)
 
@@ -215,7 +215,7 @@ def test_two_losses_and_a_second_backward_through_one_graph(run):
 
 
 def test_gradients_of_chosen_tensors(run):
-    """torch.autograd.grad with respect to inputs leaves the pieces without gradients, and the model usable."""
+    """torch.autograd.grad with respect to inputs leaves the shards without gradients, and the model usable."""
     model = layers()
     expected = expected_gradients(model, lambda model: model(INPUTS).sum())
 
@@ -225,7 +225,7 @@ def test_gradients_of_chosen_tensors(run):
         (gradient,) = torch.autograd.grad(fsdp(inputs).sum(), inputs)
         own = INPUTS.clone().requires_grad_()
         torch.testing.assert_close(gradient, torch.autograd.grad(model(own).sum(), own)[0])
-        assert all(piece.grad is None for piece in fsdp.parameters())
+        assert all(shard.grad is None for shard in fsdp.parameters())
         fsdp(INPUTS).sum().backward()
         assert_same(whole_gradients(fsdp), expected)
 
@@ -400,8 +400,8 @@ def test_ranks_that_stop_reading_late(run):
         for _ in range(10):
             with torch.no_grad():
                 outputs.append(fsdp(INPUTS))
-                for piece in fsdp.parameters():
-                    piece.add_(1)
+                for shard in fsdp.parameters():
+                    shard.add_(1)
         return outputs
 
     results = run(program, 2)
@@ -420,8 +420,8 @@ def test_mixed_precision_of_buffers_and_inputs(run):
         fsdp(INPUTS).sum().backward()
         assert fsdp.module[1].running_mean.dtype is torch.bfloat16
         assert fsdp.module[1].num_batches_tracked.dtype is torch.int64
-        assert {piece.dtype for piece in fsdp.parameters()} == {torch.float32}
-        assert {piece.grad.dtype for piece in fsdp.parameters()} == {torch.float32}
+        assert {shard.dtype for shard in fsdp.parameters()} == {torch.float32}
+        assert {shard.grad.dtype for shard in fsdp.parameters()} == {torch.float32}
         assert MixedPrecision().cast(INPUTS) is INPUTS
 
     run(program, 2)
@@ -438,8 +438,8 @@ def test_half_precision_scaling(run):
         before = fsdp.full_state_dict()
         scaler.scale(fsdp(INPUTS).float().sum()).backward()
         if group.rank:  # what only this rank has
-            for piece in fsdp.parameters():
-                piece.grad.fill_(1)
+            for shard in fsdp.parameters():
+                shard.grad.fill_(1)
         else:
             next(iter(fsdp.parameters())).grad.fill_(math.inf)
         fsdp.unscale_(scaler, optimizer)

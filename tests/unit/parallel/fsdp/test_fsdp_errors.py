@@ -107,7 +107,7 @@ USES = {
 
 @pytest.mark.parametrize("use", USES)
 def test_a_parameter_that_is_read_without_its_modules_call(use):
-    """It is named, where a piece would be taken for it; what is not about its elements may be asked."""
+    """It is named, where a shard would be taken for it; what is not about its elements may be asked."""
 
     def program(group):
         fsdp = FSDP(Borrowing(USES[use]), group, wrap=torch.nn.Embedding)
@@ -176,7 +176,7 @@ def test_a_forward_after_a_backward_that_was_cut_short(run):
             def fail(_):
                 raise KeyError("on purpose")
 
-            fsdp._units[1].flats[0].fulls[0].register_hook(fail)
+            fsdp._units[1].flats[0].full_params[0].register_hook(fail)
             with pytest.raises(KeyError):
                 output.sum().backward()
             with pytest.raises(GroupAbortedError, match="earlier backward of FSDP on rank 1"):
@@ -261,7 +261,7 @@ def test_wrong_arguments():
         with pytest.raises(InvalidRankError):
             FSDP(layer, DeviceMesh(group, (1,), ranks=[1 - group.rank]))
         inner = FSDP(torch.nn.Linear(2, 2), group)
-        with pytest.raises(ValueError, match="FSDP inside"):
+        with pytest.raises(ValueError, match="contains an FSDP"):
             FSDP(torch.nn.Sequential(inner), group)
         with pytest.raises(ValueError, match="build it anew"):
             FSDP(inner.module, group)

@@ -94,7 +94,7 @@ def test_hooks_on_parameters_are_refused(register):
     ids=["DDP", "LocalSGD", "DiLoCo"],
 )
 def test_data_parallel_wrappers_refuse_an_fsdp(wrap, run):
-    """Also its module, while it has its pieces and while it has whole parameters; the shards stay."""
+    """Also its module, while it has its shards and while it has whole parameters; the shards stay."""
 
     def program(group):
         fsdp = FSDP(torch.nn.Linear(16, 16), group, reshard_after_forward=False)
@@ -129,7 +129,7 @@ def test_fsdp_refuses_a_ddp_until_it_is_gone():
 
 
 def test_parameters_of_another_fsdp_are_refused():
-    """By name; also when that is gone, for they are pieces still."""
+    """By name; also when that is gone, for they are shards still."""
 
     def program(group):
         one, other = torch.nn.Linear(16, 16), torch.nn.Linear(16, 16)
@@ -179,7 +179,7 @@ def sizes(group):
     for _ in range(5):
         model = FSDP(torch.nn.Sequential(torch.nn.Linear(6, 6), torch.nn.Linear(6, 6)), group, wrap=torch.nn.Linear)
         layouts = [flat.layout for unit in model._units for flat in unit.flats]
-        found.append([(layout.row_size, layout.number, layout.dim) for layout in layouts])
+        found.append([(layout.row_size, layout.index, layout.dim) for layout in layouts])
         gone = weakref.ref(layouts[0])
         del model, layouts
         wait_until_gone(gone)
@@ -196,13 +196,13 @@ def test_names_stay_while_a_rank_has_the_model():
     """Ranks give back what all have given back, so that they agree on who is who."""
 
     def program(group):
-        kept = []
+        made = []
         for _ in range(3):
             model = FSDP(torch.nn.Linear(6, 6), group)
             if group.rank == 0:
-                kept.append(model)
+                made.append(model)
             (flat,) = model._units[0].flats
-            number, gone = flat.layout.number, weakref.ref(flat.layout)
+            number, gone = flat.layout.index, weakref.ref(flat.layout)
             del model, flat
             if group.rank:
                 wait_until_gone(gone)

@@ -137,7 +137,7 @@ def test_sharded_states_of_others_are_refused():
         step(fsdp, optimizer)
         states = fsdp.sharded_state_dict(), fsdp.sharded_optimizer_state_dict(optimizer)
         for wrong in ({**states[0], "rank": 7}, {**states[0], "world_size": 7}, {}):
-            with pytest.raises(ValueError, match=r"of rank 7|of 7|no sharded"):
+            with pytest.raises(ValueError, match=r"of rank 7|of 7|not a sharded"):
                 fsdp.load_sharded_state_dict(wrong)
         with pytest.raises(ValueError, match="of rank 7"):
             fsdp.load_sharded_optimizer_state_dict(optimizer, {**states[1], "rank": 7})
@@ -215,27 +215,27 @@ def test_summoned_parameters(run, strategy):
     run(program, 4)
 
 
-def test_pieces_are_updated_together_or_not_at_all(run):
-    """update_shards takes one piece a parameter; what doesn't fit changes none."""
+def test_shards_are_updated_together_or_not_at_all(run):
+    """update_shards takes one shard a parameter; what doesn't fit changes none."""
 
     model = seeded()
 
     def program(group):
         fsdp = FSDP(copy.deepcopy(model), group, wrap=torch.nn.Linear)
-        before = [piece.detach().clone() for piece in fsdp.parameters()]
+        before = [shard.detach().clone() for shard in fsdp.parameters()]
         with pytest.raises(ValueError, match="elements"):
-            fsdp.update_shards([*(piece + 1 for piece in before[:-1]), torch.ones(99)])
-        with pytest.raises(ValueError, match="got 1 piece"):
+            fsdp.update_shards([*(shard + 1 for shard in before[:-1]), torch.ones(99)])
+        with pytest.raises(ValueError, match="got 1 shard"):
             fsdp.update_shards(before[:1])
         with pytest.raises(TypeError, match=r"tensor of torch\.float32"):
-            fsdp.update_shards([piece.double() for piece in before])
-        assert all(torch.equal(piece, old) for piece, old in zip(fsdp.parameters(), before, strict=True))
-        for wrong in (torch.ones(3), torch.ones(1, sum(piece.numel() for piece in before))):
+            fsdp.update_shards([shard.double() for shard in before])
+        assert all(torch.equal(shard, old) for shard, old in zip(fsdp.parameters(), before, strict=True))
+        for wrong in (torch.ones(3), torch.ones(1, sum(shard.numel() for shard in before))):
             with pytest.raises(ValueError, match="elements in all"):
                 fsdp.update_shards(wrong)
-        fsdp.update_shards(torch.cat([piece.reshape(-1) + 0.5 for piece in before]))
+        fsdp.update_shards(torch.cat([shard.reshape(-1) + 0.5 for shard in before]))
         assert all(torch.equal(now, old + 0.5) for now, old in zip(fsdp.parameters(), before, strict=True))
-        fsdp.update_shards([piece + 1 for piece in before])
+        fsdp.update_shards([shard + 1 for shard in before])
         return fsdp.full_state_dict()["first.weight"]
 
     expected = run_ranks(lambda group: FSDP(copy.deepcopy(model), group).full_state_dict(), 1)[0]["first.weight"] + 1
@@ -251,8 +251,8 @@ def test_copies_of_the_model_take_the_values_of_the_first(run):
     def program(group):
         fsdp = FSDP(copy.deepcopy(model), group, strategy=ShardingStrategy.NO_SHARD)
         with torch.no_grad():
-            for piece in fsdp.parameters():
-                piece.add_(group.rank)
+            for shard in fsdp.parameters():
+                shard.add_(group.rank)
         fsdp.broadcast_updated_params()
         return fsdp.full_state_dict()
 
@@ -341,12 +341,12 @@ def test_full_optimizer_states_that_do_not_fit_are_refused():
         none = {name: {**entries, "exp_avg": None} for name, entries in state["state"].items()}
         for wrong, message in [
             ({**state, "state": large}, r"'exp_avg' of 'weight' has shape \(8, 8\) where the parameter has \(6, 6\)"),
-            ({**state, "state": none}, "'exp_avg' of 'weight' is no tensor"),
+            ({**state, "state": none}, "'exp_avg' of 'weight' is not a tensor"),
             ({**state, "state": {**state["state"], "other": {}}}, "state of 'other'"),
-            ({**state, "state": {"weight": 3}}, "'weight' is no dict"),
-            ({**state, "divided": {}}, "divided of 'weight'"),
+            ({**state, "state": {"weight": 3}}, "'weight' is not a dict"),
+            ({**state, "divided": {}}, "sharded entries of 'weight'"),
             ({**state, "param_groups": []}, "0 groups"),
-            ({"state": {}, "param_groups": state["param_groups"]}, "lacks what is divided"),
+            ({"state": {}, "param_groups": state["param_groups"]}, "lacks 'divided'"),
             ({}, "lacks state"),
             ([], "lacks state"),
         ]:
@@ -370,11 +370,11 @@ def test_broken_sharded_states_are_refused():
         without = {name: {**entry, "piece": None} for name, entry in model["parameters"].items()}
         for wrong, message in [
             (owner, "lacks parameters"),
-            ([], "no sharded model state"),
+            ([], "not a sharded model state"),
             ({**model, "buffers": 3}, "lacks buffers"),
             ({**model, "parameters": dict.fromkeys(model["parameters"])}, "lacks piece, start or shape"),
-            ({**model, "parameters": without}, "has a piece in the state that is no tensor"),
-            ({**model, "buffers": dict.fromkeys(model["buffers"])}, "no tensor of its shape"),
+            ({**model, "parameters": without}, "has a piece in the state that is not a tensor"),
+            ({**model, "buffers": dict.fromkeys(model["buffers"])}, "not a tensor of its shape"),
         ]:
             with pytest.raises(ValueError, match=message):
                 fsdp.load_sharded_state_dict(wrong)
@@ -441,7 +441,7 @@ def test_extra_state_that_cannot_be_sent_is_refused():
     run_ranks(program, 2)
 
 
-def test_names_of_pieces_are_those_of_the_states():
+def test_names_of_shards_are_those_of_the_states():
     """named_parameters and named_buffers name what full and sharded states name, inside other modules too."""
 
     def names(group):
@@ -450,7 +450,7 @@ def test_names_of_pieces_are_those_of_the_states():
         inside = dict(torch.nn.ModuleDict({"model": fsdp}).named_parameters())
         assert set(inside) == {f"model.{name}" for name, _ in fsdp.named_parameters()}
         assert set(fsdp.sharded_state_dict()["parameters"]) == set(dict(fsdp.named_parameters()))
-        assert all(fsdp.get_parameter(name) is piece for name, piece in fsdp.named_parameters())
+        assert all(fsdp.get_parameter(name) is shard for name, shard in fsdp.named_parameters())
         return tensors, set(fsdp.full_state_dict())
 
     for named, saved in run_ranks(names, 2):
@@ -467,9 +467,9 @@ def test_what_is_not_needed_does_nothing(strategy):
         fsdp.prefetch_forward_params()
         fsdp.prefetch_forward_params()
         fsdp(torch.ones(4, 6)).sum().backward()
-        before = [piece.grad.clone() for piece in fsdp.parameters()]
+        before = [shard.grad.clone() for shard in fsdp.parameters()]
         fsdp.sync_gradients()
-        assert all(torch.equal(piece.grad, old) for piece, old in zip(fsdp.parameters(), before, strict=True))
+        assert all(torch.equal(shard.grad, old) for shard, old in zip(fsdp.parameters(), before, strict=True))
 
     run_ranks(program, 2)
 
@@ -478,6 +478,6 @@ def test_a_small_parameter_may_lie_on_one_rank():
     """Cuts between ranks are multiples of 16 elements."""
 
     def program(group):
-        return [piece.numel() for piece in FSDP(torch.nn.Linear(4, 4), group).parameters()]
+        return [shard.numel() for shard in FSDP(torch.nn.Linear(4, 4), group).parameters()]
 
     assert run_ranks(program, 2) == [[16, 0], [0, 4]]

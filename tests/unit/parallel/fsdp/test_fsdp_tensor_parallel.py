@@ -120,13 +120,13 @@ def check_close(state, expected, limit=LIMIT):
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_training_is_that_of_one_process(run, strategy):
-    """Weights after clipped steps of AdamW; the values of rank 0 of the mesh count, and optimizers see pieces."""
+    """Weights after clipped steps of AdamW; the values of rank 0 of the mesh count, and optimizers see shards."""
     model = seeded()
 
     def program(group):
         mesh = mesh_of(group)
         fsdp = divided(model, mesh, offset=group.rank, strategy=STRATEGIES[strategy])
-        assert not any(isinstance(piece, fd.DTensor) for piece in fsdp.parameters())
+        assert not any(isinstance(shard, fd.DTensor) for shard in fsdp.parameters())
         norms = train(fsdp, adam(fsdp), part(mesh, "dp"), max_norm=0.1)
         return fsdp.full_state_dict(), norms
 
@@ -441,7 +441,7 @@ def test_summoned_parameters(run):
 
 
 def test_infinities_are_found_on_all_ranks():
-    """One in the piece of a part of one rank has all ranks of the mesh leave the step out."""
+    """One in the shard of a part of one rank has all ranks of the mesh leave the step out."""
     model = seeded()
 
     def program(group):
@@ -449,7 +449,7 @@ def test_infinities_are_found_on_all_ranks():
         optimizer, scaler = adam(fsdp), torch.amp.GradScaler("cpu", init_scale=2.0)
         scaler.scale(loss_of(fsdp, INPUTS)).backward()
         if group.rank == 1:
-            next(piece for piece in fsdp.parameters() if piece.numel()).grad.fill_(torch.inf)
+            next(shard for shard in fsdp.parameters() if shard.numel()).grad.fill_(torch.inf)
         fsdp.unscale_(scaler, optimizer)
         scaler.step(optimizer)
         return fsdp.full_state_dict()

@@ -289,7 +289,7 @@ def test_plain_tensors_that_differ_between_ranks(kind, check):
         return str(caught.value)
 
     for message in run_ranks(program, 2):
-        assert "plain tensors beside distributed ones count as whole, and differ between ranks" in message
+        assert "plain tensors beside distributed ones count as replicated, and differ between ranks" in message
         assert "in module '1'" in message
         assert "aten.mul.Tensor" in message
 
@@ -378,7 +378,7 @@ def test_numbers_that_differ_between_ranks(use, check):
         for _ in range(2):
             model(torch.ones(2, 4))
         model.number = torch.tensor(1.0 + group.rank)
-        with pytest.raises(CollectiveMismatchError, match="count as whole, and differ between ranks"):
+        with pytest.raises(CollectiveMismatchError, match="count as replicated, and differ between ranks"):
             model(torch.ones(2, 4))
 
     run_ranks(program, 2)
