@@ -32,7 +32,7 @@ from ferrodist.backends.verification import CollectiveVerifier
 from ferrodist.deadline import Deadline, resolve_timeout
 from ferrodist.errors import GroupAbortedError
 from ferrodist.rendezvous import rendezvous
-from ferrodist.rendezvous.secret import resolve_secret
+from ferrodist.rendezvous.secret import resolve_secret, secret_or_user_secret
 
 if TYPE_CHECKING:
     import socket
