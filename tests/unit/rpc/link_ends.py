@@ -131,7 +131,7 @@ class Ends:
 
     def make_peer(self, rank, recorder, group, limit):
         options = PeerOptions(
-            executor=recorder, tensor_pool=self.pool, marks=(), max_outstanding=1, message_limit=limit
+            executor=recorder, tensor_pool=self.pool, tags=(), max_outstanding=1, message_limit=limit
         )
         return RemotePeer(rank, options, recorder, group, lambda peer, error: None)
 
