@@ -389,7 +389,7 @@ class TcpBackend(MailboxBackend):
             return
         message = _new_message(frame)
         message.grant = partial(self._grant, message, frame.message)
-        # Before it may be granted. Messages that the mailbox refuses are removed, so this has the mailbox's bounds: that
+        # Before it may be granted. Messages that the mailbox refuses are removed, so the mailbox's bounds apply: that
         # of unexpected messages, and the number of posted receives.
         self._incoming[frame.source, frame.message] = message
         if not self._accept(message):
