@@ -120,6 +120,8 @@ class CollectiveOp(msgspec.Struct, frozen=True, kw_only=True, eq=False):
         tensor = self.tensor
         if self.kind is CollectiveKind.ALL_TO_ALL:
             count = self.unit
+        elif self.kind is CollectiveKind.ALL_GATHER:
+            count = self.out.numel()
         else:
             count = sum(self.counts) if self.counts else tensor.numel()
         return CollectiveSignature(

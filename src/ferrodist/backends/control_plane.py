@@ -40,7 +40,7 @@ class ControlPlaneBackend(NonBlockingBackend):
         check_group(control)
         super().__init__(control.rank, control.world_size, timeout=control.timeout, name=control.name)
         self._control = control
-        self.agreement_key = control.agreement_key  # for the control group carries the messages of agreements
+        self.verification_key = control.verification_key  # for the control group carries the messages of agreements
         self.subgroups = control.subgroups  # which tells the control group of those that are dropped
 
     @property

@@ -81,11 +81,11 @@ class SubBackend(NonBlockingBackend):
             timeout=parent.timeout if timeout is None else timeout,
             name=name or f"{parent.name}{list(members)}",
         )
-        self.agreement = CollectiveVerifier(self, doubt=_DOUBT)
+        self.verifier = CollectiveVerifier(self, doubt=_DOUBT)
         self._parent = parent
         self._members = members
         self._root, self._root_ranks = _outermost(parent, members)
-        self.agreement_key = self._root.agreement_key
+        self.verification_key = self._root.verification_key
         self._index = {rank: i for i, rank in enumerate(self._root_ranks)}
         self._closed: DistributedError | None = None
         self.group_id = _next_id(parent, self._root_ranks, label)

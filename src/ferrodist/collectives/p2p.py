@@ -15,8 +15,8 @@ from ferrodist.arguments import check_int
 from ferrodist.backends.base import check_peer
 from ferrodist.backends.tags import check_user_tag
 from ferrodist.collectives.arguments import check_out, check_tensor, group_and_timeout
-from ferrodist.collectives.engines.select import messages_of
-from ferrodist.collectives.fast_path import NOT_BEGUN, Progress, quick_recv, quick_recv_into, quick_send, quick_sendrecv
+from ferrodist.collectives.engines.select import device_p2p_of
+from ferrodist.collectives.fast_path import NOT_STARTED, Progress, fast_recv, fast_recv_into, fast_send, fast_sendrecv
 from ferrodist.collectives.profiling import is_recorded, profiled, record
 from ferrodist.collectives.reduce_op import check_dtype
 from ferrodist.collectives.tensor_protocol import (
@@ -73,12 +73,12 @@ def send(
     if is_profiling() and not is_recorded():
         record(send, tensor, dst, tag=tag, group=group, timeout=timeout)
         return
-    begun = quick_send(tensor, dst, tag, group, timeout)
+    begun = fast_send(tensor, dst, tag, group, timeout)
     if begun is None:
         return
     chosen, limit = group_and_timeout(group, timeout)
     _check(Send(tensor, dst, tag), chosen)
-    messages = messages_of(chosen, tensor.device)
+    messages = device_p2p_of(chosen, tensor.device)
     if messages is not None:
         messages.exchange([Send(tensor, dst, tag)], timeout=limit)
         return
@@ -149,9 +149,9 @@ def recv(
         options = {"tag": tag, "group": group, "timeout": timeout, "return_source": return_source}
         return record(recv, shape, dtype, src, device=device, **options)
     place = _HOST if device is None else torch.device(device)
-    begun = NOT_BEGUN
+    begun = NOT_STARTED
     if place.type == "cpu":
-        result = quick_recv(shape, dtype, src, tag=tag, group=group, timeout=timeout)
+        result = fast_recv(shape, dtype, src, tag=tag, group=group, timeout=timeout)
         if not isinstance(result, Progress):
             return result if return_source else result[0]
         begun = result
@@ -159,7 +159,7 @@ def recv(
     if dtype is not None:
         check_dtype(dtype)
     shape = None if shape is None else _check_shape(shape)
-    messages = messages_of(chosen, place)
+    messages = device_p2p_of(chosen, place)
     if messages is not None:
         incoming = _recv_on(place, shape, dtype, src, tag)
         _check(incoming, chosen)
@@ -185,13 +185,13 @@ def recv_into(
     """
     if is_profiling() and not is_recorded():
         return record(recv_into, tensor, src, tag=tag, group=group, timeout=timeout)
-    result = quick_recv_into(tensor, src, tag, group, timeout)
+    result = fast_recv_into(tensor, src, tag, group, timeout)
     if not isinstance(result, Progress):
         return result
     chosen, limit = group_and_timeout(group, timeout)
     incoming = Recv(tensor, src, tag)
     _check(incoming, chosen)
-    messages = messages_of(chosen, tensor.device)
+    messages = device_p2p_of(chosen, tensor.device)
     if messages is not None:
         return messages.exchange([incoming], timeout=limit)[0]
     receive = receive_into(chosen, incoming)
@@ -256,14 +256,14 @@ def sendrecv(
     if is_profiling() and not is_recorded():
         options = {"tag": tag, "group": group, "timeout": timeout, "return_source": return_source}
         return record(sendrecv, tensor, dst, shape, src, **options)
-    result = quick_sendrecv(tensor, dst, shape, src, tag=tag, group=group, timeout=timeout)
+    result = fast_sendrecv(tensor, dst, shape, src, tag=tag, group=group, timeout=timeout)
     if not isinstance(result, Progress):
         return result if return_source else result[0]
     chosen, limit = group_and_timeout(group, timeout)
     outgoing = Send(tensor, dst, tag)
     _check(outgoing, chosen)
     shape = None if shape is None else _check_shape(shape)
-    messages = messages_of(chosen, tensor.device)
+    messages = device_p2p_of(chosen, tensor.device)
     if messages is not None:
         incoming = _recv_on(tensor.device, shape, tensor.dtype, src, tag)
         _check(incoming, chosen)
@@ -308,7 +308,7 @@ def batch(
                 f"batch has tensors on {operations[0].tensor.device} and on {operation.tensor.device}: pass tensors of"
                 " one device"
             )
-    messages = messages_of(chosen, operations[0].tensor.device if operations else _HOST)
+    messages = device_p2p_of(chosen, operations[0].tensor.device if operations else _HOST)
     if messages is not None:
         return messages.exchange(operations, timeout=limit)
     return batch_on_host(operations, chosen, limit)
@@ -359,7 +359,7 @@ def begin_send(tensor: torch.Tensor, dst: int, *, tag: int = 0, group: Backend) 
 
     ``tensor`` must not be changed until all of it is done.
     """
-    begun = quick_send(tensor, dst, tag, group, 0.0)
+    begun = fast_send(tensor, dst, tag, group, 0.0)
     return [] if begun is None else _continue_send(group, Send(tensor, dst, tag), begun)
 
 
@@ -367,6 +367,6 @@ def _continue_send(group: Backend, operation: Send, begun: Progress) -> list[Req
     """Start what is left of a send that the short way has begun."""
     if begun.is_sent:
         return []
-    if begun.number is not None:
-        return start_payload(group, operation.tensor, operation.dst, begun.number)
+    if begun.payload_id is not None:
+        return start_payload(group, operation.tensor, operation.dst, begun.payload_id)
     return start_send(group, operation.tensor, operation.dst, operation.tag)

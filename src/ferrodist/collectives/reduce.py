@@ -23,7 +23,7 @@ from ferrodist.collectives.arguments import (
     records_history,
 )
 from ferrodist.collectives.engines.select import engine_of
-from ferrodist.collectives.fast_path import quick_allreduce, quick_broadcast, start_allreduce, start_broadcast
+from ferrodist.collectives.fast_path import fast_allreduce, fast_broadcast, start_allreduce, start_broadcast
 from ferrodist.collectives.profiling import is_recorded, profiled, record
 from ferrodist.collectives.reduce_op import Op, PremultipliedSum, ReduceOp, check_reduction, is_linear, widen
 from ferrodist.collectives.work import PreparedCall, execute, submit
@@ -69,7 +69,7 @@ def allreduce(
     """
     if is_profiling() and not is_recorded():
         return record(allreduce, tensor, op, group=group, out=out, timeout=timeout)
-    result = quick_allreduce(tensor, op, group, out) if timeout is None else None
+    result = fast_allreduce(tensor, op, group, out) if timeout is None else None
     return execute(_allreduce(tensor, op, group, out, timeout)) if result is None else result
 
 
@@ -243,7 +243,7 @@ def broadcast(
     """
     if is_profiling() and not is_recorded():
         return record(broadcast, tensor, root, group=group, out=out, timeout=timeout)
-    result = quick_broadcast(tensor, root, group, out) if timeout is None else None
+    result = fast_broadcast(tensor, root, group, out) if timeout is None else None
     return execute(_broadcast(tensor, root, group, out, timeout)) if result is None else result
 
 

@@ -17,11 +17,11 @@ from ferrodist.backends.process_group import abort_on_unhandled_exception
 from ferrodist.backends.subgroup import SubBackend
 from ferrodist.collectives.arguments import check_root
 from ferrodist.collectives.fast_path import (
-    quick_all_gather,
-    quick_allreduce_data,
-    quick_barrier,
-    quick_broadcast,
-    quick_reduce_scatter,
+    fast_all_gather,
+    fast_allreduce_data,
+    fast_barrier,
+    fast_broadcast,
+    fast_reduce_scatter,
     start_all_gather,
     start_allreduce,
     start_broadcast,
@@ -207,7 +207,7 @@ class FerrodistProcessGroup(dist.ProcessGroup):
                 started = start_allreduce(data, op, stream.group, data)
                 if started is not None:
                     return self._returned(stream.work_of(started, [tensor]))
-            elif quick_allreduce_data(tensor, op, stream.group):
+            elif fast_allreduce_data(tensor, op, stream.group):
                 return self._done
         if tensor.layout is torch.strided:
             return self._run(collectives.allreduce(tensor, reduction(opts.reduceOp)), opts)
@@ -229,7 +229,7 @@ class FerrodistProcessGroup(dist.ProcessGroup):
                 started = start_broadcast(data, opts.rootRank, stream.group, data)
                 if started is not None:
                     return self._returned(stream.work_of(started, [tensor]))
-            elif quick_broadcast(data, opts.rootRank, stream.group, data) is not None:
+            elif fast_broadcast(data, opts.rootRank, stream.group, data) is not None:
                 return self._done
         return self._run(collectives.broadcast(self.group, tensor, opts.rootRank), opts)
 
@@ -268,7 +268,7 @@ class FerrodistProcessGroup(dist.ProcessGroup):
                 started = start_all_gather(data, 0, stream.group, out)
                 if started is not None:
                     return self._returned(stream.work_of(started, [output]))
-            elif quick_all_gather(data, 0, stream.group, out) is not None:
+            elif fast_all_gather(data, 0, stream.group, out) is not None:
                 return self._done
         return self._run(collectives.all_gather_single(self.group, output, tensor), opts)
 
@@ -331,7 +331,7 @@ class FerrodistProcessGroup(dist.ProcessGroup):
                 started = start_reduce_scatter(data, op, 0, stream.group, out)
                 if started is not None:
                     return self._returned(stream.work_of(started, [output]))
-            elif quick_reduce_scatter(data, op, 0, stream.group, out) is not None:
+            elif fast_reduce_scatter(data, op, 0, stream.group, out) is not None:
                 return self._done
         call = collectives.reduce_scatter_single(self.group, output, tensor, reduction(opts.reduceOp))
         return self._run(call, opts)
@@ -368,7 +368,7 @@ class FerrodistProcessGroup(dist.ProcessGroup):
     @accept_options(dist.BarrierOptions, 0)
     def barrier(self, opts: Any) -> FerrodistWork:
         """Wait for all ranks."""
-        if not opts.asyncOp and opts.timeout.days < 0 and quick_barrier(self._streams.current().group):
+        if not opts.asyncOp and opts.timeout.days < 0 and fast_barrier(self._streams.current().group):
             return self._done
         return self._run(collectives.barrier(), opts)
 

@@ -122,7 +122,7 @@ def test_an_answer_at_the_moment_of_a_warning_counts():
 class _Tapped(fd.SimulatedBackend):
     """Ranks of a group with a key, whose messages somebody changes on their way."""
 
-    agreement_key = b"k" * 32
+    verification_key = b"k" * 32
     changes = ()
     """For each change the ranks it is between, and the byte."""
 
@@ -142,7 +142,7 @@ def test_what_is_agreed_is_what_was_said(monkeypatch, source, target, what, plac
 
     def on_rank(group):
         with pytest.raises(fd.DistributedError) as caught:  # noqa: PT012 - it fails in one of the two
-            group.agreement.reach(CollectiveSignature(operation="sizes", payload=bytes([group.rank])), 20)
+            group.verifier.verify(CollectiveSignature(operation="sizes", payload=bytes([group.rank])), 20)
             group.barrier(timeout=20)  # who has got the list as it was said learns of it here
         return caught.value
 
@@ -164,7 +164,7 @@ def test_groups_over_a_control_group_are_protected_as_it_is(monkeypatch, in_subg
     def on_rank(control):
         group = _Controlled(control)
         with pytest.raises(fd.AuthenticationError, match="the call of rank 1 was altered"):
-            (fd.new_group(group=group) if in_subgroup else group).agreement.reach(
+            (fd.new_group(group=group) if in_subgroup else group).verifier.verify(
                 CollectiveSignature(operation="sizes"), 20
             )
 
@@ -187,11 +187,11 @@ def test_a_group_with_a_key_agrees():
     def on_rank(group):
         sub = fd.SubBackend(group, [0, 2]) if group.rank != 1 else None
         said = [
-            group.agreement.reach(CollectiveSignature(operation="sizes", payload=bytes([group.rank])), 20)
+            group.verifier.verify(CollectiveSignature(operation="sizes", payload=bytes([group.rank])), 20)
             for _ in range(3)
         ]
         if sub is not None:
-            assert sub.agreement.reach(CollectiveSignature(operation="sizes", payload=b"x"), 20) == [b"x", b"x"]
+            assert sub.verifier.verify(CollectiveSignature(operation="sizes", payload=b"x"), 20) == [b"x", b"x"]
         return said
 
     assert run_ranks(on_rank, 3, backend=_Tapped.create_group) == [[[b"\0", b"\1", b"\2"]] * 3] * 3

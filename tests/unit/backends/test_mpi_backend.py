@@ -286,9 +286,9 @@ def test_a_late_rank_hears_that_others_gave_up(gave_up):
     agreement = MpiVerifier(group, _DataPlane(), lambda _sequence: (), look)
     if gave_up:
         with pytest.raises(fd.DistributedTimeoutError, match="rank 1 was late"):
-            agreement.reach(CollectiveSignature(operation="barrier"), 30)
+            agreement.verify(CollectiveSignature(operation="barrier"), 30)
     else:
-        assert agreement.reach(CollectiveSignature(operation="barrier", payload=b"x"), 30) == [b"x", b"x"]
+        assert agreement.verify(CollectiveSignature(operation="barrier", payload=b"x"), 30) == [b"x", b"x"]
 
 
 @pytest.mark.parametrize(("rank", "late", "speaks"), [(0, (1,), True), (1, (0,), True), (1, (2,), False)])
@@ -296,7 +296,7 @@ def test_a_long_wait_names_who_is_late(rank, late, speaks, monkeypatch, caplog):
     """The first rank that waits says who has not called; another one leaves it to that."""
     monkeypatch.setattr("ferrodist.deadline.LONG_WAIT_SECONDS", 0.0)
     group = SimpleNamespace(rank=rank, world_size=2, name="world", failure=None)
-    MpiVerifier(group, _DataPlane(), lambda _sequence: late, lambda: None).reach(
+    MpiVerifier(group, _DataPlane(), lambda _sequence: late, lambda: None).verify(
         CollectiveSignature(operation="barrier"), 30
     )
     expected = f"barrier() on group 'world', operation 0: rank {late[0]} has not called it yet, and rank {rank} waits"
@@ -317,7 +317,7 @@ def test_an_interrupted_agreement_ends_the_group():
     plane.wait_for = _interrupt
     agreement = MpiVerifier(_group_of_two(aborts), plane, lambda _sequence: (), lambda: None)
     with pytest.raises(KeyboardInterrupt):
-        agreement.reach(CollectiveSignature(operation="barrier"), 30)
+        agreement.verify(CollectiveSignature(operation="barrier"), 30)
     assert aborts == ["rank 0 left barrier() by KeyboardInterrupt"]
 
 
@@ -325,12 +325,12 @@ def test_an_interrupted_collective_ends_the_group():
     """So does one that leaves in the middle of the data."""
     aborts, plane = [], _DataPlane()
     group = _group_of_two(aborts)
-    group.data_plane, group.agreement = plane, MpiVerifier(group, plane, lambda _sequence: (), lambda: None)
+    group.data_plane, group.verifier = plane, MpiVerifier(group, plane, lambda _sequence: (), lambda: None)
     plane.broadcast = _interrupt
     with pytest.raises(KeyboardInterrupt):
         DataPlaneEngine(group).run(
             CollectiveOp(kind=CollectiveKind.BROADCAST, out=torch.ones(100), root=0, timeout=30),
-            group.agreement.reserve(),
+            group.verifier.reserve(),
         )
     assert len(aborts) == 1
     assert "rank 0 left broadcast(float32[100], root=0), operation 0, by KeyboardInterrupt" in aborts[0]
@@ -391,7 +391,7 @@ def test_a_collective_that_is_left_keeps_what_is_under_way(monkeypatch):
     """When a reduction ends in the middle, MPI keeps the buffers of the segment that was on its way ahead of it."""
     aborts, plane, abandoned, started = [], _DataPlane(), [], []
     group = _group_of_two(aborts)
-    group.data_plane, group.agreement = plane, MpiVerifier(group, plane, lambda _sequence: (), lambda: None)
+    group.data_plane, group.verifier = plane, MpiVerifier(group, plane, lambda _sequence: (), lambda: None)
 
     def start(*_arguments):
         started.append(len(started))
@@ -413,7 +413,7 @@ def test_a_collective_that_is_left_keeps_what_is_under_way(monkeypatch):
                 dim=0,
                 timeout=30,
             ),
-            group.agreement.reserve(),
+            group.verifier.reserve(),
         )
     assert started == [0, 1]
     assert abandoned == [1]

@@ -162,7 +162,7 @@ def test_a_group_is_made_on_all_ranks_at_once(monkeypatch):
     def program(group):
         made = fd.UccBackend(group)
         is_made.set()
-        assert made.agreement.reserve() == group.agreement.reserve()  # none of the positions is used twice
+        assert made.verifier.reserve() == group.verifier.reserve()  # none of the positions is used twice
         made.close()
 
     monkeypatch.setattr(backend, "load", lambda: "UCC 1.8.0")

@@ -39,12 +39,12 @@ def test_agreements_a_call_takes(name: str) -> None:
     expected, call = _CALLS[name]
 
     def on_rank(group: Backend) -> list[int]:
-        places = [group.agreement.reserve()]
+        places = [group.verifier.reserve()]
         result = call(group, torch.ones(3, requires_grad=True))
-        places.append(group.agreement.reserve())
+        places.append(group.verifier.reserve())
         if isinstance(result, torch.Tensor):
             result.sum().backward()
-            places.append(group.agreement.reserve())
+            places.append(group.verifier.reserve())
         return [after - before - 1 for before, after in itertools.pairwise(places)]
 
     for taken in run_ranks(on_rank, 2):

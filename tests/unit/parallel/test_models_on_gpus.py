@@ -14,7 +14,7 @@ from ferrodist.collectives.serialization import PackedValue
 from ferrodist.deadline import Deadline
 from ferrodist.parallel.ddp import bucket
 from ferrodist.parallel.fsdp import flat_grad, fsdp, init
-from ferrodist.parallel.pipeline.runtime import PendingRecv, send_parcel
+from ferrodist.parallel.pipeline.runtime import PendingRecv, send_value
 from ferrodist.parallel.pipeline.stage import Stage
 from ferrodist.testing import run_ranks
 
@@ -120,10 +120,10 @@ def test_values_of_a_pipeline_come_to_the_device_of_the_stage() -> None:
         if group.rank == 0:
             parcel = PackedValue.of([torch.ones(2), torch.zeros(100_000), torch.ones(3)], "values")
             assert parcel.is_on_gpu == [False] * 3
-            send_parcel(dataclasses.replace(parcel, is_on_gpu=[True, True, False]), 1, 0, group)
+            send_value(dataclasses.replace(parcel, is_on_gpu=[True, True, False]), 1, 0, group)
             fd.barrier()
         else:
-            found = PendingRecv(0, 0, group, is_ahead=False, device=_META).wait(Deadline(30.0))
+            found = PendingRecv(0, 0, group, prefetch=False, device=_META).wait(Deadline(30.0))
             assert [tensor.device for tensor in found.tensors] == [_META, _META, _CPU]
             assert found.copy().is_on_gpu == [True, True, False]
             fd.barrier()

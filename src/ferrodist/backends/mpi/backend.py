@@ -147,7 +147,7 @@ class MpiBackend(MailboxBackend):
         self.data_plane: MpiDataPlane = MpiDataPlane(
             mpi, collective_communicator, self._cannot_complete, self._abort_for, self._grace_seconds
         )
-        self.agreement: MpiVerifier = MpiVerifier(
+        self.verifier: MpiVerifier = MpiVerifier(
             self, self.data_plane, self._find_behind, partial(self._poll, _SHARED_POLL_SECONDS)
         )
         self._process = os.getpid()
@@ -265,7 +265,7 @@ class MpiBackend(MailboxBackend):
         self._push(rank, QueuedFrame(Frame(FrameType.PING)))
 
     def _on_ping(self, source: int, _frame: Frame, _payload: memoryview) -> None:
-        self._push(source, QueuedFrame(Frame(FrameType.PONG, self.agreement.num_entered)))
+        self._push(source, QueuedFrame(Frame(FrameType.PONG, self.verifier.num_entered)))
 
     def _on_pong(self, source: int, frame: Frame, _payload: memoryview) -> None:
         self._liveness.note_progress(source, frame.message)
@@ -307,7 +307,7 @@ class MpiBackend(MailboxBackend):
             return True
         for rank in self._gone.copy():
             departure = self.departure_error(_WORLD, rank)
-            if departure is not None and not self._liveness.has_entered(rank, self.agreement.num_entered - 1):
+            if departure is not None and not self._liveness.has_entered(rank, self.verifier.num_entered - 1):
                 self.abort(departure)
                 return True
         return False
@@ -361,7 +361,7 @@ class MpiBackend(MailboxBackend):
     def _notify_left(self, group_id: int, members: tuple[int, ...]) -> None:
         for rank in members:
             if rank != self.rank:
-                self._push(rank, QueuedFrame(Frame(FrameType.LEFT, self.agreement.num_entered, group_id)))
+                self._push(rank, QueuedFrame(Frame(FrameType.LEFT, self.verifier.num_entered, group_id)))
 
     def close(self, timeout: float | None = None) -> None:
         """Leave the group; see `Backend.close`.

@@ -27,12 +27,12 @@ from ferrodist.backends.signature import CollectiveSignature
 from ferrodist.backends.subgroup import SubBackend
 from ferrodist.backends.tags import ANY_SOURCE, group_of_tag
 from ferrodist.backends.tcp import TcpBackend
-from ferrodist.backends.tcp.backend import join_members
+from ferrodist.backends.tcp.bootstrap import join_members
 from ferrodist.backends.verification import CollectiveVerifier
 from ferrodist.deadline import Deadline, resolve_timeout
 from ferrodist.errors import GroupAbortedError
 from ferrodist.rendezvous import rendezvous
-from ferrodist.rendezvous.secret import resolve_secret, secret_or_users
+from ferrodist.rendezvous.secret import resolve_secret, secret_or_user_secret
 
 if TYPE_CHECKING:
     import socket
@@ -121,7 +121,7 @@ class NativeBackend(ControlPlaneBackend):
         self._engines = _NativeEngines(control)
         own_host = host_id() if shares_memory else self.rank.to_bytes(8, "little")
         nonce = secrets.token_bytes(_NONCE_BYTES)
-        payloads = control.agreement.reach(
+        payloads = control.verifier.verify(
             CollectiveSignature(operation="hosts", payload=nonce + own_host), deadline.remaining()
         )
         hosts = tuple(payload[_NONCE_BYTES:] for payload in payloads)
@@ -133,10 +133,10 @@ class NativeBackend(ControlPlaneBackend):
         control.add_observer(self._engines)
         control.relays_messages = False
         self._p2p, self._messages, self._p2p_engine = p2p, p2p, engine
-        self.agreement = CollectiveVerifier(self, first=control.agreement.reserve())
+        self.verifier = CollectiveVerifier(self, first=control.verifier.reserve())
         if self._topology.num_hosts > 1:  # messages between them go over connections that nothing protects
-            known = secret_or_users(secret)
-            self.agreement_key = hmac.digest(known, b"agreement\0" + b"".join(payloads), "sha256")
+            known = secret_or_user_secret(secret)
+            self.verification_key = hmac.digest(known, b"agreement\0" + b"".join(payloads), "sha256")
         self._equip(self, tuple(range(self.world_size))).open(
             CollectiveSignature(operation="open"), deadline.remaining()
         )

@@ -104,7 +104,7 @@ def open_messages(
             lambda: load().P2PEngine(
                 rank=group.rank,
                 eager_bytes=mailbox.EAGER_LIMIT,
-                max_unasked_bytes=mailbox.MAX_UNASKED_BYTES,
+                max_unasked_bytes=mailbox.MAX_UNEXPECTED_BYTES,
                 is_crowded=_layout(place, group.rank, memory.introductions).is_crowded,
                 spin_micros=_SPIN_MICROS,
                 memory=memory.descriptor,
@@ -268,7 +268,7 @@ class _SharedMemorySetup:
         """Every rank's card and the rest of what it says; BackendUnavailable on all ranks when one has a problem."""
         if self._problem:
             own = _NO_NAME + self._problem.encode()[: _CARD.size + CpuSet.size() - _NAME_BYTES]
-        said = self._group.agreement.reach(self._call.with_payload(own), self.deadline.remaining())
+        said = self._group.verifier.verify(self._call.with_payload(own), self.deadline.remaining())
         try:
             check_problems(
                 self._group, [text[_NAME_BYTES:] for text in said if text.startswith(_NO_NAME)], "share memory"

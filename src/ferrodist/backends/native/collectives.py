@@ -178,11 +178,14 @@ class NativeEngine:
         **facts: Any,
     ) -> BaseException:
         """End the group for what ended a call of ``compiled``, and return what to raise; a barrier has no tensors."""
-        kind = CollectiveKind(operation)
-        if tensor is not None and out is not None:
-            facts["unit"] = tensor.numel() // self.num_ranks
-            facts["counts"] = (out.numel() if kind is CollectiveKind.ALL_GATHER else tensor.numel(),)
-        op = CollectiveOp(kind=kind, source=tensor, out=out, timeout=self.timeout, **facts)
+        unit = 0 if tensor is None else tensor.numel() // self.num_ranks
+        op = CollectiveOp(
+            kind=CollectiveKind(operation), source=tensor, out=out, unit=unit, timeout=self.timeout, **facts
+        )
+        return self.error_of(failure, op)
+
+    def error_of(self, failure: BaseException, op: CollectiveOp) -> BaseException:
+        """End the group for what ended a call of ``compiled``, and return what to raise."""
         return self._ended_by(failure, op.signature(), op.timeout)
 
     def has_left(self, failure: BaseException) -> bool:

@@ -94,7 +94,7 @@ def queued_error(group: Backend, call: CollectiveSignature, elapsed: Elapsed) ->
 
 
 def _late(failed: _Failed) -> DistributedError:
-    return failed.group.agreement.late_error(failed.call, failed.ranks, failed.elapsed)
+    return failed.group.verifier.late_error(failed.call, failed.ranks, failed.elapsed)
 
 
 def _stalled(failed: _Failed) -> DistributedError:
@@ -158,7 +158,7 @@ def _protocol(failed: _Failed) -> DistributedError:
 def _mismatch(failed: _Failed) -> DistributedError:
     size = len(failed.record) // failed.group.world_size
     lines = [failed.record[start : start + size] for start in range(0, len(failed.record), size)]
-    return failed.group.agreement.mismatch_error([call_of_line(line, failed.call.sequence) for line in lines])
+    return failed.group.verifier.mismatch_error([call_of_line(line, failed.call.sequence) for line in lines])
 
 
 def _sizes(failed: _Failed) -> DistributedError:

@@ -88,7 +88,7 @@ class HostTopology:
 
 def agree_on_topology(group: Backend, problem: str, what: str, deadline: Deadline) -> None:
     """Raise BackendUnavailable on all ranks when any has a problem; called on all."""
-    said = group.agreement.reach(
+    said = group.verifier.verify(
         CollectiveSignature(operation=what, payload=problem.encode()[:_MAX_TEXT]), deadline.remaining()
     )
     check_problems(group, said, what)
@@ -133,7 +133,7 @@ def connect_hosts(group: Backend, place: HostTopology, purpose: str, deadline: D
         except (DistributedError, OSError, RuntimeError) as error:  # the last of a thread that can't be started
             said = f"{_PROBLEM}rank {group.rank}: {error}"
         call = CollectiveSignature(operation="connect hosts", payload=said.encode()[:_MAX_TEXT])
-        addresses = [address.decode(errors="replace") for address in group.agreement.reach(call, deadline.remaining())]
+        addresses = [address.decode(errors="replace") for address in group.verifier.verify(call, deadline.remaining())]
         problems = [address[1:].encode() for address in addresses if address.startswith(_PROBLEM)]
         check_problems(group, problems, "connect hosts")
         assert server is not None

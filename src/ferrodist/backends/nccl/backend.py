@@ -42,7 +42,7 @@ if TYPE_CHECKING:
 def reasons_without_nccl(control: Backend, deadline: Deadline) -> dict[int, str]:
     """The reasons why ranks can't use NCCL, by rank; collective."""
     own = (why_no_nccl() or "").encode()[:MAX_PAYLOAD]
-    answers = control.agreement.reach(CollectiveSignature(operation="is there NCCL", payload=own), deadline.remaining())
+    answers = control.verifier.verify(CollectiveSignature(operation="is there NCCL", payload=own), deadline.remaining())
     return {rank: reason.decode(errors="replace") for rank, reason in enumerate(answers) if reason}
 
 
@@ -74,7 +74,7 @@ class NcclGroup(ControlPlaneBackend):
         self._stream = stream
         self._library = library
         self._streams = streams
-        self.agreement = control.agreement
+        self.verifier = control.verifier
         self.use_engine("cpu", control.engine("cpu"), control.p2p("cpu"))
         self.fast_path = control.fast_path
         self._watchdog = Watchdog(f"ferrodist-nccl-{control.name}-{control.rank}", allow_queries_during_capture)

@@ -318,7 +318,7 @@ class CommunicatorHandle:
         """Exchange payloads through the group's verification of calls on the host."""
         engine = self._group.engine("cpu")
         if engine is None:
-            return self._group.agreement.reach(
+            return self._group.verifier.verify(
                 CollectiveSignature(operation=operation, reduce_op=what, payload=payload), timeout
             )
         name = f"{operation} {what}" if what else operation

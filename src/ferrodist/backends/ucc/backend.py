@@ -63,7 +63,7 @@ class UccBackend(ControlPlaneBackend):
         self._closing = threading.RLock()
         _check_libraries(control, deadline)
         self.data_plane: UccDataPlane = _connect(control, deadline)
-        self.agreement = CollectiveVerifier(self, sequencer=self.data_plane.sequencer)
+        self.verifier = CollectiveVerifier(self, sequencer=self.data_plane.sequencer)
         weakref.finalize(self, self.data_plane.stop)
 
     @classmethod
@@ -110,7 +110,7 @@ def _check_libraries(control: Backend, deadline: Deadline) -> None:
     except BackendUnavailable as error:
         unavailable = error
         own = _REASON + error.message.encode()
-    answers = control.agreement.reach(
+    answers = control.verifier.verify(
         CollectiveSignature(operation="is there UCC", payload=own[:MAX_PAYLOAD]), deadline.remaining()
     )
     lacking = tuple(rank for rank, answer in enumerate(answers) if not answer.startswith(_LIBRARY))
@@ -156,10 +156,10 @@ def _make_data_plane(team: Team, control: Backend, deadline: Deadline) -> UccDat
 
     Its thread goes on meanwhile, for the ranks that UCC has not connected yet.
     """
-    sequence = control.agreement.reserve()
+    sequence = control.verifier.reserve()
     data_plane = UccDataPlane(team, control, first=sequence + 1)
     try:
-        control.agreement.reach(CollectiveSignature(operation="UCC is connected"), deadline.remaining(), sequence)
+        control.verifier.verify(CollectiveSignature(operation="UCC is connected"), deadline.remaining(), sequence)
     except GroupAbortedError:
         pass  # most probably by a rank that had everybody's calls and went on: the next call raises it
     except BaseException:

@@ -86,7 +86,7 @@ class DataPlaneEngine(ReferenceEngine):
         deadline = Deadline(op.timeout)
         call = op.signature(payload=payload)
         with _data_plane_of(self._group).sequencer.hold(sequence, op.timeout):  # without a turn the agreement says so
-            payloads = self._group.agreement.reach(call, deadline.remaining(), sequence)
+            payloads = self._group.verifier.verify(call, deadline.remaining(), sequence)
             run = _DataPlaneRun(self._group, op, call, sequence, deadline, payloads)
             try:
                 yield run

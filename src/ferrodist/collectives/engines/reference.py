@@ -71,7 +71,7 @@ class ReferenceEngine:
 
     def reserve(self) -> int:
         """Take the next position among the group's collectives."""
-        return self._group.agreement.reserve()
+        return self._group.verifier.reserve()
 
     def await_turn(self, sequence: int) -> None:
         """Return at once: these collectives don't wait for each other."""
@@ -81,7 +81,7 @@ class ReferenceEngine:
         deadline = Deadline(op.timeout)
         payload, is_eager = payload_of(op, self._group.rank)
         call = op.signature(payload=payload)
-        payloads = self._group.agreement.reach(call, op.timeout, sequence)
+        payloads = self._group.verifier.verify(call, op.timeout, sequence)
         if op.kind is CollectiveKind.SHARE:
             return payloads
         if op.kind is not CollectiveKind.BARRIER:

@@ -188,7 +188,7 @@ def test_forward_for_inference():
         assert pipeline.peak_activations == 0
         if group.rank:
             assert not outputs.requires_grad
-        with pytest.raises(RuntimeError, match="no forward to go backward from"):
+        with pytest.raises(RuntimeError, match="no forward to run backward from"):
             pipeline.backward()
         pipeline(Mlp.batch(6)[0])
 

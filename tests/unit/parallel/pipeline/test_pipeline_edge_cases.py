@@ -162,7 +162,7 @@ def test_a_step_after_a_forward():
         pipeline.step(inputs, targets)
         assert all(torch.equal(one.grad, two) for one, two in zip(pipeline.parameters(), expected, strict=True))
         assert pipeline.peak_activations == peak
-        with pytest.raises((RuntimeError, PipelineError), match="no forward to go backward from"):
+        with pytest.raises((RuntimeError, PipelineError), match="no forward to run backward from"):
             pipeline.backward()
 
     run_ranks(program, 2)
@@ -198,7 +198,7 @@ def test_wrong_names_of_shared_parameters():
     def program(group):
         for places, what in (
             ([(0, "0.wieght"), (1, "0.weight")], "rank 0: stage 0 has no parameter '0.wieght' to share"),
-            ([(0, "0.weight"), (2, "0.weight")], "'0.weight' of stage 2 is shared, and there are 2 stages"),
+            ([(0, "0.weight"), (2, "0.weight")], "'0.weight' of stage 2 is shared, but there are 2 stages"),
             ([(0, "0.weight"), (-1, "0.weight")], "'0.weight' of stage -1 is shared"),
         ):
             with pytest.raises(UnsupportedOpError, match=what):

@@ -205,7 +205,7 @@ def test_wrong_arguments():
             (stages[:2], 2, {"schedule": mine}, ValueError, "'mine' is for 2 ranks, 1 microbatch and 2 stages"),
             (stages[:2], 2, {"schedule": "gpipe"}, TypeError, "is a PipelineSchedule or a Schedule, not 'gpipe'"),
             (stages[:2], 0, {}, ValueError, "num_microbatches"),
-            (stages[:2], 2, {"skips": {"a b": (0, 1)}}, ValueError, "no name of an argument"),
+            (stages[:2], 2, {"skips": {"a b": (0, 1)}}, ValueError, "can't be the name of an argument"),
             (stages[:2], 2, {"skips": {"a": (1, 0)}}, ValueError, "from stage 1 to stage 0"),
             (stages[:2], 2, {"loss_reduction": "mean"}, TypeError, "LossReduction"),
         ]

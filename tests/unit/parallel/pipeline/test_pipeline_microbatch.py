@@ -13,7 +13,7 @@ def outputs_of(values, *, is_joined=True):
     outputs = Outputs()
     outputs.is_joined = is_joined
     for microbatch, value in enumerate(values):
-        outputs.take(microbatch, value)
+        outputs.add(microbatch, value)
     return outputs
 
 
@@ -62,7 +62,7 @@ def test_gradients_go_back(is_joined):
     leaf = torch.ones(3, 2, requires_grad=True)
     values = [{"a": (part * 2, part.detach()), "b": part * 3, "n": 1} for part in leaf.split([1, 2])]
     outputs = outputs_of(values, is_joined=is_joined)
-    given = outputs.give()
+    given = outputs.result()
     first, gradient = torch.arange(6.0).reshape(3, 2), {"n": None}
     if is_joined:
         assert (given["a"][0].requires_grad, given["a"][1].requires_grad, given["n"]) == (True, False, 1)
@@ -89,7 +89,7 @@ def test_gradients_of_another_form(wrong):
     """They are refused, with what is right."""
     leaf = torch.ones(2, requires_grad=True)
     outputs = outputs_of([{"a": [leaf * 1, leaf * 2], "b": leaf * 3}])
-    with pytest.raises(ValueError, match="nested as what forward"):
+    with pytest.raises(ValueError, match="nested as the result of forward"):
         outputs.split(wrong)
 
 
@@ -109,13 +109,13 @@ def test_gradients_of_other_microbatches():
 def test_what_is_not_joined(values):
     """Outputs of different forms, or without a dim, can be had one by one."""
     with pytest.raises(ValueError, match="can't be joined along dim 0: pass the inputs as Microbatches"):
-        outputs_of(values).give()
-    assert len(outputs_of(values, is_joined=False).give()) == 2
+        outputs_of(values).result()
+    assert len(outputs_of(values, is_joined=False).result()) == 2
 
 
 def share(losses):
     """What a pipeline of one rank knows of the losses at the end of a step."""
-    return run_ranks(lambda group: losses.share(group, 10).item(), 1)[0]
+    return run_ranks(lambda group: losses.gather(group, 10).item(), 1)[0]
 
 
 def test_what_losses_count():
@@ -131,7 +131,7 @@ def test_what_losses_count():
         losses.count(counts, "targets")
         weights = []
         for microbatch, value in enumerate(values):
-            (begun,) = losses.take(microbatch, value)
+            (begun,) = losses.add(microbatch, value)
             assert begun is value
             weights.append(losses.gradients[microbatch][0].item())
         assert weights == pytest.approx(expected)
@@ -144,14 +144,14 @@ def test_what_losses_count():
 def test_losses_without_gradients():
     """Nothing goes backward from one, which backward() of one process would say."""
     with pytest.raises(ValueError, match="the loss has no gradient"):
-        Losses(LossReduction.MEAN, 1).take(0, torch.tensor(3.0))
+        Losses(LossReduction.MEAN, 1).add(0, torch.tensor(3.0))
 
 
 @pytest.mark.parametrize("wrong", [1.0, torch.ones(2), torch.ones(0), torch.tensor(1j)])
 def test_what_is_no_loss(wrong):
     """A loss is a tensor of one real element."""
     with pytest.raises((TypeError, ValueError), match="the loss is"):
-        Losses(LossReduction.MEAN, 1).take(0, wrong)
+        Losses(LossReduction.MEAN, 1).add(0, wrong)
 
 
 @pytest.mark.parametrize(

@@ -20,7 +20,7 @@ from ferrodist.errors import (
     ProtocolError,
 )
 from ferrodist.parallel.pipeline import runtime
-from ferrodist.parallel.pipeline.runtime import PendingRecv, send_parcel
+from ferrodist.parallel.pipeline.runtime import PendingRecv, send_value
 from ferrodist.testing import run_ranks
 
 BACKENDS = ["simulated", "native"]
@@ -63,13 +63,13 @@ def test_there_they_are(backend):
     def program(group):
         for tag, (value, is_apart) in enumerate(VALUES.values()):
             if group.rank == 0:
-                for request in send_parcel(PackedValue.of(value, "it"), 1, tag, group):
+                for request in send_value(PackedValue.of(value, "it"), 1, tag, group):
                     request.wait(10)
                 continue
-            receipt = PendingRecv(0, tag, group, is_ahead=bool(tag % 2))
-            parcel = receipt.wait(Deadline(10))
+            pending = PendingRecv(0, tag, group, prefetch=bool(tag % 2))
+            parcel = pending.wait(Deadline(10))
             assert same(parcel.open(), value)
-            assert receipt.has_bodies == is_apart
+            assert pending.has_out_of_band == is_apart
             assert all(tensor.data_ptr() % 64 == 0 for tensor in parcel.tensors)
 
     run_ranks(program, 2, backend=backend)
@@ -82,10 +82,10 @@ def test_who_wants_gradients():
         one, other = torch.ones(2, requires_grad=True), torch.ones(300 * KIB)
         value = [one, other, {"again": one}, other.clone().requires_grad_()]
         if group.rank == 0:
-            for request in send_parcel(PackedValue.of(value, "it"), 1, 0, group):
+            for request in send_value(PackedValue.of(value, "it"), 1, 0, group):
                 request.wait(10)
             return
-        parcel = PendingRecv(0, 0, group, is_ahead=True).wait(Deadline(10))
+        parcel = PendingRecv(0, 0, group, prefetch=True).wait(Deadline(10))
         assert parcel.wants_gradient == [True, False, True]
         found = parcel.open()
         assert found[0] is found[2]["again"]
@@ -119,9 +119,9 @@ def test_subclasses_arrive_as_plain_values():
     def program(group):
         parcel = PackedValue.of(value, "it")
         if group.rank == 0:
-            send_parcel(parcel, 1, 0, group)
+            send_value(parcel, 1, 0, group)
         else:
-            parcel = PendingRecv(0, 0, group, is_ahead=False).wait(Deadline(10))
+            parcel = PendingRecv(0, 0, group, prefetch=False).wait(Deadline(10))
         return parcel.open()
 
     expected = {"key": (1.5, 2, "text", b"12", True, None), 2: -(2**63)}
@@ -160,8 +160,8 @@ WRONG_PLANS = [
 ]
 
 
-@pytest.mark.parametrize("is_ahead", [False, True])
-def test_what_is_no_letter(is_ahead):
+@pytest.mark.parametrize("prefetch", [False, True])
+def test_what_is_no_letter(prefetch):
     """It is an error that names the sender, however it is wrong."""
     encode = msgspec.msgpack.encode
     wrong = [
@@ -181,16 +181,16 @@ def test_what_is_no_letter(is_ahead):
                 send(letter, 1, tag=tag, group=group)
                 continue
             with pytest.raises(
-                ProtocolError, match=r"rank 0 of group .* sent what is no value of a pipeline"
+                ProtocolError, match=r"rank 0 of group .* sent a message that is not a pipeline value"
             ) as failure:
-                PendingRecv(0, tag, group, is_ahead=is_ahead).wait(Deadline(10))
+                PendingRecv(0, tag, group, prefetch=prefetch).wait(Deadline(10))
             assert failure.value.ranks == (0,)
 
     run_ranks(program, 2)
 
 
-@pytest.mark.parametrize("is_ahead", [False, True])
-def test_a_body_that_does_not_come(is_ahead):
+@pytest.mark.parametrize("prefetch", [False, True])
+def test_a_body_that_does_not_come(prefetch):
     """The wait for it has the same deadline as that for the letter."""
 
     def program(group):
@@ -202,7 +202,7 @@ def test_a_body_that_does_not_come(is_ahead):
             group.barrier()
             return
         with pytest.raises(DistributedTimeoutError):
-            PendingRecv(0, 0, group, is_ahead=is_ahead).wait(Deadline(0.2))
+            PendingRecv(0, 0, group, prefetch=prefetch).wait(Deadline(0.2))
         group.barrier()
 
     run_ranks(program, 2)
@@ -213,13 +213,13 @@ def test_given_up():
 
     def program(group):
         if group.rank == 1:
-            PendingRecv(0, 0, group, is_ahead=True).cancel()
-            PendingRecv(0, 0, group, is_ahead=False).cancel()
+            PendingRecv(0, 0, group, prefetch=True).cancel()
+            PendingRecv(0, 0, group, prefetch=False).cancel()
         group.barrier()
         if group.rank == 0:
-            send_parcel(PackedValue.of([torch.ones(2)], "it"), 1, 0, group)
+            send_value(PackedValue.of([torch.ones(2)], "it"), 1, 0, group)
         else:
-            assert torch.equal(PendingRecv(0, 0, group, is_ahead=True).wait(Deadline(10)).open()[0], torch.ones(2))
+            assert torch.equal(PendingRecv(0, 0, group, prefetch=True).wait(Deadline(10)).open()[0], torch.ones(2))
 
     run_ranks(program, 2)
 
@@ -236,10 +236,10 @@ def test_bodies_that_are_given_up():
             group.barrier()
             send(tensor, 1, tag=0, group=group)
             return
-        receipt = PendingRecv(0, 0, group, is_ahead=True)
+        pending = PendingRecv(0, 0, group, prefetch=True)
         group.barrier()
-        assert receipt.has_bodies
-        receipt.cancel()
+        assert pending.has_out_of_band
+        pending.cancel()
         group.barrier()
         assert torch.equal(recv(None, torch.float32, 0, tag=0, group=group, timeout=2), tensor)
 
@@ -251,12 +251,12 @@ def test_a_group_that_ends_before_the_letter():
 
     def program(group):
         own = SubBackend(group, [0, 1])
-        receipt = PendingRecv(1 - own.rank, 0, own, is_ahead=True)
+        pending = PendingRecv(1 - own.rank, 0, own, prefetch=True)
         group.barrier()
         if group.rank == 0:
             own.abort("on purpose")
         with pytest.raises(DistributedError, match="on purpose"):
-            receipt.wait(Deadline(5))
+            pending.wait(Deadline(5))
 
     run_ranks(program, 2)
 
@@ -279,24 +279,24 @@ def test_a_letter_that_comes_as_it_is_given_up(monkeypatch, ends):
             begin_send(encode_value(parcel, "it")[0], 1, tag=0, group=own)
             group.barrier()
             return
-        receipt = PendingRecv(0, 0, own, is_ahead=True)
+        pending = PendingRecv(0, 0, own, prefetch=True)
         group.barrier()
         if ends:
             own.close()
         else:
-            receipt.cancel()
+            pending.cancel()
         (read,) = readers
         read()
-        assert not receipt.has_bodies
+        assert not pending.has_out_of_band
         if ends:
             with pytest.raises(GroupClosedError):
-                receipt.wait(Deadline(5))
+                pending.wait(Deadline(5))
 
     run_ranks(program, 2)
 
 
-@pytest.mark.parametrize("is_ahead", [False, True])
-def test_a_group_that_fails_while_a_letter_is_read(monkeypatch, is_ahead):
+@pytest.mark.parametrize("prefetch", [False, True])
+def test_a_group_that_fails_while_a_letter_is_read(monkeypatch, prefetch):
     """Why it failed is told, and not that the letter was none."""
 
     class Failing(runtime.TensorReceive):
@@ -311,9 +311,9 @@ def test_a_group_that_fails_while_a_letter_is_read(monkeypatch, is_ahead):
         group = SubBackend(group, [0, 1])
         if group.rank == 0:
             with contextlib.suppress(PipelineError):
-                send_parcel(PackedValue.of(torch.ones(300 * KIB), "it"), 1, 0, group)
+                send_value(PackedValue.of(torch.ones(300 * KIB), "it"), 1, 0, group)
         else:
             with pytest.raises(PipelineError, match="stage 3 has failed"):
-                PendingRecv(0, 0, group, is_ahead=is_ahead).wait(Deadline(10))
+                PendingRecv(0, 0, group, prefetch=prefetch).wait(Deadline(10))
 
     run_ranks(program, 2)

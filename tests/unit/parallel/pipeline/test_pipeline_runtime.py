@@ -56,7 +56,7 @@ def test_receives_that_are_forgotten():
             run(own, "F0.1 SF0.1", group, [None, LARGE + 1])
             return
         run(own, "RF1.0 F1.0 RF1.1", group)
-        own.forget()
+        own.reset()
         group.barrier()
         assert torch.equal(run(own, "RF1.1 F1.1", group)[1], LARGE + 1)
 
@@ -68,9 +68,9 @@ def test_what_is_received_ahead(monkeypatch):
     begun = []
 
     class Noted(runtime.PendingRecv):
-        def __init__(self, *args, is_ahead, **more):
-            begun.append(is_ahead)
-            super().__init__(*args, is_ahead=is_ahead, **more)
+        def __init__(self, *args, prefetch, **more):
+            begun.append(prefetch)
+            super().__init__(*args, prefetch=prefetch, **more)
 
     monkeypatch.setattr(runtime, "PendingRecv", Noted)
 

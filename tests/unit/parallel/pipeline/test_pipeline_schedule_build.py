@@ -7,7 +7,7 @@ import functools
 import pytest
 
 from ferrodist.parallel.pipeline.schedule.build import PipelineSchedule, build_schedule
-from ferrodist.parallel.pipeline.schedule.ir import ActionKind, Schedule, Slot, actions_of_turns, repeat
+from ferrodist.parallel.pipeline.schedule.ir import ActionKind, Schedule, Slot, assign_microbatches, repeat
 from ferrodist.parallel.pipeline.schedule.lowering import add_communication
 from ferrodist.parallel.pipeline.schedule.timeline import Costs, count_activations, predict
 from ferrodist.parallel.pipeline.schedule.validate import check_schedule
@@ -221,17 +221,17 @@ def test_memory_of_interleaved_1f1b(ranks, stages):
         group = -(-microbatches // groups)
         assert group == ranks or microbatches % ranks
         expected = [2 * (ranks - rank - 1) + (stages - 1) * group + 1 for rank in range(ranks)]
-        kept = count_activations(build(INTERLEAVED, ranks, microbatches, stages))
-        assert kept == tuple(min(stages * microbatches, number) for number in expected)
+        in_flight = count_activations(build(INTERLEAVED, ranks, microbatches, stages))
+        assert in_flight == tuple(min(stages * microbatches, number) for number in expected)
 
 
 @pytest.mark.parametrize("ranks", RANKS)
 def test_memory_of_zb_h1(ranks):
     """Every rank keeps min(m, p) activations: what 1F1B's first rank does."""
     for microbatches in MICROBATCHES:
-        kept = count_activations(build(H1, ranks, microbatches))
-        assert kept == (min(microbatches, ranks),) * ranks
-        assert kept[0] == count_activations(build(ONE_F_ONE_B, ranks, microbatches))[0]
+        in_flight = count_activations(build(H1, ranks, microbatches))
+        assert in_flight == (min(microbatches, ranks),) * ranks
+        assert in_flight[0] == count_activations(build(ONE_F_ONE_B, ranks, microbatches))[0]
 
 
 @pytest.mark.parametrize(("kind", "extra"), [(ZBV, 0), (DUAL, 1)])
@@ -239,11 +239,11 @@ def test_memory_of_zb_h1(ranks):
 def test_memory_in_a_v(kind, extra, ranks):
     """Every rank keeps 2p activations in ZB-V and 2p+1 in DualPipeV, less with few microbatches."""
     for microbatches in MICROBATCHES:
-        kept = count_activations(build(kind, ranks, microbatches))
+        in_flight = count_activations(build(kind, ranks, microbatches))
         most = 2 * ranks + extra
         if microbatches >= 2 * ranks - 1 + extra:
-            assert kept == (most,) * ranks
-        assert max(kept) == min(2 * microbatches, most)
+            assert in_flight == (most,) * ranks
+        assert max(in_flight) == min(2 * microbatches, most)
 
 
 @pytest.mark.parametrize("ranks", [2, 3, 4, 6])
@@ -264,11 +264,11 @@ def test_which_is_faster(ranks):
 
 def test_turns_are_counted_by_stage_and_kind():
     """A whole backward counts as both halves, and microbatches that are not there are left out."""
-    turns = repeat("F1 F0", 2) + repeat("B1", 1) + repeat("I1", 1) + repeat("W1", 1)
-    assert turns[0] == Slot(ActionKind.FORWARD, 1)
-    all_of_them = " ".join(map(str, actions_of_turns(turns, (2, 7), 2)))
+    slots = repeat("F1 F0", 2) + repeat("B1", 1) + repeat("I1", 1) + repeat("W1", 1)
+    assert slots[0] == Slot(ActionKind.FORWARD, 1)
+    all_of_them = " ".join(map(str, assign_microbatches(slots, (2, 7), 2)))
     assert all_of_them == "F7.0 F2.0 F7.1 F2.1 B7.0 I7.1 W7.1"
-    first = " ".join(map(str, actions_of_turns(turns, (2, 7), 1)))
+    first = " ".join(map(str, assign_microbatches(slots, (2, 7), 1)))
     assert first == "F7.0 F2.0 B7.0"
 
 
@@ -281,24 +281,24 @@ def test_stages_that_a_kind_does_not_allow(kind):
     assert "INTERLEAVED_ONE_F_ONE_B or LOOPED_BFS" in str(e.value)
 
 
-@pytest.mark.parametrize("place", [0, 1, 2])
-def test_numbers_below_one(place):
+@pytest.mark.parametrize("index", [0, 1, 2])
+def test_numbers_below_one(index):
     """No ranks, microbatches or stages are refused, with the argument's name."""
-    name = ("num_ranks", "num_microbatches", "stages_per_rank")[place]
+    name = ("num_ranks", "num_microbatches", "stages_per_rank")[index]
     for number in (0, -3):
         numbers = [2, 4, 2]
-        numbers[place] = number
+        numbers[index] = number
         with pytest.raises(ValueError, match=rf"^{name} must be at least 1, not {number}$"):
             build_schedule(INTERLEAVED, *numbers)
 
 
-@pytest.mark.parametrize("place", [0, 1, 2])
-def test_numbers_that_are_none(place):
+@pytest.mark.parametrize("index", [0, 1, 2])
+def test_numbers_that_are_none(index):
     """Booleans, floats and texts are refused, with the argument's name."""
-    name = ("num_ranks", "num_microbatches", "stages_per_rank")[place]
+    name = ("num_ranks", "num_microbatches", "stages_per_rank")[index]
     for number in (True, 2.0, "2"):
         numbers = [2, 4, 2]
-        numbers[place] = number
+        numbers[index] = number
         with pytest.raises(TypeError, match=rf"^{name} must be an integer, not {number!r}$"):
             build_schedule(INTERLEAVED, *numbers)
 

@@ -57,7 +57,7 @@ def lines_of(schedule: Schedule) -> list[str]:
 
 def is_right(schedule: Schedule) -> bool:
     """Whether a schedule is, found by brute force over words."""
-    rows, place = rows_of(schedule), schedule.stage_ranks
+    rows, local_stage = rows_of(schedule), schedule.stage_ranks
     words = set(itertools.chain(*rows))
     backward = any(word[0] in "BIW" for word in words)
     before: dict[str, list[str]] = {}
@@ -65,12 +65,12 @@ def is_right(schedule: Schedule) -> bool:
 
     def want(word: str, stage: int, *needed: str) -> None:
         before[word] = list(needed)
-        wanted[place[stage]].append(word)
+        wanted[local_stage[stage]].append(word)
 
-    for stage, microbatch in itertools.product(range(len(place)), range(schedule.num_microbatches)):
-        here, up, down = (f"{each}.{microbatch}" for each in (stage, stage + 1, stage - 1))
-        crosses_down = stage > 0 and place[stage] != place[stage - 1]
-        crosses_up = stage + 1 < len(place) and place[stage] != place[stage + 1]
+    for stage, microbatch in itertools.product(range(len(local_stage)), range(schedule.num_microbatches)):
+        here, is_upward, down = (f"{each}.{microbatch}" for each in (stage, stage + 1, stage - 1))
+        crosses_down = stage > 0 and local_stage[stage] != local_stage[stage - 1]
+        crosses_up = stage + 1 < len(local_stage) and local_stage[stage] != local_stage[stage + 1]
         want(f"F{here}", stage, *([f"RF{here}", f"SF{down}"] if crosses_down else [f"F{down}"] if stage > 0 else []))
         if crosses_down:
             want(f"RF{here}", stage)
@@ -78,8 +78,8 @@ def is_right(schedule: Schedule) -> bool:
             want(f"SF{here}", stage, f"F{here}")
         if not backward:
             continue
-        made, made_up = (f"B{each}" if f"B{each}" in words else f"I{each}" for each in (here, up))
-        source = [f"RB{here}", f"SB{up}"] if crosses_up else [made_up] if stage + 1 < len(place) else []
+        made, made_up = (f"B{each}" if f"B{each}" in words else f"I{each}" for each in (here, is_upward))
+        source = [f"RB{here}", f"SB{is_upward}"] if crosses_up else [made_up] if stage + 1 < len(local_stage) else []
         want(made, stage, f"F{here}", *source)
         if made[0] == "I":
             want(f"W{here}", stage, made)
@@ -116,7 +116,7 @@ def test_actions_as_text(action: Action) -> None:
 @pytest.mark.parametrize("text", ["", "F", "F1", "F1.", "F.1", "X1.1", "f1.1", "F1.1 ", "F-1.0", "FF1.1", "SI1.1"])
 def test_texts_that_are_no_actions(text: str) -> None:
     """They are refused, and shown."""
-    with pytest.raises(ValueError, match=f"^{text!r} is no action: write F2.5"):
+    with pytest.raises(ValueError, match=f"^{text!r} is not an action: write F2.5"):
         Action.from_text(text)
 
 
@@ -164,7 +164,7 @@ def test_what_texts_may_have_besides() -> None:
             "^line 3 of a schedule has '\N{SUPERSCRIPT TWO}' where",
         ),
         ("microbatches: 1", "microbatches: 1 2", "^line 3 of a schedule has '1 2' where a number belongs$"),
-        ("SB1.0", "Sb1.0", "^line 5 of a schedule: 'Sb1.0' is no action"),
+        ("SB1.0", "Sb1.0", "^line 5 of a schedule: 'Sb1.0' is not an action"),
         (TEXT[TEXT.index("rank 0:") :], "", "^a schedule has a line for each of: .*, rank 0, ..., and not 'ferrodist"),
         (TEXT, "", "^a schedule has a line for each of: .*, and not ''$"),
     ],
@@ -297,7 +297,7 @@ def test_stages_of_one_rank(row: str, message: str) -> None:
 
 def test_schedules_without_ranks_and_out_of_range() -> None:
     """What a text cannot say is found as well."""
-    with pytest.raises(ValueError, match=r": there is no rank, so nobody does anything$"):
+    with pytest.raises(ValueError, match=r": it has no ranks$"):
         check_schedule(Schedule("none", (), 1, ()))
     with pytest.raises(ValueError, match=r": stage 0 is on rank -1, and it has 1 rank$"):
         check_schedule(dataclasses.replace(gpipe(1, 1), stage_ranks=(-1,)))

@@ -408,7 +408,7 @@ def test_ranks_raise_together():
         with pytest.raises(error, match=message) as caught:
             split_sequential(model, 2, Balance.TIMES, sample=torch.ones(2), group=group)
         assert group.rank or isinstance(caught.value.__cause__, RuntimeError)
-        with pytest.raises((ValueError, UnsupportedOpError), match="pass sample="):
+        with pytest.raises((ValueError, UnsupportedOpError), match="needs sample="):
             split_sequential(model, 2, Balance.TIMES, group=group)
         with pytest.raises(CollectiveMismatchError, match="rank 1 has 2 stages by parameters where rank 0 has 1"):
             split_sequential(model, group.rank + 1, group=group)
@@ -563,9 +563,9 @@ CHAIN = nn.Sequential(nn.Linear(2, 3), nn.Linear(3, 4), nn.Linear(4, 5))
         ((Residual(nn.Linear(1, 1)), 1), TypeError, "not Residual"),
         ((with_own(lambda m: m.register_buffer("scale", torch.ones(1))), 1), ValueError, "'scale' is the model's own"),
         ((with_own(lambda m: m.register_parameter("bias", nn.Parameter(torch.ones(1)))), 1), ValueError, "'bias' is"),
-        ((CHAIN, 4), ValueError, "from 1 to 3 stages, and not 4"),
-        ((CHAIN, 0), ValueError, "and not 0"),
-        ((nn.Sequential(), 1), ValueError, "and not 1"),
+        ((CHAIN, 4), ValueError, "from 1 to 3 stages, not 4"),
+        ((CHAIN, 0), ValueError, "not 0: pass fewer"),
+        ((nn.Sequential(), 1), ValueError, "not 1: pass fewer"),
         ((CHAIN, 2.0), TypeError, "num_stages must be an integer"),
         ((CHAIN, 2, "parameters"), TypeError, "balance must be Balance.PARAMETERS.*not 'parameters'"),
         ((CHAIN, 2, None), TypeError, "not None"),
@@ -578,9 +578,9 @@ CHAIN = nn.Sequential(nn.Linear(2, 3), nn.Linear(3, 4), nn.Linear(4, 5))
         ((CHAIN, 2, {"costs": [1, float("nan"), 1]}), ValueError, "costs nan"),
         ((CHAIN, 2, {"costs": [1, float("inf"), 1]}), ValueError, "costs inf"),
         ((CHAIN, 2, {"costs": ["1", 2, 3]}), TypeError, "a list of numbers"),
-        ((CHAIN, 2, Balance.TIMES), ValueError, "pass sample="),
+        ((CHAIN, 2, Balance.TIMES), ValueError, "needs sample="),
         ((CHAIN, 2, {"sample": torch.ones(2)}), ValueError, "pass Balance.TIMES"),
-        ((CHAIN, 2, Balance.TIMES, {"costs": [1, 2, 3]}), ValueError, "pass one of the two"),
+        ((CHAIN, 2, Balance.TIMES, {"costs": [1, 2, 3]}), ValueError, "not both"),
         ((CHAIN, 2, Balance.TIMES, {"sample": torch.ones(3)}), ValueError, r"child '0' \(Linear\) fails"),
         (
             (copy.deepcopy(CHAIN).to("meta"), 2, Balance.TIMES, {"sample": torch.ones(2, device="meta")}),

@@ -24,7 +24,7 @@ def test_stages_at_one_place():
     """The place has what both have, and saves of it what they do."""
     stages = {0: Own("one"), 1: Own("other")}
     for prefix in ("", "deep.", "deep.er."):
-        whole = StateDictMapper(stages, [prefix, prefix]).make()
+        whole = StateDictMapper(stages, [prefix, prefix]).make_module()
         found = whole.state_dict(keep_vars=True)
         expected = {
             f"{prefix}{name}": each

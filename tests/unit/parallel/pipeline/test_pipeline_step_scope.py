@@ -14,25 +14,25 @@ from ferrodist.parallel.pipeline.tied_weights import TiedParameters
 from ferrodist.testing import run_ranks
 
 
-def fail_on_rank_0(error, doing, *, waits_for_shared):
+def fail_on_rank_0(error, current_action, *, waits_for_shared):
     """What rank 0 raises where it fails and rank 1 where it waits, in two steps; each forgets when all are told."""
 
     def program(group):
         events = []
         shared = TiedParameters([[(0, "weight"), (1, "weight")]], {group.rank: nn.Linear(2, 2)}, [0, 1])
         groups, raised = [], []
-        forget = lambda: events.append(groups[-1].failure is not None)  # noqa: E731
-        running = SimpleNamespace(doing=None, forget=forget, drop_unsynced=lambda: None)
+        reset = lambda: events.append(groups[-1].failure is not None)  # noqa: E731
+        running = SimpleNamespace(current_action=None, reset=reset, drop_unsynced=lambda: None)
         own = StepScope(group, running, shared)
 
         def step():
-            with own.together(5) as (inner, limit):
+            with own.run_together(5) as (inner, limit):
                 groups.append(inner)
                 if group.rank == 0:
-                    running.doing = doing
+                    running.current_action = current_action
                     raise error
                 if waits_for_shared:
-                    shared.equalize(Deadline(limit))
+                    shared.broadcast_values(Deadline(limit))
                 barrier(inner, timeout=limit)
 
         for _ in range(2):

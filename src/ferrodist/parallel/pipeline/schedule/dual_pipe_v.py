@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 
 def dual_pipe_v(size: PipelineSize, rank: int) -> list[Slot]:
-    """What a rank does: going down the V is place 0, coming up place 1."""
+    """A rank's slots: local stage 0 goes down the V, local stage 1 comes up."""
     num_microbatches = max(size.num_microbatches, 2 * size.num_ranks)
     ranks_after = size.num_ranks - rank - 1
     return (
@@ -41,7 +41,7 @@ def dual_pipe_v(size: PipelineSize, rank: int) -> list[Slot]:
 
 
 def _cooldown(rank: int, ranks_after: int) -> list[Slot]:
-    """The backwards left: of rank + 1 pairs the second half is split, then those that go down to the first rank."""
+    """The remaining backwards: rank + 1 pairs, split in the second half, then those that go down to the first rank."""
     split_pairs, split_alone = divmod(rank + 1, 2)
     return (
         repeat("B1 B0", split_pairs)

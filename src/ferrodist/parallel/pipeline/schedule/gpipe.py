@@ -22,8 +22,10 @@ if TYPE_CHECKING:
 
 
 def breadth_first(size: PipelineSize, rank: int) -> list[Slot]:
-    """What a rank does: each stage's forwards, first stage first, then each one's backwards, last stage first."""
+    """A rank's slots: each stage's forwards, first stage first, then each one's backwards, last stage first."""
     del rank  # all do the same; the one difference is how long they wait
-    places = range(size.stages_per_rank)
-    forwards = [turn for place in places for turn in repeat(f"F{place}", size.num_microbatches)]
-    return forwards + [turn for place in reversed(places) for turn in repeat(f"B{place}", size.num_microbatches)]
+    local_stages = range(size.stages_per_rank)
+    forwards = [slot for local_stage in local_stages for slot in repeat(f"F{local_stage}", size.num_microbatches)]
+    return forwards + [
+        slot for local_stage in reversed(local_stages) for slot in repeat(f"B{local_stage}", size.num_microbatches)
+    ]

@@ -39,11 +39,11 @@ if TYPE_CHECKING:
 
 
 def one_f_one_b(size: PipelineSize, rank: int) -> list[Slot]:
-    """What a rank does: forwards until its first backward can come, then both in turn, then the backwards left."""
+    """A rank's slots: forwards until its first backward can come, both alternately, then the remaining backwards."""
     groups = _groups(size)
-    places = range(size.stages_per_rank)
-    forwards = _grouped("F", places, groups)
-    backwards = _grouped("B", list(reversed(places)), groups)
+    local_stages = range(size.stages_per_rank)
+    forwards = _grouped("F", local_stages, groups)
+    backwards = _grouped("B", list(reversed(local_stages)), groups)
     ranks_after = size.num_ranks - rank - 1
     # See [Note: length of the warmup].
     warmup = ranks_after if size.stages_per_rank == 1 else 2 * ranks_after + (size.stages_per_rank - 1) * groups[0]
@@ -53,11 +53,11 @@ def one_f_one_b(size: PipelineSize, rank: int) -> list[Slot]:
 
 
 def _groups(size: PipelineSize) -> list[int]:
-    """How many microbatches each group has; see [Note: groups of microbatches]."""
+    """Number of microbatches of each group; see [Note: groups of microbatches]."""
     number = max(1, size.num_microbatches // size.num_ranks)
     least, larger = divmod(size.num_microbatches, number)
     return [least + 1] * larger + [least] * (number - larger)
 
 
-def _grouped(kind: str, places: Sequence[int], groups: Sequence[int]) -> list[Slot]:
-    return [turn for group in groups for place in places for turn in repeat(f"{kind}{place}", group)]
+def _grouped(kind: str, local_stages: Sequence[int], groups: Sequence[int]) -> list[Slot]:
+    return [slot for group in groups for local_stage in local_stages for slot in repeat(f"{kind}{local_stage}", group)]

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 
 def zero_bubble_h1(size: PipelineSize, rank: int) -> list[Slot]:
-    """What a rank does: 1F1B, the second halves of whose backwards begin the later the later the rank is."""
+    """A rank's slots: 1F1B with weight halves of backwards that begin later on later ranks."""
     num_microbatches = max(size.num_microbatches, size.num_ranks)
     ranks_after = size.num_ranks - rank - 1
     return (
@@ -43,7 +43,7 @@ def zero_bubble_h1(size: PipelineSize, rank: int) -> list[Slot]:
 
 
 def zero_bubble_v(size: PipelineSize, rank: int) -> list[Slot]:
-    """What a rank does: going down the V is place 0, coming up place 1."""
+    """A rank's slots: local stage 0 goes down the V, local stage 1 comes up."""
     ranks_here_on = size.num_ranks - rank
     num_microbatches = max(size.num_microbatches, 2 * size.num_ranks - 1)
     return (

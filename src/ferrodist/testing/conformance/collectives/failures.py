@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import functools
+from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from ferrodist.testing.conformance.collectives.oracle import CollectiveCheck
 
 if TYPE_CHECKING:
-    Collective = Callable[[Backend], object]
+    Collective = Callable[..., object]  # called with group=
 
 
 _DEADLINE_SECONDS = 0.3
@@ -45,7 +45,7 @@ def _check_stays_failed(group: Backend, error: fd.DistributedError) -> None:
     assert group.failure is not None, f"after {error!r} the group is as good as new"
     assert error_key(group.failure) == error_key(error), f"the group has {group.failure!r}, the call raised {error!r}"
     for name, call in _COLLECTIVES.items():
-        again = error_of(type(error), functools.partial(call, group), f"{name} on a group that has failed")
+        again = error_of(type(error), partial(call, group), f"{name} on a group that has failed")
         assert error_key(again) == error_key(error), f"{name} on a failed group raised {again!r}, not {error!r}"
     pending = error_of(type(error), lambda: fd.async_allreduce(torch.ones(4), group=group).wait(0), "async_allreduce")
     assert error_key(pending) == error_key(error), f"async_allreduce after a failure raised {pending!r}, not {error!r}"
@@ -74,7 +74,7 @@ def _mismatch_of(name: str) -> CollectiveCheck:
             group = duplicate_group(world)
             mine, theirs = (other, name) if world.rank == odd else (name, other)
             what = f"{mine} while others called {theirs}"
-            error = error_of(fd.CollectiveMismatchError, functools.partial(_COLLECTIVES[mine], group), what)
+            error = error_of(fd.CollectiveMismatchError, partial(_COLLECTIVES[mine], group), what)
             assert f"called {name}(" in error.message, f"{what}: {name} is not in {error.message!r}"
             assert f"called {other}(" in error.message, f"{what}: {other} is not in {error.message!r}"
             assert f"rank {odd} " in error.message, f"{what}: rank {odd} is not in {error.message!r}"
@@ -101,106 +101,88 @@ def _exchange_ones(group: Backend, tensor: torch.Tensor) -> torch.Tensor:
     return fd.all_to_all_single_uneven(tensor, counts, counts, group=group)
 
 
+_ONES, _SQUARE = torch.ones(4), torch.ones(4, 4)
+
 _VARIANTS: dict[str, tuple[Collective, Collective, tuple[str, ...]]] = {
-    "element counts of allreduce": (
-        lambda group: fd.allreduce(torch.ones(4), group=group),
-        lambda group: fd.allreduce(torch.ones(5), group=group),
-        ("[4]", "[5]"),
-    ),
-    "large and small": (
-        lambda group: fd.allreduce(torch.ones(4), group=group),
-        lambda group: fd.allreduce(torch.ones(100_000), group=group),
-        ("[4]", "[100000]"),
-    ),
+    "element counts of allreduce": (partial(fd.allreduce, _ONES), partial(fd.allreduce, torch.ones(5)), ("[4]", "[5]")),
+    "large and small": (partial(fd.allreduce, _ONES), partial(fd.allreduce, torch.ones(100_000)), ("[4]", "[100000]")),
     "dtypes of one size": (
-        lambda group: fd.allreduce(torch.ones(4), group=group),
-        lambda group: fd.allreduce(torch.ones(4, dtype=torch.int32), group=group),
+        partial(fd.allreduce, _ONES),
+        partial(fd.allreduce, torch.ones(4, dtype=torch.int32)),
         ("float32", "int32"),
     ),
     "operations": (
-        lambda group: fd.allreduce(torch.ones(4), fd.ReduceOp.MIN, group=group),
-        lambda group: fd.allreduce(torch.ones(4), fd.ReduceOp.MAX, group=group),
+        partial(fd.allreduce, _ONES, fd.ReduceOp.MIN),
+        partial(fd.allreduce, _ONES, fd.ReduceOp.MAX),
         ("min", "max"),
     ),
     "operations of reduce_scatter": (
-        lambda group: fd.reduce_scatter(torch.ones(4), fd.ReduceOp.SUM, group=group),
-        lambda group: fd.reduce_scatter(torch.ones(4), fd.premultiplied_sum(1.0), group=group),
+        partial(fd.reduce_scatter, _ONES, fd.ReduceOp.SUM),
+        partial(fd.reduce_scatter, _ONES, fd.premultiplied_sum(1.0)),
         ("(sum,", "(premultiplied_sum,"),
     ),
-    "roots of reduce": (
-        lambda group: fd.reduce(torch.ones(4), 0, group=group),
-        lambda group: fd.reduce(torch.ones(4), 1, group=group),
-        ("root=0", "root=1"),
-    ),
-    "roots of broadcast": (
-        lambda group: fd.broadcast(torch.ones(4), 0, group=group),
-        lambda group: fd.broadcast(torch.ones(4), 1, group=group),
-        ("root=0", "root=1"),
-    ),
-    "roots of gather": (
-        lambda group: fd.gather(torch.ones(4), 0, group=group),
-        lambda group: fd.gather(torch.ones(4), 1, group=group),
-        ("root=0", "root=1"),
-    ),
+    "roots of reduce": (partial(fd.reduce, _ONES, 0), partial(fd.reduce, _ONES, 1), ("root=0", "root=1")),
+    "roots of broadcast": (partial(fd.broadcast, _ONES, 0), partial(fd.broadcast, _ONES, 1), ("root=0", "root=1")),
+    "roots of gather": (partial(fd.gather, _ONES, 0), partial(fd.gather, _ONES, 1), ("root=0", "root=1")),
     "roots of scatter": (
-        lambda group: fd.scatter(torch.ones(4) if group.rank == 0 else None, 0, group=group),
-        lambda group: fd.scatter(torch.ones(4) if group.rank == 1 else None, 1, group=group),
+        lambda group: fd.scatter(_ONES if group.rank == 0 else None, 0, group=group),
+        lambda group: fd.scatter(_ONES if group.rank == 1 else None, 1, group=group),
         ("src=0", "src=1"),
     ),
     "dims of scatter": (
-        lambda group: fd.scatter(torch.ones(4, 4) if group.rank == 0 else None, dim=0, group=group),
-        lambda group: fd.scatter(torch.ones(4, 4) if group.rank == 0 else None, dim=1, group=group),
+        lambda group: fd.scatter(_SQUARE if group.rank == 0 else None, dim=0, group=group),
+        lambda group: fd.scatter(_SQUARE if group.rank == 0 else None, dim=1, group=group),
         ("dim=0", "dim=1"),
     ),
     "dims of gather": (
-        lambda group: fd.gather(torch.ones(4, 4), dim=0, group=group),
-        lambda group: fd.gather(torch.ones(4, 4), dim=1, group=group),
+        partial(fd.gather, _SQUARE, dim=0),
+        partial(fd.gather, _SQUARE, dim=1),
         ("gather", "dim 0", "dim 1"),
     ),
     "dims of all_gather": (
-        lambda group: fd.all_gather(torch.ones(4, 4), group=group),
-        lambda group: fd.all_gather(torch.ones(4, 4), -1, group=group),
+        partial(fd.all_gather, _SQUARE),
+        partial(fd.all_gather, _SQUARE, -1),
         ("all_gather(float32[", "dim=0)", "dim=1)"),
     ),
     "dims of a started all_gather": (
-        lambda group: fd.async_all_gather(torch.ones(4, 4), group=group).wait(),
-        lambda group: fd.async_all_gather(torch.ones(4, 4), 1, group=group).wait(),
+        lambda group: fd.async_all_gather(_SQUARE, group=group).wait(),
+        lambda group: fd.async_all_gather(_SQUARE, 1, group=group).wait(),
         ("all_gather(float32[", "dim=0)", "dim=1)"),
     ),
     "dims of reduce_scatter": (
-        lambda group: fd.reduce_scatter(torch.ones(4, 4), dim=-2, group=group),
-        lambda group: fd.async_reduce_scatter(torch.ones(4, 4), dim=1, group=group).wait(),
+        partial(fd.reduce_scatter, _SQUARE, dim=-2),
+        lambda group: fd.async_reduce_scatter(_SQUARE, dim=1, group=group).wait(),
         ("reduce_scatter(sum, float32[16], dim=0)", "reduce_scatter(sum, float32[16], dim=1)"),
     ),
     "dims of reduce_scatter_tensor": (
         lambda group: fd.reduce_scatter_tensor(
-            torch.ones(fd.compute_shard_sizes(4, group.world_size)[group.rank], 4), torch.ones(4, 4), group=group
+            torch.ones(fd.compute_shard_sizes(4, group.world_size)[group.rank], 4), _SQUARE, group=group
         ),
-        lambda group: fd.reduce_scatter(torch.ones(4, 4), dim=1, group=group),
+        partial(fd.reduce_scatter, _SQUARE, dim=1),
         ("dim=0)", "dim=1)"),
     ),
     "dims of all_gather_uneven": (
-        lambda group: fd.all_gather_uneven(torch.ones(4, 4), dim=0, group=group),
-        lambda group: fd.all_gather_uneven(torch.ones(4, 4), dim=-1, group=group),
+        partial(fd.all_gather_uneven, _SQUARE, dim=0),
+        partial(fd.all_gather_uneven, _SQUARE, dim=-1),
         ("all_gather_uneven", "dim 0", "dim 1"),
     ),
     "sizes of all_gather": (
-        lambda group: fd.all_gather(torch.ones(1), group=group),
-        lambda group: fd.all_gather(torch.ones(2), group=group),
+        partial(fd.all_gather, torch.ones(1)),
+        partial(fd.all_gather, torch.ones(2)),
         ("float32", "all_gather"),
     ),
     "rows of all_gather_uneven": (
-        lambda group: fd.all_gather_uneven(torch.ones(2, 3), group=group),
-        lambda group: fd.all_gather_uneven(torch.ones(3, 2), group=group),
+        partial(fd.all_gather_uneven, torch.ones(2, 3)),
+        partial(fd.all_gather_uneven, torch.ones(3, 2)),
         ("float32", "all_gather"),
     ),
     "dtypes of broadcast": (
-        lambda group: fd.broadcast(torch.ones(4), group=group),
-        lambda group: fd.broadcast(torch.ones(4, dtype=torch.int32), group=group),
+        partial(fd.broadcast, _ONES),
+        partial(fd.broadcast, torch.ones(4, dtype=torch.int32)),
         ("float32", "int32"),
     ),
     "dtypes of all_to_all": (
-        lambda group: fd.all_to_all([torch.ones(4)] * group.world_size, group=group),
+        lambda group: fd.all_to_all([_ONES] * group.world_size, group=group),
         lambda group: fd.all_to_all([torch.ones(4, dtype=torch.int32)] * group.world_size, group=group),
         ("float32", "int32"),
     ),
@@ -215,8 +197,8 @@ _VARIANTS: dict[str, tuple[Collective, Collective, tuple[str, ...]]] = {
         ("all_to_all(float32[2])", "all_to_all(float32[5])"),
     ),
     "started operations": (
-        lambda group: fd.async_allreduce(torch.ones(4), group=group).wait(),
-        lambda group: fd.async_broadcast(torch.ones(4), group=group).wait(),
+        lambda group: fd.async_allreduce(_ONES, group=group).wait(),
+        lambda group: fd.async_broadcast(_ONES, group=group).wait(),
         ("allreduce", "broadcast"),
     ),
     "operations in a coalesce block": (
@@ -230,8 +212,8 @@ _VARIANTS: dict[str, tuple[Collective, Collective, tuple[str, ...]]] = {
         ("allreduce[4]", "allreduce[6]"),
     ),
     "roots of objects": (
-        lambda group: fd.broadcast_object("a", 0, group=group),
-        lambda group: fd.broadcast_object("a", 1, group=group),
+        partial(fd.broadcast_object, "a", 0),
+        partial(fd.broadcast_object, "a", 1),
         ("root=0", "root=1"),
     ),
     "sources of objects": (
@@ -240,8 +222,8 @@ _VARIANTS: dict[str, tuple[Collective, Collective, tuple[str, ...]]] = {
         ("scatter_object", "src=0", "src=1"),
     ),
     "objects and tensors": (
-        lambda group: fd.broadcast_object("a", group=group),
-        lambda group: fd.broadcast(torch.zeros(1, dtype=torch.int64), group=group),
+        partial(fd.broadcast_object, "a"),
+        partial(fd.broadcast, torch.zeros(1, dtype=torch.int64)),
         ("broadcast_object", "broadcast(int64[1]"),
     ),
     "objects and sizes of objects": (
@@ -261,7 +243,7 @@ def mismatches_within_a_collective(world: Backend) -> None:
             if world.failure is not None:
                 return  # a backend whose sub-groups can't fail alone
             group = duplicate_group(world)
-            call = functools.partial(other if world.rank == odd else usual, group)
+            call = partial(other if world.rank == odd else usual, group=group)
             what = f"different {name}"
             error = error_of(fd.CollectiveMismatchError, call, what)
             for word in words:
