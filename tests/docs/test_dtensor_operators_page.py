@@ -38,4 +38,6 @@ def test_the_page_names_every_operator_that_has_a_rule():
 def test_the_page_shows_the_strategies_of_a_matrix_product():
     """The well-known ones."""
     strategies = "(4,6) (6,8): R, R -> R; S(0), R -> S(0); S(1), S(0) -> P; R, S(1) -> S(1); P, R -> P; R, P -> P |"
-    assert any(line.startswith("| `mm` ") and line.endswith(strategies) for line in PAGE.read_text("utf-8").splitlines())
+    assert any(
+        line.startswith("| `mm` ") and line.endswith(strategies) for line in PAGE.read_text("utf-8").splitlines()
+    )
