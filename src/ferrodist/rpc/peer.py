@@ -140,7 +140,7 @@ class PeerOptions:
 
     executor: Executor
     tensor_pool: TensorPool  # for received tensors
-    marks: Sequence[str]  # of the codecs that received values may use
+    tags: Sequence[str]  # of the codecs that received values may use
     max_outstanding: int  # calls to one peer
     message_limit: int  # in bytes
 

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ferrodist.collectives.pytree import Plan, flatten, unflatten
+from ferrodist.collectives.pytree import TreeSpec, flatten, unflatten
 from ferrodist.collectives.reduce import allreduce
 from ferrodist.errors import CollectiveMismatchError
 from ferrodist.wording import counted
@@ -87,7 +87,7 @@ class Outputs:
     def __init__(self) -> None:
         self.is_joined = True
         """Whether they are returned as one batch."""
-        self._outputs: dict[int, tuple[Plan, list[torch.Tensor], list[bool]]] = {}
+        self._outputs: dict[int, tuple[TreeSpec, list[torch.Tensor], list[bool]]] = {}
         """For each microbatch its tree spec, its tensors, and which of them require grad; in any order."""
 
     def add(self, microbatch: int, value: Any) -> list[torch.Tensor]:
@@ -147,7 +147,7 @@ class Outputs:
             raise ValueError("backward() has no gradient to begin with: pass that of the result of forward() here")
         return found
 
-    def _in_order(self) -> list[tuple[Plan, list[torch.Tensor], list[bool]]]:
+    def _in_order(self) -> list[tuple[TreeSpec, list[torch.Tensor], list[bool]]]:
         return [self._outputs[microbatch] for microbatch in sorted(self._outputs)]
 
 
@@ -155,7 +155,7 @@ def _wanting(tensors: Sequence[torch.Tensor], wants: Sequence[bool]) -> list[tor
     return [tensor.requires_grad_(wanted) for tensor, wanted in zip(tensors, wants, strict=True)]
 
 
-def _flatten_like(gradients: Any, plan: Plan) -> list[torch.Tensor | None]:
+def _flatten_like(gradients: Any, plan: TreeSpec) -> list[torch.Tensor | None]:
     """Flatten gradients like the tensors of a tree spec; each may be None."""
     found: dict[int, torch.Tensor | None] = {}
     if not _match(gradients, plan, found):
@@ -163,7 +163,7 @@ def _flatten_like(gradients: Any, plan: Plan) -> list[torch.Tensor | None]:
     return [found[index] for index in sorted(found)]
 
 
-def _match(value: Any, plan: Plan, found: dict[int, torch.Tensor | None]) -> bool:
+def _match(value: Any, plan: TreeSpec, found: dict[int, torch.Tensor | None]) -> bool:
     mark, content = plan
     match mark:
         case "tensor":

@@ -1,4 +1,4 @@
-"""The page docs/support.md says what the code does: it is made from it, and each of its cells is tried."""
+"""The page docs/support.md agrees with the code: it is generated from it, and each of its cells is tried."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from ferrodist.testing import run_ranks
 if TYPE_CHECKING:
     from ferrodist.backends.base import Backend
 
-_PAGE = Path(__file__).parents[3] / "docs" / "support.md"
+_PAGE = Path(__file__).parents[2] / "docs" / "support.md"
 
 
 def _tables() -> list[list[dict[str, str]]]:
@@ -38,8 +38,8 @@ def _reasons() -> dict[str, str]:
     return {number: reason.removesuffix(".") for number, _, reason in lines}
 
 
-def test_the_page_is_made_from_the_code(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    """Making it again changes nothing: else run make support."""
+def test_the_page_is_what_the_code_generates(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    """If this fails, run make support."""
     assert render() == _PAGE.read_text(encoding="utf-8")
     main([])
     assert capsys.readouterr().out == render()
