@@ -86,7 +86,7 @@ class Outputs:
 
     def __init__(self) -> None:
         self.is_joined = True
-        """Whether they are returned as one batch."""
+        """True if they are returned as one batch."""
         self._outputs: dict[int, tuple[Plan, list[torch.Tensor], list[bool]]] = {}
         """For each microbatch its tree spec, its tensors, and which of them require grad; in any order."""
 
@@ -98,11 +98,7 @@ class Outputs:
         return [tensor for tensor in tensors if tensor.requires_grad]
 
     def result(self) -> Any:
-        """All outputs for the program; None on ranks without the last stage.
-
-        Raises:
-            ValueError: They can't be joined.
-        """
+        """All outputs for the program; None on ranks without the last stage."""
         found = self._in_order()
         if not found:
             return None
@@ -120,11 +116,7 @@ class Outputs:
         return unflatten(plan, _wanting(joined, wants))
 
     def split(self, gradients: Any) -> dict[int, list[torch.Tensor | None]]:
-        """Split gradients of the result into those of each microbatch's tensors that require grad.
-
-        Raises:
-            ValueError: They are nested in another way than the result, or all are None.
-        """
+        """Split gradients of the result into those of each microbatch's tensors that require grad."""
         given = self._in_order()
         if not self.is_joined:
             parts = list(gradients) if isinstance(gradients, Microbatches) else [gradients]
@@ -222,11 +214,7 @@ class Losses:
             self._counts[what] = counts
 
     def add(self, microbatch: int, loss: torch.Tensor) -> list[torch.Tensor]:
-        """Add a microbatch's loss; returns the tensors from which its backward begins.
-
-        Raises:
-            TypeError, ValueError: The value is not a loss, or requires no grad.
-        """
+        """Add a microbatch's loss; returns the tensors from which its backward begins."""
         if not isinstance(loss, torch.Tensor):
             raise TypeError(
                 f"the loss is of type {type(loss).__name__}: loss_fn, or the last stage, must return a tensor"
@@ -245,11 +233,7 @@ class Losses:
         return [loss]
 
     def gather(self, group: Backend, timeout: float) -> torch.Tensor:
-        """Share the losses with all ranks and return the loss of the batch; every rank calls this at the end of a step.
-
-        Raises:
-            CollectiveMismatchError: On all ranks: inputs and targets have different numbers of samples.
-        """
+        """Share the losses with all ranks and return the batch's loss; every rank calls this at the end of a step."""
         count = self._num_microbatches
         own = torch.zeros(2 * count + len(_BATCHES) + 1, dtype=torch.float64, device="cpu")
         for index, value in self._values.items():
@@ -270,8 +254,9 @@ class Losses:
             )
         if is_uneven and not num_targets and self.reduction is LossReduction.MEAN:
             raise CollectiveMismatchError(
-                f"a batch of {num_inputs:g} samples makes uneven microbatches, and the last stage can't tell what each"
-                " counts in the mean: take a batch that can be divided, or a loss_fn with targets, or LossReduction.SUM"
+                f"a batch of {num_inputs:g} samples makes uneven microbatches, and the last stage doesn't know what"
+                " each counts in the mean: take a batch that can be divided, or a loss_fn with targets, or"
+                " LossReduction.SUM"
             )
 
     def _weight(self, microbatch: int) -> float:
