@@ -25,10 +25,10 @@ demo: $(INSTALLED)
 test: $(INSTALLED) native
 	$(BIN)/python tools/run_tests.py
 
-# The tests that touch torch's insides, with any torch. What comes of them goes to docs/torch-versions, and from there into
-# the table of docs/torch-backend.md. An environment takes 1 to 6 GB: remove it when it has done its work.
+# The tests that touch torch's internals, with any torch. The results go to docs/torch-versions, and from there into the
+# table of docs/torch-backend.md. An environment takes 1 to 6 GB: remove it afterwards.
 test-torch: $(TORCH_INSTALLED)
-	$(TORCH_VENV)/bin/python tests/torch_versions.py run
+	$(TORCH_VENV)/bin/python tools/torch_versions.py run
 
 # A preset of CMakePresets.json, and how many random messages and collectives its stress tests run.
 NATIVE_RUN = $(BIN)/cmake --preset $(1) >/dev/null && $(BIN)/cmake --build build/$(1) --parallel && \

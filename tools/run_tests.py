@@ -35,7 +35,7 @@ PARTS = {
         *("tests/unit/collectives", "tests/unit/backends", "tests/unit/rendezvous", "tests/unit/checkpoint"),
         *("tests/unit/launch", "tests/unit/mesh", "tests/unit/bench", "tests/unit/torch_backend"),
         *("tests/torch_backend/test_openings.py", "tests/torch_backend/test_torch_examples.py"),
-        *("tests/multiprocess/test_bench.py", "tests/multiprocess/test_demo.py"),
+        *(f"tests/multiprocess/test_{name}.py" for name in ("bench", "demo", "rpc_examples")),
     ),
     "tensor": ("tests/unit/tensor", "tests/unit/parallel", "tests/unit/testing"),
     "processes": (),

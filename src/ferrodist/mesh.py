@@ -290,7 +290,7 @@ class DeviceMesh:
         return self._sub_mesh((self.size,), _check_names((name,), 1), self._ranks)
 
     def __eq__(self, other: object) -> bool:
-        """Whether both are the same grid of one group; the groups along their axes may differ."""
+        """Return whether both are the same grid of one group; the groups along their axes may differ."""
         if not isinstance(other, DeviceMesh):
             return NotImplemented
         return self._key() == other._key()

@@ -46,8 +46,8 @@ _COLLECTIVES = """## Collectives
 
 *grad*: differentiable (`reduce_scatter` with sums and means, `allreduce` and `reduce` with all but
 the bitwise operations). *out*: takes `out=`. *dim*: takes `dim=`. *async*: has an asynchronous
-variant, which returns a `PendingCollective`. *coalesced*: several of them inside `coalesce` are sent
-as one.
+variant, which returns a `PendingCollective`. *coalesced*: several of them inside `coalesce` are
+sent as one.
 """
 
 

@@ -18,7 +18,7 @@ from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING
 
 from ferrodist.errors import BackendUnavailable, describe_error
-from ferrodist.launch.output import say
+from ferrodist.launch.output import write_stdout
 from ferrodist.wording import counted
 
 if TYPE_CHECKING:
@@ -60,12 +60,14 @@ def run_doctor(arguments: argparse.Namespace) -> int:
     """
     found = findings()
     if arguments.json:
-        say(json.dumps([asdict(finding) for finding in found], indent=2) + "\n")
+        write_stdout(json.dumps([asdict(finding) for finding in found], indent=2) + "\n")
         return 0
     columns = shutil.get_terminal_size().columns if sys.stdout is not None and sys.stdout.isatty() else None
     width = max(len(finding.name) for finding in found)
     for finding in found:
-        say(_line(f"{'yes' if finding.is_there else 'no '}  {finding.name:<{width}}  ", finding.detail, columns))
+        write_stdout(
+            _line(f"{'yes' if finding.is_there else 'no '}  {finding.name:<{width}}  ", finding.detail, columns)
+        )
     return 0
 
 

@@ -18,7 +18,7 @@ from ferrodist.cli.doctor import add_doctor_arguments, run_doctor
 from ferrodist.demo import add_demo_arguments, demo_options, run_demo
 from ferrodist.errors import DistributedError
 from ferrodist.launch.launcher import add_run_arguments, launch, spec_from_arguments
-from ferrodist.launch.output import discard, print_warning, say
+from ferrodist.launch.output import discard_buffer, print_warning, write_stdout
 from ferrodist.rendezvous.secret import make_secret
 
 if TYPE_CHECKING:
@@ -44,7 +44,7 @@ class _Parser(argparse.ArgumentParser):
     def _print_message(self, message: str, file: SupportsWrite[str] | None = None) -> None:
         """Where argparse prints help and version; its own form takes no notice of a failure."""
         if message:
-            say(message, file)
+            write_stdout(message, file)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -61,10 +61,10 @@ def main(argv: Sequence[str] | None = None) -> int:
             if sys.stdout is not None:  # None: started with standard output closed
                 sys.stdout.flush()  # here, where a failure can be told; at exit it would be a traceback
     except BrokenPipeError:
-        discard(sys.stdout)
+        discard_buffer(sys.stdout)
         return 1
     except OSError as error:
-        discard(sys.stdout)
+        discard_buffer(sys.stdout)
         print_warning(f"ferrodist: {error}\n")
         return 1
     except KeyboardInterrupt:
@@ -145,7 +145,7 @@ def _add_secret(commands: Subcommands) -> None:
 
 
 def _secret(_arguments: argparse.Namespace) -> int:
-    say(make_secret() + "\n")
+    write_stdout(make_secret() + "\n")
     return 0
 
 

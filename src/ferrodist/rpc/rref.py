@@ -12,13 +12,13 @@ if TYPE_CHECKING:
 
 
 class ReferenceId(NamedTuple):
-    """Of an object.
+    """The global id of a remote object.
 
     Args:
-        owner: The rank that keeps it.
+        owner: The rank that has it.
         creator: The rank that had it made.
-        incarnation: Of the creator's agent; no other one has the same.
-        number: Among the creator's.
+        incarnation: A random number of the creator's agent.
+        number: The object's number among the creator's.
     """
 
     owner: int
@@ -27,12 +27,8 @@ class ReferenceId(NamedTuple):
     number: int
 
     @classmethod
-    def of(cls, plain: Any, world_size: int) -> ReferenceId:
-        """What came from another rank.
-
-        Raises:
-            ValueError: It is no id.
-        """
+    def parse(cls, plain: Any, world_size: int) -> ReferenceId:
+        """Check an id from another rank; raises ValueError if it is none."""
         if isinstance(plain, tuple) and len(plain) == 4 and all(type(each) is int for each in plain):
             found = cls(*plain)
             if 0 <= found.owner < world_size and 0 <= found.creator < world_size:
@@ -40,24 +36,22 @@ class ReferenceId(NamedTuple):
         raise ValueError("what should name a remote object does not")
 
 
-class _Part(Protocol):
-    """What a rank knows of an object."""
-
+class _Record(Protocol):
     @property
     def id(self) -> ReferenceId:
-        """Of the object."""
+        """The object's id."""
 
 
-class Referring(Protocol):
-    """What an agent does for references; see `RRef` for each."""
+class RRefOperations(Protocol):
+    """What an agent does for an `RRef`, whose methods describe it."""
 
     rank: int
 
     def local_value(self, reference: RRef, timeout: float | None) -> Any:
-        """The object itself."""
+        """Return the object itself."""
 
     def fetch(self, reference: RRef, timeout: float | None) -> Future:
-        """A copy."""
+        """Fetch a copy of the object."""
 
     def call_method(
         self, reference: RRef, name: str, arguments: tuple[Any, ...], keywords: dict[str, Any], *, timeout: float | None
@@ -67,45 +61,45 @@ class Referring(Protocol):
     def create_by_method(
         self, reference: RRef, name: str, arguments: tuple[Any, ...], keywords: dict[str, Any], *, timeout: float | None
     ) -> RRef:
-        """Have a method make another object."""
+        """Call a method, and leave the result at the owner."""
 
 
 class RRef:
-    """Refers to an object that one rank, its owner, keeps for as long as any rank has a reference to it.
+    """A reference to an object on its owner's rank, which keeps the object while any rank has a reference to it.
 
-    `RpcAgent.remote` and `RpcAgent.reference` make them. They may stand anywhere in arguments and results of calls: the
-    other rank gets a reference to the same object, and the owner its own one. A rank has one `RRef` for an object at a
-    time, so ``is`` compares them; a copy is the same one, and there is no pickling.
+    `RpcAgent.remote` and `RpcAgent.reference` make references. Calls may have them anywhere in arguments and results:
+    the other rank receives a reference to the same object. A rank has one `RRef` for an object at a time, so ``is``
+    compares them. A copy is the same `RRef`, and none can be pickled.
     """
 
-    __slots__ = ("__weakref__", "_objects", "_part")
+    __slots__ = ("__weakref__", "_manager", "_record")
 
-    def __init__(self, objects: Referring, part: _Part) -> None:
-        self._objects = objects
-        self._part = part
+    def __init__(self, manager: RRefOperations, record: _Record) -> None:
+        self._manager = manager
+        self._record = record
 
     @property
     def owner(self) -> int:
         """The rank that has the object."""
-        return self._part.id.owner
+        return self._record.id.owner
 
     @property
     def is_owner(self) -> bool:
-        """Whether this rank has it."""
-        return self._objects.rank == self.owner
+        """Whether this rank has the object."""
+        return self._manager.rank == self.owner
 
     def local_value(self, timeout: float | None = None) -> Any:
         """The object itself, at its owner; waits until it is made.
 
         Args:
-            timeout: Seconds until this gives up; None takes the backend's.
+            timeout: Seconds to wait; None takes the backend's timeout.
 
         Raises:
             ValueError: This rank is not the owner.
-            RpcError: What was to make the object raised.
-            DistributedTimeoutError: It is not made in time.
+            RpcError: The function that was to make the object raised.
+            DistributedTimeoutError: The object is not made in time.
         """
-        return self._objects.local_value(self, timeout)
+        return self._manager.local_value(self, timeout)
 
     def to_here(self, timeout: float | None = None) -> Any:
         """A copy of the object, at the owner too; waits until the object is made.
@@ -114,37 +108,37 @@ class RRef:
             timeout: As for `local_value`.
 
         Raises:
-            RpcError: What was to make the object raised, or the object can't travel.
-            DistributedTimeoutError: It does not come in time.
+            RpcError: The function that was to make the object raised, or the object can't be sent.
+            DistributedTimeoutError: The copy does not arrive in time.
             PeerLostError: The owner died or left.
         """
-        return self._objects.fetch(self, timeout).result()
+        return self._manager.fetch(self, timeout).result()
 
     def to_here_async(self, timeout: float | None = None) -> Future:
-        """A copy of the object, as `to_here`, when it comes: the future's result, which can be awaited.
+        """A copy of the object, as `to_here`, as the result of a future that can be awaited.
 
         Args:
             timeout: As for `local_value`.
         """
-        return self._objects.fetch(self, timeout)
+        return self._manager.fetch(self, timeout)
 
     def rpc_sync(self, timeout: float | None = None) -> Methods:
         """The object's methods: ``reference.rpc_sync().add(3)`` calls one at the owner, and waits for its result.
 
-        Only public methods of classes that are registered with the owner's agent, or of their subclasses, are called.
+        Only public methods of classes registered with the owner's agent, and of their subclasses, can be called.
 
         Args:
             timeout: As for `RpcAgent.rpc_sync`, whose errors these calls raise.
         """
-        return Methods(lambda *call: self._objects.call_method(self, *call, timeout=timeout).result())
+        return Methods(lambda *call: self._manager.call_method(self, *call, timeout=timeout).result())
 
     def rpc_async(self, timeout: float | None = None) -> Methods:
         """The object's methods, as `rpc_sync`; calls give futures."""
-        return Methods(lambda *call: self._objects.call_method(self, *call, timeout=timeout))
+        return Methods(lambda *call: self._manager.call_method(self, *call, timeout=timeout))
 
     def remote(self, timeout: float | None = None) -> Methods:
         """The object's methods, as `rpc_sync`; results stay at the owner, and calls give references to them."""
-        return Methods(lambda *call: self._objects.create_by_method(self, *call, timeout=timeout))
+        return Methods(lambda *call: self._manager.create_by_method(self, *call, timeout=timeout))
 
     def __copy__(self) -> RRef:
         return self
@@ -156,15 +150,11 @@ class RRef:
         raise TypeError("an RRef can't be pickled, as its owner would not know of it: pass it in a call's arguments")
 
     def __repr__(self) -> str:
-        return f"RRef(owner={self.owner}, created by rank {self._part.id.creator}, number {self._part.id.number})"
+        return f"RRef(owner={self.owner}, created by rank {self._record.id.creator}, number {self._record.id.number})"
 
 
 class Methods:
-    """Methods of a remote object: attributes that can be called.
-
-    Args:
-        call: Called with a method's name, the arguments and the keywords.
-    """
+    """Methods of a remote object, as attributes that can be called."""
 
     __slots__ = ("_call",)
 

@@ -82,7 +82,7 @@ class ViewCopy:
 
     @property
     def takes_writes(self) -> bool:
-        """Whether a write to the copy can be brought to the viewed tensor."""
+        """Return whether a write to the copy can be brought to the viewed tensor."""
         if self.source is None:
             return True
         return not self.is_moved and (self.parent is None or self.parent.takes_writes)
@@ -181,7 +181,7 @@ def check_writable(func: torch._ops.OpOverload, tensor: Any) -> None:
 
 
 def _may_write_expanded(func: torch._ops.OpOverload) -> bool:
-    """Whether torch lets an operator write to expanded tensors: one value, or, as transpose_, no element."""
+    """Return whether torch lets an operator write to expanded tensors: one value, or, as transpose_, no element."""
     return torch.Tag.inplace_view in func.tags or str(func.overloadpacket) in _WRITING_ONE_VALUE
 
 

@@ -41,7 +41,7 @@ _MAX_CACHED = 1 << 14
 
 
 class DispatchKind(Enum):
-    """What a cached call does with the local tensors and results."""
+    """The work around a cached call's local computation."""
 
     RESULT = "one tensor comes out of the local tensors as they are"
     IN_PLACE = "the first argument is written, given the local tensors as they are"
@@ -52,11 +52,11 @@ class DispatchKind(Enum):
 
 
 class CachedDispatch:
-    """How a kind of call is computed.
+    """The prepared computation of a kind of call.
 
     Args:
-        local: What is called with the local tensors: the operator (its C++ call, which is faster), or a function that
-            its rule has for it.
+        local: The function called with the local tensors: the operator (its C++ call, which is faster), or the local
+            function of its rule.
         specs: For each distributed tensor among the arguments, in order, the spec to which it is redistributed.
         outputs: The specs of the tensors that ``local`` returns, in order.
         replaced: The arguments that differ on this rank, by name.
@@ -107,7 +107,7 @@ class CachedDispatch:
 
 
 def cache_key(value: Any, cls: Any) -> Any:
-    """What an argument contributes to the key of a cached call."""
+    """The contribution of an argument to the key of a cached call."""
     kind = type(value)
     if kind is int or value is None:
         return value
@@ -131,8 +131,8 @@ def dispatch(
 
     Args:
         func: The operator.
-        args: Its positional arguments.
-        kwargs: Its keyword arguments.
+        args: The positional arguments.
+        kwargs: The keyword arguments.
         cls: The class of distributed tensors.
         key: The call's key: the operator's identity, and the `cache_key` of each argument.
 
@@ -179,7 +179,7 @@ def dispatch_foreach(
 
 
 def _depends_on_default_dtype(cached: CachedDispatch, arguments: Sequence[Any]) -> bool:
-    """Whether integers become floats, of torch's default dtype unless an argument gives one."""
+    """Return whether integers become floats, of torch's default dtype unless an argument gives one."""
     if any(isinstance(value, torch.dtype) for value in arguments):
         return False
     return any(map(_is_float, cached.outputs)) and not any(map(_is_float, cached.specs))
@@ -348,7 +348,7 @@ def _select(call: OpCall, rule: OpRule) -> CachedDispatch:
     fixed = _input_indices(call, written)
     if not select_strategy(call, rule, fixed):
         raise _NoStrategyError(
-            f"{func} can't write to a tensor that lies as {call.inputs[fixed[0]] if fixed else call.inputs}:"
+            f"{func} can't write to a tensor placed as {call.inputs[fixed[0]] if fixed else call.inputs}:"
             " redistribute() it first, or use the form that makes a new tensor"
         )
     call.place(fixed if written else None)
@@ -371,7 +371,7 @@ def _input_indices(call: OpCall, names: Sequence[str]) -> list[int]:
 
 
 def _has_scalars(args: Sequence[Any], kwargs: Mapping[str, Any], cls: type) -> bool:
-    """Whether there are plain tensors, which are scalars then: `record_scalars` looks at them in each call."""
+    """Return whether there are plain tensors, which are scalars then: `record_scalars` looks at them in each call."""
     tensors: list[Any] = []
     map_tensors(tensors.append, [*args, *kwargs.values()], torch.Tensor)
     return not all(isinstance(one, cls) for one in tensors)

@@ -1,4 +1,4 @@
-"""What computes operators without a rule: other operators, or full tensors on every rank; else an error."""
+"""Fallbacks for operators without a rule: other operators, full tensors on every rank, or an error."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def _replicate_or_raise(func: torch._ops.OpOverload, cls: Any, /, *args: Any, **
 
 
 def _needs_no_consent(cls: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
-    """Whether nothing would be gathered, in a parallel module's code or in a backward, which choose no operators.
+    """Return whether nothing would be gathered, in a parallel module or a backward, whose operators users don't choose.
 
     So recurrent layers of float32, and other layers with torch kernels of their own, need no consent.
     """
@@ -236,7 +236,7 @@ def _outs(func: torch._ops.OpOverload) -> list[Any]:
 
 
 def is_copy_to_itself(func: torch._ops.OpOverload, arguments: Mapping[str, Any]) -> bool:
-    """Whether a tensor is copied to one of another shape, with which a product with ``out`` ends.
+    """Return whether a tensor is copied to one of another shape, with which a product with ``out`` ends.
 
     It computes into a view of ``out``, and copies that if the wrappers share no memory, which they never do.
     """

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 
 class GeneralAllToAll:
-    """What each rank sends to each other.
+    """The pattern of an exchange: the box that each rank sends to each other.
 
     Args:
         shape: The shape of the full tensor.

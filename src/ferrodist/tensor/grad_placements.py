@@ -27,7 +27,7 @@ def keep_grad_placements(parameter: torch.Tensor) -> None:
 
 
 def is_grad_placement_hook(hook: object) -> bool:
-    """Whether a parameter's hook is one of `keep_grad_placements`."""
+    """Return whether a parameter's hook is one of `keep_grad_placements`."""
     return isinstance(hook, _RedistributeGrad)
 
 

@@ -69,5 +69,5 @@ Placement = Shard | Replicate | Partial
 
 
 def reductions_commute(one: Partial, other: Partial) -> bool:
-    """Whether a tensor that is partial along two axes may be reduced along either first."""
+    """Return whether a tensor that is partial along two axes may be reduced along either first."""
     return one.op is other.op or {one.op, other.op} == {ReduceOp.SUM, ReduceOp.MEAN}

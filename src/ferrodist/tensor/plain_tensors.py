@@ -159,7 +159,7 @@ _BASE_REFS = 3
 
 
 def _writes_scalars(func: torch._ops.OpOverload, cls: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
-    """Whether plain tensors are written, given scalars that all ranks have, as when gradients are clipped."""
+    """Return whether plain tensors are written, given scalars that all ranks have, as when gradients are clipped."""
     arguments = bind_arguments(func, args, kwargs)
     written = [argument.name for argument in schema_of(func).arguments if argument.is_write]
     others = [value for name, value in arguments.items() if name not in written]
@@ -266,7 +266,7 @@ def record_scalars(func: torch._ops.OpOverload, args: Sequence[Any], kwargs: Map
 
 
 def is_plain(tensor: torch.Tensor) -> bool:
-    """Whether a tensor is of torch's own class, in memory that ranks can compare."""
+    """Return whether a tensor is of torch's own class, in memory that ranks can compare."""
     return (
         type(tensor) in (torch.Tensor, torch.nn.Parameter)
         and tensor.device.type == "cpu"
@@ -275,13 +275,13 @@ def is_plain(tensor: torch.Tensor) -> bool:
 
 
 def _is_base_unreferenced(view: torch.Tensor) -> bool:
-    """Whether nobody else holds the tensor that one is a view of."""
+    """Return whether nobody else holds the tensor that one is a view of."""
     base = base_of(view)
     return base is None or sys.getrefcount(base) <= _BASE_REFS
 
 
 def _has_known_elements(operator: object, tensor: torch.Tensor, *, is_backward: bool) -> bool:
-    """Whether a tensor has the elements of one that torch makes: zeros or ones in backward, or the range of one_hot."""
+    """Return whether a tensor is one that torch makes: zeros or ones in backward, or the range of ``one_hot``."""
     if is_backward:
         return not tensor.any() or bool((tensor == 1).all())
     classes = torch.arange(tensor.numel(), dtype=tensor.dtype, device="cpu") if tensor.dtype is torch.int64 else None
@@ -295,7 +295,7 @@ _FUNCTION_FILES = tuple(f"{_TORCH_FILES}/{name}" for name in ("functional.py", "
 
 
 def _is_called_by_torch() -> bool:
-    """Whether a torch function that is written in Python calls the operator."""
+    """Return whether a torch function that is written in Python calls the operator."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None and frame.f_code.co_filename.startswith((_OWN_FILES, *_CALL_FILES)):
         frame = frame.f_back

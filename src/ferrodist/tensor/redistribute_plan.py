@@ -262,7 +262,7 @@ class _Search:
         return RedistributeKind.ALLREDUCE if isinstance(placement, Partial) else RedistributeKind.ALL_GATHER
 
     def _has_equal_blocks(self, others: Placements, axis: int, placement: Placement) -> bool:
-        """Whether the blocks of a placement are equal, given the sharding by the axes before."""
+        """Return whether the blocks of a placement are equal, given the sharding by the axes before."""
         if not isinstance(placement, Shard) or placement.blocks == 1:
             return True
         sizes = sizes_before_axis(self._shape, others, self._mesh_shape, axis, placement.dim)

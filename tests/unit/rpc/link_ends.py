@@ -1,20 +1,21 @@
-"""Two links with a way between them that a test opens, for tests of what links do."""
+"""Two peers, and a group of theirs whose messages a test lets through."""
 
 from collections import deque
 
 import torch
 
 from ferrodist.collectives.serialization import PackedValue
-from ferrodist.rpc.connection import Link
+from ferrodist.rpc.connection import RemotePeer
 from ferrodist.rpc.framing import FRAME_BYTES, Form, pack_frame
-from ferrodist.rpc.large_messages import Buffers
+from ferrodist.rpc.large_messages import TensorPool
 from ferrodist.rpc.messages import MessageKind
+from ferrodist.rpc.peer import PeerOptions
 
 LARGE = b"x" * FRAME_BYTES
 LIMIT = 1 << 22
 
 
-def large_parcel(num_tensors=1):
+def large_value(num_tensors=1):
     """A message with tensors that come by themselves."""
     return PackedValue.of([torch.full((100_000,), float(number)) for number in range(num_tensors)], "it")
 
@@ -86,48 +87,53 @@ class Way:
         request.end()
 
 
-class Heard:
-    """A receiver: numbers of messages, in the order in which they have been dealt with."""
+class Recorder:
+    """A message handler: numbers of messages, in the order in which they have been handled. It is the executor, too."""
 
-    marks = ()
+    wait_events = None
 
     def __init__(self):
-        self.buffers = Buffers()
         self.numbers = []
         self.kinds = []
         self.contents = {}
-        self.withdrawn_ones = []
-        self.garbled_ones = {}
-        self.num_moving = 0
-        self.meanwhile = {}  # by numbers: what happens while a message is dealt with
+        self.cancelled_ones = []
+        self.undecodable_ones = {}
+        self.num_transfers = 0
+        self.meanwhile = {}  # by number: what happens while a message is handled
 
-    def attend(self, change):
-        self.num_moving += change
+    def add_transfers(self, change):
+        self.num_transfers += change
 
-    def received(self, peer, kind, number, content):
+    def on_message(self, peer, kind, number, content):
         self.meanwhile.pop(number, lambda: None)()
         self.numbers.append(number)
         self.kinds.append(kind)
         self.contents[number] = content
 
-    def withdrawn(self, peer, kind, number, content):
-        self.withdrawn_ones.append(number)
+    def on_cancelled_message(self, peer, number, content):
+        self.cancelled_ones.append(number)
 
-    def garbled(self, peer, kind, number, error):
-        self.garbled_ones[number] = error
+    def on_undecodable(self, peer, kind, number, error):
+        self.undecodable_ones[number] = error
 
 
 class Ends:
-    """A link that sends, and one that receives."""
+    """A peer that is sent to, and one that receives."""
 
     def __init__(self):
-        ways = Way(0), Way(1)
-        ways[0].other, ways[1].other = ways[1], ways[0]
-        self.heard = Heard()
-        self.here, self.there = ways
-        self.sender = Link(ways[0], 1, Heard(), 8 * LIMIT)
-        receiver = Link(ways[1], 0, self.heard, LIMIT)
-        receiver.start()
+        groups = Way(0), Way(1)
+        groups[0].other, groups[1].other = groups[1], groups[0]
+        self.heard = Recorder()
+        self.here, self.there = groups
+        self.pool = TensorPool()
+        self.sender = self.make_peer(1, Recorder(), groups[0], 8 * LIMIT)
+        self.make_peer(0, self.heard, groups[1], LIMIT).start()
+
+    def make_peer(self, rank, recorder, group, limit):
+        options = PeerOptions(
+            executor=recorder, tensor_pool=self.pool, marks=(), max_outstanding=1, message_limit=limit
+        )
+        return RemotePeer(rank, options, recorder, group, lambda peer, error: None)
 
     def send(self, kind, number, content=b"small"):
         self.sender.send(kind, number, content)

@@ -1,4 +1,4 @@
-"""Memory that large tensors arrive in; see `Buffers`."""
+"""Memory that large tensors arrive in; see `TensorPool`."""
 
 import gc
 
@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from ferrodist.rpc import RpcAgent
-from ferrodist.rpc.large_messages import Buffers
+from ferrodist.rpc.large_messages import TensorPool
 from ferrodist.testing import run_ranks
 
 SIZE = 2 << 20
@@ -25,7 +25,7 @@ MAKES = [
 @pytest.mark.parametrize("make", MAKES)
 def test_memory_in_use_is_not_given_out(make):
     """For as long as anything is left that was made of it; it is then."""
-    buffers = Buffers()
+    buffers = TensorPool()
     tensor = buffers.make((SIZE,), torch.uint8)
     place = tensor.data_ptr()
     kept = make(tensor)
@@ -40,13 +40,13 @@ def test_memory_in_use_is_not_given_out(make):
 
 def test_what_is_kept_is_bounded():
     """In bytes, whatever the sizes; what is larger than all together is never kept, nor what is small."""
-    buffers = Buffers(3 * SIZE)
+    buffers = TensorPool(3 * SIZE)
     for sizes in ([SIZE] * 5, [SIZE + 1] * 2, [2 * SIZE, 2 * SIZE], [4 * SIZE, 10]):
         tensors = [buffers.make((size,), torch.uint8) for size in sizes]
         del tensors
         gc.collect()
-        kept = [memory.nbytes for each in buffers._kept.values() for memory in each]
-        assert sum(kept) == buffers._num_kept_bytes <= 3 * SIZE
+        kept = [memory.nbytes for each in buffers._free.values() for memory in each]
+        assert sum(kept) == buffers._num_free_bytes <= 3 * SIZE
         assert kept
 
 

@@ -12,7 +12,7 @@ from ferrodist.errors import DistributedTimeoutError, RpcError
 from ferrodist.rpc import RpcAgent, SimulatedRpcBackend
 from ferrodist.rpc.messages import Call
 from ferrodist.rpc.refcount_tables import ReferenceCounts
-from ferrodist.rpc.shutdown import LOOK
+from ferrodist.rpc.shutdown import STATUS
 from ferrodist.testing import check_leaks
 
 NOTHING = ReferenceCounts(for_others=0, for_itself=0, elsewhere=0)
@@ -30,10 +30,10 @@ def until(condition):
 
 def give_up(agent, future):
     """Have a call be late now."""
-    calls = agent._switchboard.outgoing.calls
-    for number, waiting in list(calls._waiting.items()):
+    calls = agent._client.pending
+    for number, waiting in list(calls._calls.items()):
         if waiting.future is future:
-            calls._end_late(number)
+            calls._expire(number)
     with pytest.raises(DistributedTimeoutError):
         future.result(_PATIENCE)
 
@@ -115,7 +115,7 @@ def test_references_in_results_that_nobody_has_asked_for(make):
     """As an answer to a call that has ended with its connection would be."""
     agent, other, _ = make()
     assert agent.rpc_sync(1, "echo", 1) == 1
-    other._switchboard.connector.neighbors[0]._send_answer(999, [other.reference([1])])
+    other._server._send_response(other._peers._peers[0], 999, [other.reference([1])])
     assert agent.rpc_sync(1, "echo", 1) == 1
     until(lambda: other.num_references() == NOTHING)
     assert agent.statistics().late == 0
@@ -199,10 +199,10 @@ def test_calls_of_agents_do_not_count(make):
         for thread in threads:
             thread.join(_PATIENCE)
     assert [each.statistics() for each in (agent, other)] == before
-    to_agent = other._switchboard.connector.neighbors[0]
+    to_agent = other._peers._peers[0]
     send, held = to_agent.send, []
     to_agent.send = lambda *message: held.append(message)
-    future = agent._switchboard.start(1, Call(LOOK, (), {}), 0.1)
+    future = agent._client.call_internal(1, Call(STATUS, (), {}), 0.1)
     assert agent.statistics() == before[0]
     with pytest.raises(DistributedTimeoutError):
         future.result()

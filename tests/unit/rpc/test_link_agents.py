@@ -7,7 +7,7 @@ import torch
 
 from ferrodist.errors import DistributedError, RpcError
 from ferrodist.rpc import RpcAgent, SimulatedRpcBackend
-from ferrodist.rpc.messages import Call, MessageKind
+from ferrodist.rpc.messages import Call, MessageKind, pack_call
 from ferrodist.rpc.remote_objects import CREATE
 from ferrodist.testing import check_leaks, run_ranks
 
@@ -30,9 +30,9 @@ def make():
             agent.close()
 
 
-def neighbor_of(agent, rank):
-    """What an agent has of another rank."""
-    return agent._switchboard.connector.neighbors[rank]
+def peer_of(agent, rank):
+    """An agent's peer."""
+    return agent._peers._peers[rank]
 
 
 def test_answers_of_other_ranks(make):
@@ -42,9 +42,9 @@ def test_answers_of_other_ranks(make):
     for rank in (1, 2):
         assert agents[0].rpc_sync(rank, "echo") == 1
     future = agents[0].rpc_async(1, "hold")
-    (number,) = agents[0]._switchboard.outgoing.calls._waiting
-    neighbor_of(agents[2], 0).send(MessageKind.RESULT, number, b"\xa6forged")
-    neighbor_of(agents[2], 0).send(MessageKind.FAILURE, number, b"\xa6forged")
+    (number,) = agents[0]._client.pending._calls
+    peer_of(agents[2], 0).send(MessageKind.RESULT, number, b"\xa6forged")
+    peer_of(agents[2], 0).send(MessageKind.FAILURE, number, b"\xa6forged")
     assert agents[2].rpc_sync(0, "echo") == 1
     assert not future.done()
     hold.set()
@@ -61,8 +61,8 @@ def test_results_that_cannot_be_read(make):
             agent.rpc_sync(1, "give", timeout=PATIENCE)
     assert agent.rpc_sync(1, "echo") == 1
     for each in (agent, other):
-        assert each._switchboard.workers._num_moving == 0
-        assert all(not neighbor._link._under_way for neighbor in each._switchboard.connector.neighbors.values())
+        assert each._executor._num_transfers == 0
+        assert not each._peers._peers[1 - each.rank]._transfers
 
 
 def test_a_limit_that_another_agent_has_not(make):
@@ -76,13 +76,13 @@ def test_answers_go_without_the_lock(make):
     """To send may be to receive, also from other ranks."""
     agent, other = make({"echo": lambda: 1}, {}, {})
     assert agent.rpc_sync(1, "echo") == 1
-    neighbor = neighbor_of(other, 0)
-    send, could_take = neighbor._link.send, []
+    peer = peer_of(other, 0)
+    send, could_take = peer.send, []
 
     def look():
-        could_take.append(neighbor._taking.acquire(blocking=False))
+        could_take.append(peer.internal_lock.acquire(blocking=False))
         if could_take[-1]:
-            neighbor._taking.release()
+            peer.internal_lock.release()
 
     def look_and_send(*message):
         thread = threading.Thread(target=look)
@@ -90,8 +90,8 @@ def test_answers_go_without_the_lock(make):
         thread.join()
         send(*message)
 
-    neighbor._link.send = look_and_send
-    future = agent._switchboard.start(1, Call("ferrodist.nothing", (), {}), PATIENCE)  # is refused at once
+    peer.send = look_and_send
+    future = agent._client.call_internal(1, Call("ferrodist.nothing", (), {}), PATIENCE)  # is refused at once
     assert future.exception(PATIENCE) is not None
     assert could_take == [True]
 
@@ -103,15 +103,15 @@ def test_withdrawn_before_its_tensors_were_there(make, kind):
     agent, other = make({"take": called.append}, {}, {})
     agent.rpc_sync(1, "take", 0)
     answers = []
-    neighbor = neighbor_of(other, 0)
-    neighbor.send = lambda *message: answers.append(message)
+    peer = peer_of(other, 0)
+    peer.send = lambda *message: answers.append(message)
     call = Call("take", (1,), {})
     if kind is MessageKind.INTERNAL_CALL:
-        call = Call(CREATE, ((1, 0, agent._switchboard.objects._incarnation, 99), "take", (1,), {}), {})
-    content, _ = neighbor_of(agent, 1).write_call(call)
-    neighbor.withdrawn(0, kind, 99, content)
+        call = Call(CREATE, ((1, 0, agent._rrefs._incarnation, 99), "take", (1,), {}), {})
+    content, _ = agent._rrefs.pack(1, pack_call, call)
+    other._server.on_cancelled_message(peer, 99, content)
     ((answer, number, text),) = answers
-    del neighbor.send
+    del peer.send
     assert (answer, number) == (MessageKind.FAILURE, 99)
     assert b"its caller had given up" in text
     assert called == [0]

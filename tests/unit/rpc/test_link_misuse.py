@@ -6,7 +6,7 @@ import threading
 import msgspec
 import pytest
 import torch
-from link_ends import LARGE, LIMIT, Ends, large_parcel
+from link_ends import LARGE, LIMIT, Ends, large_value
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from ferrodist.collectives.serialization import PackedValue
@@ -77,7 +77,7 @@ def test_small_tensors_that_there_cant_be(shape):
     """Nothing follows them: the call is told, and the next one is good."""
     ends = Ends()
     ends.there.heard([letter_of([0, shape, False, False, 0])])
-    assert list(ends.heard.garbled_ones) == [7]
+    assert list(ends.heard.undecodable_ones) == [7]
     ends.send(MessageKind.CALL, 8)
     assert ends.heard.numbers == [8]
     assert ends.there.reason is None
@@ -86,13 +86,13 @@ def test_small_tensors_that_there_cant_be(shape):
 def test_what_follows_a_garbled_letter_is_dropped():
     """All of it is received, so that its sender keeps nothing; nobody waits for it then."""
     ends = Ends()
-    parcel = large_parcel(3)
-    ends.send(MessageKind.CALL, 1, PackedValue(["unknown", parcel.plan], parcel.tensors, [False] * 3, [False] * 3))
-    assert ends.heard.num_moving == 1
+    parcel = large_value(3)
+    ends.send(MessageKind.CALL, 1, PackedValue(["unknown", parcel.spec], parcel.tensors, [False] * 3, [False] * 3))
+    assert ends.heard.num_transfers == 1
     ends.bring_all()
     assert not any(ends.here.sent.values())
-    assert list(ends.heard.garbled_ones) == [1]
-    assert ends.heard.num_moving == 0
+    assert list(ends.heard.undecodable_ones) == [1]
+    assert ends.heard.num_transfers == 0
 
 
 def test_no_memory_for_a_tensor(monkeypatch):
@@ -103,12 +103,12 @@ def test_no_memory_for_a_tensor(monkeypatch):
         monkeypatch.undo()
         raise RuntimeError("can't allocate memory")
 
-    monkeypatch.setattr(ends.heard.buffers, "make", refuse)
-    ends.send(MessageKind.CALL, 1, large_parcel(2))
+    monkeypatch.setattr(ends.pool, "make", refuse)
+    ends.send(MessageKind.CALL, 1, large_value(2))
     ends.bring_all()
-    assert "there is no memory for 400,000 bytes" in str(ends.heard.garbled_ones[1])
+    assert "there is no memory for 400,000 bytes" in str(ends.heard.undecodable_ones[1])
     assert not any(ends.here.sent.values())
-    ends.send(MessageKind.CALL, 2, large_parcel())
+    ends.send(MessageKind.CALL, 2, large_value())
     ends.bring_all()
     assert ends.heard.numbers == [2]
 
@@ -160,7 +160,7 @@ def test_any_number_of_tensors():
 def test_modes_of_who_moves_messages(mode):
     """They are the thread's own: what comes is for others."""
     ends = Ends()
-    ends.send(MessageKind.CALL, 1, large_parcel())
+    ends.send(MessageKind.CALL, 1, large_value())
     small = PackedValue.of([torch.ones(3)], "it")
     with mode():
         ends.bring_all()

@@ -1,13 +1,13 @@
-"""What must not overtake what, in the messages of a link; see [Note: turns] in `turns.py`."""
+"""What must not overtake what, in the messages of a link; see [Note: message order] in `framing.py`."""
 
 import pytest
-from link_ends import LARGE, Ends, large_parcel
+from link_ends import LARGE, Ends, large_value
 
 from ferrodist.collectives.serialization import PackedValue
 from ferrodist.errors import ProtocolError
-from ferrodist.rpc.messages import REFERENCE_MARK, MessageKind
+from ferrodist.rpc.messages import REFERENCE_TAG, MessageKind
 
-REFERENCES = PackedValue(["plain", 1], [], [], [], frozenset({REFERENCE_MARK}))
+REFERENCES = PackedValue(["plain", 1], [], [], [], frozenset({REFERENCE_TAG}))
 
 
 def test_what_waits_is_waited_for_in_turn():
@@ -67,13 +67,13 @@ def test_references_wait_for_what_makes_their_objects(kind):
 def test_what_is_behind_a_garbled_message():
     """It waits until that has come whole, and no longer."""
     ends = Ends()
-    parcel = large_parcel()
-    ends.send(MessageKind.INTERNAL_CALL, 1, PackedValue(["unknown", parcel.plan], parcel.tensors, [False], [False]))
+    parcel = large_value()
+    ends.send(MessageKind.INTERNAL_CALL, 1, PackedValue(["unknown", parcel.spec], parcel.tensors, [False], [False]))
     ends.send(MessageKind.INTERNAL_CALL, 2)
     assert ends.heard.numbers == []
     ends.bring()
     assert ends.heard.numbers == [2]
-    assert "'unknown'" in str(ends.heard.garbled_ones[1])
+    assert "'unknown'" in str(ends.heard.undecodable_ones[1])
 
 
 def test_a_number_that_comes_twice():
@@ -90,12 +90,12 @@ def test_a_number_that_comes_twice():
 def test_withdrawn_while_tensors_are_on_their_way():
     """They may be torn: whoever serves is told in place of the call, not after it."""
     ends = Ends()
-    ends.send(MessageKind.CALL, 1, large_parcel())
-    ends.send(MessageKind.CALL, 2, large_parcel())
-    ends.send(MessageKind.WITHDRAWAL, 1, b"")
+    ends.send(MessageKind.CALL, 1, large_value())
+    ends.send(MessageKind.CALL, 2, large_value())
+    ends.send(MessageKind.CANCEL, 1, b"")
     assert ends.heard.numbers == []
     ends.bring_all()
-    assert ends.heard.withdrawn_ones == [1]
+    assert ends.heard.cancelled_ones == [1]
     assert ends.heard.numbers == [2]
 
 
@@ -104,9 +104,9 @@ def test_withdrawn_while_a_letter_is_on_its_way(kind):
     """It is the call's own: the withdrawal comes after it."""
     ends = Ends()
     ends.send(kind, 1, LARGE)
-    ends.send(MessageKind.WITHDRAWAL, 1, b"")
+    ends.send(MessageKind.CANCEL, 1, b"")
     ends.bring()
-    assert ends.heard.kinds == [kind, MessageKind.WITHDRAWAL]
+    assert ends.heard.kinds == [kind, MessageKind.CANCEL]
 
 
 def test_withdrawn_while_it_is_held_up():
@@ -114,9 +114,9 @@ def test_withdrawn_while_it_is_held_up():
     ends = Ends()
     ends.send(MessageKind.INTERNAL_CALL, 1, LARGE)
     ends.send(MessageKind.CALL, 2, REFERENCES)
-    ends.send(MessageKind.WITHDRAWAL, 2, b"")
+    ends.send(MessageKind.CANCEL, 2, b"")
     ends.bring()
-    assert ends.heard.kinds == [MessageKind.INTERNAL_CALL, MessageKind.CALL, MessageKind.WITHDRAWAL]
+    assert ends.heard.kinds == [MessageKind.INTERNAL_CALL, MessageKind.CALL, MessageKind.CANCEL]
 
 
 def test_an_interruption_costs_one_message():

@@ -9,7 +9,7 @@ from ferrodist.deadline import Deadline
 from ferrodist.errors import InvalidRankError, PeerLostError
 from ferrodist.rendezvous import Membership, MemoryStore
 from ferrodist.rpc import RpcAgent, TcpRpcBackend
-from ferrodist.rpc.worker_names import Names
+from ferrodist.rpc.worker_names import WorkerNames
 from ferrodist.testing import check_leaks
 
 _PATIENCE = 60.0
@@ -20,42 +20,60 @@ def find(names, name):
     return names.find(name, Deadline(0))
 
 
+class NoPeers:
+    """Peers of rank 0, none of which is there or can be known not to come."""
+
+    rank, world_size = 0, 3
+
+    def is_absent_for_good(self, rank):
+        """None is."""
+        return False
+
+    def register_internal(self, name, handler):
+        """Receive no names."""
+
+
+def make_names():
+    """Names of ranks that a test adds."""
+    return WorkerNames("", NoPeers(), NoPeers())
+
+
 def wait_for_end(agent, peer):
     """Return when an agent has noticed that a rank has gone."""
     patience = Deadline(_PATIENCE)
-    while peer in agent._switchboard.connector.neighbors:
+    while peer in agent._peers._peers:
         assert not patience.expired
         threading.Event().wait(0.001)
 
 
 def test_a_lost_rank_keeps_its_name_until_another_one_takes_it():
     """A spare rank can; who calls a lost one is not kept waiting."""
-    names = Names()
-    names.joined(1)
+    names = make_names()
+    names.on_joined(1, 0)
     names.add(1, "worker")
-    names.lost(1)
+    names.on_lost(1, None)
     assert find(names, "worker") == 1
-    names.joined(2)
+    names.on_joined(2, 0)
     names.add(2, "worker")
     assert find(names, "worker") == 2
-    names.joined(1)
+    names.on_joined(1, 0)
     names.add(1, "worker")
     with pytest.raises(InvalidRankError, match=r"ranks \[1, 2\] are all called 'worker'"):
         find(names, "worker")
-    names.lost(1)
-    names.lost(2)
+    names.on_lost(1, None)
+    names.on_lost(2, None)
     assert find(names, "worker") == 2
 
 
 def test_a_rank_that_comes_again_without_its_name():
     """Has none, or another one."""
-    names = Names()
+    names = make_names()
     for lost in (True, False):
-        names.joined(1)
+        names.on_joined(1, 0)
         names.add(1, "worker")
         if lost:
-            names.lost(1)
-        names.joined(1)
+            names.on_lost(1, None)
+        names.on_joined(1, 0)
         with pytest.raises(InvalidRankError, match=r"no rank called 'worker' .*; the names are none"):
             find(names, "worker")
     names.add(1, "other")
@@ -64,11 +82,11 @@ def test_a_rank_that_comes_again_without_its_name():
 
 def test_a_call_waits_for_the_name_of_a_rank_that_comes_again():
     """It is told after the rank has joined."""
-    names = Names()
-    names.joined(1)
+    names = make_names()
+    names.on_joined(1, 0)
     names.add(1, "worker")
-    names.lost(1)
-    names.joined(1)
+    names.on_lost(1, None)
+    names.on_joined(1, 0)
     found = []
     thread = threading.Thread(target=lambda: found.append(names.find("worker", Deadline(_PATIENCE))))
     thread.start()

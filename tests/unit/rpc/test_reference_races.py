@@ -86,31 +86,31 @@ class Town:
 
     def cut(self, one, other):
         """End a connection whose ends live on, and see that both know."""
-        neighbors = self.agents[one]._switchboard.connector.neighbors
-        neighbors[other].pair.abort("a cut")
-        until(lambda: other not in neighbors and one not in self.agents[other]._switchboard.connector.neighbors)
+        peers = self.agents[one]._peers._peers
+        peers[other].group.abort("a cut")
+        until(lambda: other not in peers and one not in self.agents[other]._peers._peers)
 
     def kill(self, rank):
         """End a process, as those that it was connected with get to know."""
         agent = self.agents.pop(rank)
-        peers = list(agent._switchboard.connector.neighbors)
+        peers = [peer for peer in agent._peers._peers if peer != rank]
         for peer in peers:
-            agent._switchboard.connector.neighbors[peer].pair.abort("it dies")
+            agent._peers._peers[peer].group.abort("it dies")
         for peer in peers:
-            neighbors = self.agents[peer]._switchboard.connector.neighbors
-            until(lambda neighbors=neighbors: rank not in neighbors)
+            others = self.agents[peer]._peers._peers
+            until(lambda others=others: rank not in others)
         agent.close()
 
     def hold(self, rank, peer, name):
         """Hold up the messages of a rank to another one which have a name in them; see `Held`."""
-        return Held(self.agents[rank]._switchboard.connector.neighbors[peer], name)
+        return Held(self.agents[rank]._peers._peers[peer], name)
 
     def rest(self, *ranks):
         """Return when ranks have done, and told rank 0 of, what there was to do when references have gone."""
         gc.collect()
         for rank in (*ranks, OWNER):
             done = threading.Event()
-            self.agents[rank]._switchboard.objects.errands.put(done.set)
+            self.agents[rank]._rrefs.tasks.submit(done.set)
             assert done.wait(PATIENCE)
             self.agents[rank].rpc_sync(OWNER, "wait", 0)  # comes after what was said before
 
@@ -122,22 +122,22 @@ class Town:
 
     def kept(self):
         """How many objects rank 0 keeps, and for how many references that are on their way."""
-        tables = self.agents[OWNER]._switchboard.objects.counting.tables
-        return len(tables._kept), sum(tables._registrations._totals.values())
+        table = self.agents[OWNER]._rrefs.refcounts.table
+        return len(table._owned), sum(table._forks._totals.values())
 
 
 class Held:
     """Messages that are held up, in their order; those that come after `let_go` go at once."""
 
-    def __init__(self, neighbor, name):
+    def __init__(self, peer, name):
         self.messages = []
         self.is_over = False
         self._name = name.encode()
-        self._send = neighbor.send
-        neighbor.send = self.send
+        self._send = peer.send
+        peer.send = self.send
 
     def send(self, kind, number, content):
-        text = content if isinstance(content, bytes) else repr(content.plan).encode()
+        text = content if isinstance(content, bytes) else repr(content.spec).encode()
         if self._name in text and not self.is_over:
             self.messages.append(functools.partial(self._send, kind, number, content))
         else:
@@ -175,9 +175,9 @@ def test_the_sender_dies_before_it_has_sent(town):
     assert town.kept() == (1, 1)
     town.kill(SENDER)
     until(lambda: town.kept() == (0, 0))
-    assert len(town.agents[RECEIVER]._switchboard.objects.counting.tables._refused) == 1
+    assert len(town.agents[RECEIVER]._rrefs.refcounts.table._refused) == 1
     town.start(SENDER, RECEIVER, OWNER)
-    assert not town.agents[RECEIVER]._switchboard.objects.counting.tables._refused  # nothing comes of what is gone
+    assert not town.agents[RECEIVER]._rrefs.refcounts.table._refused  # nothing comes of what is gone
     town.agents[SENDER].rpc_sync(RECEIVER, "take", town.object())
     assert town.taken[0].rpc_sync().add() == 2
 
@@ -203,7 +203,7 @@ def test_a_message_that_comes_when_nobody_counts_on_it_any_more(town):
     waiting = town.agents[SENDER].rpc_async(RECEIVER, "wait", PATIENCE)
     call = town.agents[SENDER].rpc_async(RECEIVER, "take", [town.object(), own, its])
     until(lambda: town.kept() == (1, 1))
-    until(lambda: len(town.agents[RECEIVER]._switchboard.workers._queue) == 1 or call.done())
+    until(lambda: len(town.agents[RECEIVER]._executor._queue) == 1 or call.done())
     town.cut(OWNER, SENDER)
     until(lambda: town.kept() == (0, 0))
     town.busy.set()
@@ -226,7 +226,7 @@ def test_an_object_that_is_made_of_what_nobody_counts_on_any_more(town):
     town.cut(OWNER, SENDER)
     until(lambda: town.kept() == (0, 0))
     held.let_go()
-    assert "rank 0 has lost rank 1" in str(holder._part.creation.exception())
+    assert "rank 0 has lost rank 1" in str(holder._record.creation.exception())
     with pytest.raises(RpcError, match="the object was freed"):
         holder.to_here()
 
@@ -250,8 +250,8 @@ def test_the_receiver_is_started_again_before_the_owner_is_asked(town):
     held = town.hold(SENDER, OWNER, REGISTER)
     call = town.agents[SENDER].rpc_async(RECEIVER, "take", counter)
     held.wait()
-    town.agents[OWNER]._switchboard.connector.neighbors[RECEIVER].pair.abort("it dies, as one knows")
-    until(lambda: RECEIVER not in town.agents[OWNER]._switchboard.connector.neighbors)
+    town.agents[OWNER]._peers._peers[RECEIVER].group.abort("it dies, as one knows")
+    until(lambda: RECEIVER not in town.agents[OWNER]._peers._peers)
     old = town.agents[RECEIVER]
     town.start(RECEIVER, OWNER)
     held.let_go()
@@ -299,7 +299,7 @@ def test_a_receiver_that_the_owner_has_not_met(town, is_met):
         call.result()
         assert town.taken[0].rpc_sync().add() == 2
     else:
-        town.agents[OWNER]._switchboard.connector.neighbors[RECEIVER].pair.abort("it dies")
+        town.agents[OWNER]._peers._peers[RECEIVER].group.abort("it dies")
         with pytest.raises(PeerLostError, match="can't be sent references"):
             call.result()
         town.pairs.clear()
@@ -377,7 +377,7 @@ def test_what_was_counted_before_a_break_is_not_given_back_after_it(town):
     town.taken.clear()
     released.wait()
     released.let_go()
-    kept = town.agents[OWNER]._switchboard.objects.counting.tables._kept
+    kept = town.agents[OWNER]._rrefs.refcounts.table._owned
     until(lambda: [each.counts for each in kept.values()] == [{RECEIVER: 1}])
     held.let_go()
     call.result()
@@ -408,18 +408,18 @@ def test_the_connection_changes_while_references_are_given_back(town, monkeypatc
     """What goes by the new one was counted in it: by then the owner counts what is on its way there."""
     values, calls = [town.agents[OWNER].reference(Counter())], []
     town.agents[OWNER].rpc_sync(RECEIVER, "take", values[0])
-    switchboard = town.agents[RECEIVER]._switchboard
-    send = switchboard.send_unanswered
+    client = town.agents[RECEIVER]._client
+    notify = client.notify
 
-    def send_late(to, name, make):
+    def notify_late(to, name, make):
         if name == RELEASE and not calls:
             town.cut(OWNER, RECEIVER)
             town.connect(OWNER, RECEIVER)
             calls.append(town.hold(OWNER, RECEIVER, "take"))
             calls.append(town.agents[OWNER].rpc_async(RECEIVER, "take", values[0]))
-        return send(to, name, make)
+        return notify(to, name, make)
 
-    monkeypatch.setattr(switchboard, "send_unanswered", send_late)
+    monkeypatch.setattr(client, "notify", notify_late)
     town.taken.clear()
     until(lambda: len(calls) == 2)
     held, call = calls
@@ -454,21 +454,21 @@ def test_what_a_rank_sends_itself_is_not_given_back(town):
 def test_what_could_not_be_sent_to_one_connection_is_not_taken_off_another_one(town):
     """A message that fails with the old one, when there is a new one, by which others have gone."""
     value = town.agents[OWNER].reference(Counter())
-    tables = town.agents[OWNER]._switchboard.objects.counting.tables
-    counts = {value._part.id: 1}
-    before = tables.count(RECEIVER, counts)
+    table = town.agents[OWNER]._rrefs.refcounts.table
+    counts = {value._record.id: 1}
+    before = table.count(RECEIVER, counts)
     town.cut(OWNER, RECEIVER)
     town.connect(OWNER, RECEIVER)
     town.agents[OWNER].rpc_sync(RECEIVER, "take", value)
-    tables.uncount(RECEIVER, counts, before)
-    assert tables._kept[value._part.id].counts == {RECEIVER: 1}
+    table.uncount(RECEIVER, counts, before)
+    assert table._owned[value._record.id].counts == {RECEIVER: 1}
 
 
 def test_nothing_is_counted_for_a_rank_that_is_not_there(town):
     """Its next process would never give it back."""
     value = town.agents[OWNER].reference(Counter())
     town.kill(RECEIVER)
-    town.agents[OWNER]._switchboard.objects.counting.tables.count(RECEIVER, {value._part.id: 1})
+    town.agents[OWNER]._rrefs.refcounts.table.count(RECEIVER, {value._record.id: 1})
     assert town.agents[OWNER].num_references().for_others == 0
     del value
 
@@ -478,7 +478,7 @@ def test_a_reference_that_comes_while_the_last_one_is_given_back(town):
     counter = town.object()
     town.agents[SENDER].rpc_sync(RECEIVER, "take", counter)
     go = threading.Event()
-    town.agents[RECEIVER]._switchboard.objects.errands.put(lambda: go.wait(PATIENCE))
+    town.agents[RECEIVER]._rrefs.tasks.submit(lambda: go.wait(PATIENCE))
     town.taken.clear()
     gc.collect()
     town.agents[SENDER].rpc_sync(RECEIVER, "take", counter)

@@ -20,7 +20,7 @@ from ferrodist.errors import DistributedTimeoutError, GroupClosedError, PeerLost
 from ferrodist.rpc.agent import RpcAgent
 from ferrodist.rpc.messages import HELLO, MET, OWN_NAMES, Call
 from ferrodist.rpc.refcount_protocol import CONFIRM, LOST, REGISTER, RELEASE, SETTLE, UNREGISTER
-from ferrodist.rpc.refcount_tables import ReferenceCounts, part_of
+from ferrodist.rpc.refcount_tables import ReferenceCounts, record_of
 from ferrodist.rpc.remote_objects import CREATE, FETCH, METHOD
 from ferrodist.rpc.rref import RRef
 from ferrodist.testing import run_ranks
@@ -324,7 +324,7 @@ def test_what_has_no_methods():
 
 def call_inside(agent, name, *arguments):
     """Call one of the agents' own functions of rank 1, as agents do."""
-    return agent._switchboard.outgoing.call(1, Call(name, arguments, {}), agent.timeout)
+    return agent._client.call(1, Call(name, arguments, {}), agent.timeout)
 
 
 def test_private_methods():
@@ -381,7 +381,7 @@ def test_a_reference_is_passed_on():
         assert ended.wait(10)
 
     def users(agent):
-        kept = agent._switchboard.objects.counting.tables._kept.values()
+        kept = agent._rrefs.refcounts.table._owned.values()
         return lambda: sorted(user for each in kept for user in each.counts)
 
     run_agents(only_on(0, program), functions=lambda agent: {"make": make, "users": users(agent)})
@@ -480,8 +480,8 @@ def test_a_user_that_dies(how):
         if agent.rank != 2 or how == "close":
             agent.close()
         else:
-            agent._switchboard.connector.neighbors[1].pair.abort("it dies")
-            agent._switchboard.connector.neighbors[0].pair.abort("it dies")
+            agent._peers._peers[1].group.abort("it dies")
+            agent._peers._peers[0].group.abort("it dies")
             over.wait(10)
             agent.close()
 
@@ -501,7 +501,7 @@ def test_an_owner_that_dies():
             counter = agent.remote(1, "Counter")
             counter.rpc_sync().add()
             left.set()
-            until(lambda: 1 in agent._switchboard.connector._lost)
+            until(lambda: 1 in agent._peers._lost)
             with pytest.raises(PeerLostError, match="rank 1"):
                 counter.rpc_sync().add()
             with pytest.raises(PeerLostError, match="rank 1"):
@@ -537,7 +537,7 @@ def test_what_could_not_be_sent():
 
     def functions(agent):
         def users():
-            kept = agent._switchboard.objects.counting.tables._kept
+            kept = agent._rrefs.refcounts.table._owned
             return sorted(user for each in kept.values() for user in each.counts)
 
         return {"users": users, "large": lambda references: (references, b"x" * 20_000)}
@@ -621,13 +621,13 @@ def test_a_reference_that_comes_while_the_last_one_goes():
         holder = agent.remote(1, "Holder", [own, other])
         assert holder.rpc_sync().take() == [own, other]
         go = threading.Event()
-        agent._switchboard.objects.errands.put(functools.partial(go.wait, 10))
+        agent._rrefs.tasks.submit(functools.partial(go.wait, 10))
         del own, other
         own, other = holder.rpc_sync().take()
         holder.rpc_sync().drop()
         go.set()
         done = threading.Event()
-        agent._switchboard.objects.errands.put(done.set)
+        agent._rrefs.tasks.submit(done.set)
         assert done.wait(10)
         assert (use(own), use(other)) == (1, 1)
 
@@ -716,7 +716,7 @@ def test_ids_of_agents_one_after_the_other():
             agent = RpcAgent(group)
             agent.register("echo", lambda value: value)
             group.barrier()
-            found.append(part_of(agent.remote(1 - agent.rank, "echo", 1)).id)
+            found.append(record_of(agent.remote(1 - agent.rank, "echo", 1)).id)
             group.barrier()
             agent.close()
         return found
@@ -736,12 +736,12 @@ class Liar:
 
 def let_liars_pass(agent):
     """Have an agent send what no agent would."""
-    objects = agent._switchboard.objects
+    objects = agent._rrefs
     for peer, (*others, own) in objects.extensions.items():
         objects.extensions[peer] = (*others, own.__class__(
-            mark=own.mark,
-            take_apart=lambda value, own=own: value.plain if isinstance(value, Liar) else own.take_apart(value),
-            put_together=own.put_together,
+            tag=own.tag,
+            encode=lambda value, own=own: value.plain if isinstance(value, Liar) else own.encode(value),
+            decode=own.decode,
         ))  # fmt: skip
 
 
@@ -821,7 +821,7 @@ def test_calls_that_no_agent_makes():
     def program(agent):
         counter = agent.remote(1, "Counter")
         counter.rpc_sync().add()
-        id_ = tuple(part_of(counter).id)
+        id_ = tuple(record_of(counter).id)
         for name, arguments in (
             (CREATE, (id_, "Counter", (), {})),
             (CREATE, ((0, 0, 1, 1), "Counter", (), {})),
@@ -883,11 +883,11 @@ def test_calls_that_no_agent_makes():
             (MET, ()),
             (MET, ()),
         ):
-            agent._switchboard.send_unanswered(1, name, lambda arguments=arguments: arguments)
+            agent._client.notify(1, name, lambda arguments=arguments: arguments)
         for name, arguments in ((RELEASE, ([(1, 0, 1, 1, 5)],)), (UNREGISTER, (77,)), (MET, ()), (HELLO, (3,))):
             assert call_inside(agent, name, *arguments) is None
         assert counter.rpc_sync().add() == 2
-        agent._switchboard.send_unanswered(1, RELEASE, lambda: ([(*id_, 1000)],))
+        agent._client.notify(1, RELEASE, lambda: ([(*id_, 1000)],))
         with pytest.raises(RpcError, match="the object was freed"):
             counter.rpc_sync().add()
         with pytest.raises(RpcError, match="the object was freed"):

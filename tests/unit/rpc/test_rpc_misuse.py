@@ -18,7 +18,7 @@ from ferrodist.deadline import Deadline
 from ferrodist.errors import DistributedTimeoutError, GroupClosedError, PeerLostError, RpcError
 from ferrodist.rpc import RpcAgent, RpcContext, SimulatedRpcBackend
 from ferrodist.rpc import executor as worker_threads
-from ferrodist.rpc.messages import Call, MessageKind
+from ferrodist.rpc.messages import Call, MessageKind, pack_call
 from ferrodist.rpc.remote_objects import CREATE
 from ferrodist.testing import check_leaks
 
@@ -304,7 +304,7 @@ def test_closed_in_a_coroutine(make):
 def test_closed_in_the_overseers_last_tick(make):
     """The overseer ends, though it does not look at the queue again."""
     agent, _ = make(FUNCTIONS)
-    workers = agent._switchboard.workers
+    workers = agent._executor
     wakes, num_ticks = threading.Semaphore(0), 0
 
     class Ticks:
@@ -313,7 +313,7 @@ def test_closed_in_the_overseers_last_tick(make):
         def acquire(self, timeout=None):
             nonlocal num_ticks
             num_ticks += timeout is not None
-            if timeout is not None and num_ticks == worker_threads._MOST_IDLE_TICKS:
+            if timeout is not None and num_ticks == worker_threads._MAX_IDLE_TICKS:
                 workers.close()
             return wakes.acquire(timeout=timeout)
 
@@ -328,11 +328,11 @@ def test_closed_in_the_overseers_last_tick(make):
 
 def test_closed_while_functions_hang(make, hold, monkeypatch):
     """All of them together are waited for as long as one."""
-    monkeypatch.setattr(worker_threads, "_LEAVE_SECONDS", 1.5)
+    monkeypatch.setattr(worker_threads, "_JOIN_SECONDS", 1.5)
     agent, other = make({"hold": hold}, num_workers=8)
     futures = [agent.rpc_async(1, "hold") for _ in range(8)]
     patience = Deadline(_PATIENCE)
-    while len(other._switchboard.workers._threads) < 8 and not patience.expired:
+    while len(other._executor._threads) < 8 and not patience.expired:
         threading.Event().wait(0.005)
     started = time.monotonic()
     other.close()
@@ -388,7 +388,7 @@ def test_interrupted_while_there_is_no_place(make, hold):
     """Whoever waited for one waits no more, and is not taken for somebody whose result has come."""
     agent, _ = make({**FUNCTIONS, "hold": hold}, most_outstanding=1)
     holding = agent.rpc_async(1, "hold", timeout=_PATIENCE)
-    window = agent._switchboard.connector.neighbors[1].window
+    window = agent._peers._peers[1].window
     thread = interrupt_when(lambda: window._waiting)
     with pytest.raises(KeyboardInterrupt):
         agent.rpc_sync(1, "echo", 0, timeout=_PATIENCE)
@@ -402,11 +402,10 @@ def test_interrupted_while_there_is_no_place(make, hold):
 def test_what_comes_after_the_end_of_a_rank(make):
     """A large message may be taken after the loss was told: it makes no object, which nobody would take away."""
     agent, other = make(FUNCTIONS)
-    before = agent._switchboard.connector.neighbors[1]
-    to_agent = other._switchboard.connector.neighbors[0]
-    identity = (0, 1, other._switchboard.objects._incarnation, 99)
-    content, _ = to_agent.write_call(Call(CREATE, (identity, "echo", (1,), {}), {}))
-    before._take(MessageKind.INTERNAL_CALL, 99, content)
+    before = agent._peers._peers[1]
+    identity = (0, 1, other._rrefs._incarnation, 99)
+    content, _ = other._rrefs.pack(0, pack_call, Call(CREATE, (identity, "echo", (1,), {}), {}))
+    agent._server.on_message(before, MessageKind.INTERNAL_CALL, 99, content)
     assert agent.num_references().for_others == 1
     other.close()
     with pytest.raises(PeerLostError):
@@ -414,7 +413,7 @@ def test_what_comes_after_the_end_of_a_rank(make):
     patience = Deadline(_PATIENCE)
     while agent.num_references().for_others and not patience.expired:
         threading.Event().wait(0.005)
-    before._take(MessageKind.INTERNAL_CALL, 99, content)
+    agent._server.on_message(before, MessageKind.INTERNAL_CALL, 99, content)
     assert agent.num_references().for_others == 0
 
 

@@ -82,8 +82,8 @@ def meet(*agents):
 
 def break_connection(agent, peer):
     """End the connection to a peer as a network would; returns when this rank has noticed."""
-    way = agent._switchboard.connector.neighbors[peer]
-    for link in list(way.pair._links.values()):
+    way = agent._peers._peers[peer]
+    for link in list(way.group._links.values()):
         link.sock.shutdown(socket.SHUT_RDWR)
     wait_for_end(agent, way)
 
@@ -91,7 +91,7 @@ def break_connection(agent, peer):
 def wait_for_end(agent, way):
     """Return when an agent has noticed that a neighbor has gone."""
     patience = Deadline(_PATIENCE)
-    while agent._switchboard.connector.neighbors.get(way.rank) is way:
+    while agent._peers._peers.get(way.rank) is way:
         assert not patience.expired
         threading.Event().wait(0.001)
 
@@ -231,7 +231,7 @@ def test_a_broken_connection(job, side):
     future = agents[side].rpc_async(1 - side, "hold", 1)
     assert started.wait(_PATIENCE)
     for number in range(5):
-        ways = [agent._switchboard.connector.neighbors[1 - agent.rank] for agent in agents]
+        ways = [agent._peers._peers[1 - agent.rank] for agent in agents]
         break_connection(agents[side], 1 - side)
         for agent, way in zip(agents, ways, strict=True):
             wait_for_end(agent, way)
@@ -250,7 +250,7 @@ def test_an_end_that_one_side_has_not_noticed(job):
     meet(*agents)
     future = agents[0].rpc_async(1, "hold", 1)
     assert started.wait(_PATIENCE)
-    pair = agents[0]._switchboard.connector.neighbors[1].pair
+    pair = agents[0]._peers._peers[1].group
     pair.link_ended = lambda link, *_args, **_options: pair._links.pop(link.peer)
     break_connection(agents[1], 0)
     with pytest.raises(PeerLostError, match="made a new connection for one that broke"):
@@ -278,13 +278,11 @@ def test_a_process_that_is_replaced_while_it_lives(job, replaced):
     for other in others:
         before[-1].rpc_sync(other.rank, "echo", 1)
     for old in before[:-1]:
-        old._switchboard.connector._backend._roster.join(_PATIENCE)
+        old._peers._backend._roster.join(_PATIENCE)
         for other in others:
-            old._switchboard.connector._changed.acquire()
-            lost = old._switchboard.connector._changed.wait_for(
-                lambda old=old, to=other.rank: to in old._switchboard.connector._lost, _PATIENCE
-            )
-            old._switchboard.connector._changed.release()
+            old._peers._changed.acquire()
+            lost = old._peers._changed.wait_for(lambda old=old, to=other.rank: to in old._peers._lost, _PATIENCE)
+            old._peers._changed.release()
             assert lost
             with pytest.raises(PeerLostError, match=f"Another process was started as rank {replaced}: this one"):
                 old.rpc_sync(other.rank, "echo", 1)
@@ -322,7 +320,7 @@ def test_the_store_goes_away(job):
         meet(host, *others)
         host.close()
         for agent in others:
-            agent._switchboard.connector._backend._roster.join(_PATIENCE)
+            agent._peers._backend._roster.join(_PATIENCE)
             with pytest.raises(PeerLostError, match=r"has left.*No process can join again, for the store .* is gone"):
                 agent.rpc_sync(0, "echo", 1)
         with pytest.raises(DistributedTimeoutError, match=r"rank 3 was not there .* No process can join again"):
@@ -351,7 +349,7 @@ def test_another_secret_with_the_same_store(job):
     ranks = job(2)
     ranks.agent(0)
     stranger = ranks.agent(1, secret=b"another")
-    failures = stranger._switchboard.connector._backend._failures
+    failures = stranger._peers._backend._failures
     waited = Deadline(_PATIENCE)
     while 0 not in failures and not waited.expired:
         threading.Event().wait(0.002)
@@ -389,7 +387,7 @@ def test_who_is_admitted(job):
     ranks = job(3)
     agents = [ranks.agent(rank) for rank in range(3)]
     meet(*agents)
-    middle = agents[1]._switchboard.connector._backend
+    middle = agents[1]._peers._backend
     own = middle._own
 
     def hello(rank=2, **changes):
@@ -415,7 +413,7 @@ def test_an_attempt_to_connect_that_fails_unexpectedly(job, caplog):
     """The next news of the rank brings another one; until then its error is told."""
     ranks = job(2)
     stays = ranks.agent(1)
-    backend = stays._switchboard.connector._backend
+    backend = stays._peers._backend
     connect, has_failed = backend._try, threading.Event()
 
     def fail(peer, entry):
@@ -467,8 +465,8 @@ def test_an_agent_that_is_refused_closes_its_backend(job, options):
     assert backend._closed
     agent = ranks.agent(0)
     with pytest.raises((TypeError, ValueError)):
-        RpcAgent(agent._switchboard.connector._backend, **options)
-    assert not agent._switchboard.connector._backend._closed
+        RpcAgent(agent._peers._backend, **options)
+    assert not agent._peers._backend._closed
 
 
 def test_a_context_that_is_refused_closes_its_backend(job):

@@ -8,8 +8,9 @@ import torch
 
 from ferrodist.errors import RpcError
 from ferrodist.rpc import RpcAgent, SimulatedRpcBackend
-from ferrodist.rpc.messages import EXTENSIONS, Call, pack_call, pack_result, unpack_call, unpack_result
+from ferrodist.rpc.messages import ARRAY_CODEC, Call, pack_call, pack_result, unpack_call, unpack_result
 
+CODECS = (ARRAY_CODEC,)
 _PATIENCE = 60.0
 
 
@@ -74,8 +75,8 @@ def test_places_in_results(agents):
 
 def passed(value):
     """A value as an argument, a keyword, and a result, after its way."""
-    call = unpack_call(pack_call(Call("echo", (value,), {"key": value}), EXTENSIONS), 1, EXTENSIONS)
-    return [call.arguments[0], call.keywords["key"], unpack_result(pack_result(value, EXTENSIONS), 1, EXTENSIONS)]
+    call = unpack_call(pack_call(Call("echo", (value,), {"key": value}), CODECS), 1, CODECS)
+    return [call.arguments[0], call.keywords["key"], unpack_result(pack_result(value, CODECS), 1, CODECS)]
 
 
 @pytest.mark.parametrize("number", [0, -(2**63), 2**63 - 1, 2**63, 2**64 - 1])
@@ -90,9 +91,9 @@ def test_integers_that_are_too_large(number):
     """They are refused alone and nested, and the place is named."""
     for value, place in ((number, ""), ([number], "[0]"), ({"a": (number,)}, "['a'][0]")):
         with pytest.raises(TypeError, match=re.escape(f"argument [0]{place} is {number}: integers that go from")):
-            pack_call(Call("echo", (value,), {}), EXTENSIONS)
+            pack_call(Call("echo", (value,), {}), CODECS)
         with pytest.raises(TypeError, match=re.escape(f"the result{place} is {number}: integers that go from")):
-            pack_result(value, EXTENSIONS)
+            pack_result(value, CODECS)
 
 
 SCALARS = [
@@ -126,7 +127,7 @@ def test_numpy_scalars_as_keys():
 def test_numpy_scalars_without_an_equal(value):
     """A time does not become a number on its way: it is refused."""
     with pytest.raises(TypeError, match=rf"argument \[0\] is of type {type(value).__name__}"):
-        pack_call(Call("echo", (value,), {}), EXTENSIONS)
+        pack_call(Call("echo", (value,), {}), CODECS)
 
 
 class Kind(np.ndarray):
@@ -144,7 +145,7 @@ def test_arrays_that_are_more_than_their_elements(value):
     """They don't lose what they are: they are refused."""
     expected = re.escape(f"argument [1][0] is of type {type(value).__name__}, of which only the elements would arrive")
     with pytest.raises(TypeError, match=expected):
-        pack_call(Call("echo", (1, [value]), {}), EXTENSIONS)
+        pack_call(Call("echo", (1, [value]), {}), CODECS)
 
 
 def test_arrays_in_files(tmp_path):
@@ -168,7 +169,7 @@ def test_arrays_that_are_no_tensors(value):
     """Their type is named, and the place."""
     expected = re.escape(f"keyword ['value'][0] is a numpy array of {value.dtype}, which does not go")
     with pytest.raises(TypeError, match=expected):
-        pack_call(Call("echo", (), {"value": [value]}), EXTENSIONS)
+        pack_call(Call("echo", (), {"value": [value]}), CODECS)
 
 
 def test_pickled_arrays():

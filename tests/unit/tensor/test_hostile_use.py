@@ -25,7 +25,7 @@ def test_parts_are_added_before_their_fractions_are_cut_off():
         assert tensor.cumsum(0, dtype=torch.int64).full_tensor().tolist() == [1, 2, 3, 4]
         target = fd.distribute(torch.zeros(4, dtype=torch.int64), mesh, Shard(0), src=None)
         assert target.copy_(tensor).full_tensor().tolist() == [1] * 4
-        with pytest.raises(UnsupportedOpError, match="can't write to a tensor that lies as"):
+        with pytest.raises(UnsupportedOpError, match="can't write to a tensor placed as"):
             target.redistribute(Partial()).copy_(tensor)
 
     run_ranks(program, 2)

@@ -132,7 +132,7 @@ class Stage:
             if torch.is_grad_enabled():
                 inputs[name] = [leaf.requires_grad_() for leaf in wanting]
                 leaves = [_WritableLeaf.apply(leaf) if leaf.requires_grad else leaf for leaf in leaves]  # type: ignore[no-untyped-call]
-            values[name] = unflatten(packed.plan, leaves)
+            values[name] = unflatten(packed.spec, leaves)
         main = values.pop(MAIN)
         with self._sync_only_at(microbatch):
             result = self.module(*(main if self._is_argument_tuple(main, received) else (main,)), **values)

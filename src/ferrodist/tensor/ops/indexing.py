@@ -139,7 +139,7 @@ def _index_labels(call: OpCall) -> tuple[list[Any], list[Labels], list[Any]]:
 
 
 def _is_data_dependent(arguments: Mapping[str, Any]) -> bool:
-    """Whether a mask picks elements, or writes each by a value of its own."""
+    """Return whether a mask picks elements, or writes each by a value of its own."""
     given = [one for one in arguments["indices"] if one is not None]
     if not any(one.dtype in _MASK_DTYPES for one in given):
         return False

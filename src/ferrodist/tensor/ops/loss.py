@@ -68,7 +68,7 @@ def _is_sharded(spec: DTensorSpec) -> bool:
 
 
 def _is_sharded_mean(call: OpCall) -> bool:
-    """Whether this rank computes a mean's local sum, to be divided by the full size."""
+    """Return whether this rank computes a mean's local sum, to be divided by the full size."""
     return call["reduction"] == Reduction.MEAN and any(map(_is_sharded, call.placed_inputs))
 
 

@@ -88,7 +88,7 @@ def result_labels(call: OpCall) -> list[int | None]:
 
 
 def _casts_inexactly(call: OpCall) -> bool:
-    """Whether elements are first cast to a dtype in which partial sums are not linear any more."""
+    """Return whether elements are first cast to a dtype in which partial sums are not linear any more."""
     dtype = call.arguments.get("dtype")
     return dtype is not None and not cast_is_linear(call.inputs[0].dtype, dtype)
 

@@ -24,7 +24,7 @@ def _dims(call: OpCall, *cut: int) -> DimMap:
 
 
 def _takes_all(call: OpCall) -> bool:
-    """Whether a slice, or the gradient of one, takes every element of the dim."""
+    """Return whether a slice, or the gradient of one, takes every element of the dim."""
     dim = call["dim"]
     return bool(call.results[0].shape[dim] == call.inputs[0].shape[dim])
 
@@ -108,7 +108,7 @@ def _pad_strategies(call: OpCall, axis: int) -> list[OpStrategy]:
 
 
 def _has_equal_shards(call: OpCall, axis: int, placement: Shard, index: int = 0) -> bool:
-    """Whether all ranks that shard the dim of an input have shards of equal size."""
+    """Return whether all ranks that shard the dim of an input have shards of equal size."""
     num_ranks = call.mesh.shape[axis] * math.prod(
         size
         for strategy, size in zip(call.selected, call.mesh.shape, strict=False)

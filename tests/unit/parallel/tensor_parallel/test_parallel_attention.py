@@ -257,7 +257,7 @@ def test_dropout_is_that_of_one_process():
     [
         ((24, 5, None), "embed_dim=24 is not a multiple of num_heads=5"),
         ((24, 6, 4), "num_heads=6 is not a multiple of num_kv_heads=4"),
-        ((24, 3, None), "num_heads=3 can't be divided over 2 ranks"),
+        ((24, 3, None), "num_heads=3 can't be sharded over 2 ranks"),
         ((24, 4, 0), "num_kv_heads=0"),
         ((24, 0, None), "num_heads=0"),
     ],

@@ -229,7 +229,7 @@ def test_values_are_those_of_the_first_rank():
             "the plan's path 'upp' is of no module; some are 'scale', 'up', 'down'",
         ),
         ({"up": ColumnParallel(), "u*": RowParallel()}, ValueError, "module 'up' has two styles, by 'up' and by 'u*'"),
-        ({"": ColumnParallel()}, TypeError, "ColumnParallel divides an nn.Linear"),
+        ({"": ColumnParallel()}, TypeError, "ColumnParallel shards an nn.Linear"),
         ({"up": ColumnParallel}, TypeError, "must be a style, as ColumnParallel()"),
         ([ColumnParallel()], TypeError, "a plan is a mapping"),
         ({"up": Style(parameters={"wait": Shard(0)})}, ValueError, "module 'up' has no parameter 'wait'"),
@@ -825,7 +825,7 @@ def test_declared_inputs_however_they_are_passed():
     ("wanted", "message"),
     [
         ({"y": Shard(0)}, "module 'Linear' takes no argument 'y': it takes 'input'"),
-        ((Shard(0), None), "how 2 inputs of module 'Linear' lie"),
+        ((Shard(0), None), "places 2 inputs of module 'Linear'"),
     ],
 )
 def test_inputs_that_a_module_does_not_take(wanted, message):

@@ -9,7 +9,7 @@ from dtensor_operators import main
 
 from ferrodist.tensor.ops.table import RULES
 
-ROOT = Path(__file__).parents[3]
+ROOT = Path(__file__).parents[2]
 PAGE = ROOT / "docs" / "dtensor-operators.md"
 
 

@@ -1,9 +1,9 @@
-"""The tests that touch torch's insides, with the torch that is installed, and the table of what came of them.
+"""Run the tests that touch torch's internals with the installed torch, and write the table of their results.
 
 ::
 
-    python tests/torch_versions.py run [SUBJECT...]    run them; the results go to docs/torch-versions/VERSION.json
-    python tests/torch_versions.py table               write the table into docs/torch-backend.md
+    python tools/torch_versions.py run [SUBJECT...]    run them; the results go to docs/torch-versions/VERSION.json
+    python tools/torch_versions.py table               write the table into docs/torch-backend.md
 
 ``make test-torch TORCH=2.15.0`` does the first, in an environment with that torch, and then the second.
 """
@@ -25,10 +25,10 @@ from xml.etree import ElementTree as ET
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "docs" / "torch-versions"
 PAGE = ROOT / "docs" / "torch-backend.md"
-BEGIN, END = "<!-- of tests/torch_versions.py: begin -->", "<!-- of tests/torch_versions.py: end -->"
+BEGIN, END = "<!-- of tools/torch_versions.py: begin -->", "<!-- of tools/torch_versions.py: end -->"
 
 OWN_SUITE = "torch's own suite "
-"""What the names of properties begin with by which `test_torch_suite` says how many tests passed."""
+"""The prefix of the properties in which `test_torch_suite` records the number of passed tests."""
 
 CHECKPOINTS = "tests/unit/checkpoint"
 COLLECTIVES = "tests/unit/collectives"
@@ -51,16 +51,16 @@ SUBJECTS = {
         "tests/unit/test_doctor.py",
     ],
 }
-"""What is run, by subject: each in a pytest of its own, for files in different folders have the same name."""
+"""The tests by subject; each subject is a pytest run of its own."""
 
 
 def run_subject(paths: list[str], report: Path) -> dict[str, Any]:
-    """Run a subject's tests, and count what came of them."""
+    """Run a subject's tests, and count the outcomes."""
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", f"--junitxml={report}", *paths]
     code = subprocess.run(command, cwd=ROOT, check=False).returncode
     if not report.exists() or code not in (0, 1):
         return {"passed": 0, "skipped": 0, "failed": [f"pytest ended with {code}"]}
-    root = ET.parse(report).getroot()
+    root = ET.parse(report).getroot()  # noqa: S314 - pytest wrote it
     cases = list(root.iter("testcase"))
     failed = [case for case in cases if case.find("failure") is not None or case.find("error") is not None]
     skipped = [case for case in cases if case.find("skipped") is not None]
@@ -77,7 +77,7 @@ def run_subject(paths: list[str], report: Path) -> dict[str, Any]:
 
 
 def run(subjects: list[str]) -> int:
-    """Run subjects, or all, and keep the results beside those of subjects that were run before."""
+    """Run subjects, or all, and store the results beside those of earlier runs."""
     found = {}
     for subject in subjects or SUBJECTS:
         with tempfile.TemporaryDirectory() as folder:
@@ -87,7 +87,7 @@ def run(subjects: list[str]) -> int:
 
 
 def store(subject: str, counts: dict[str, Any]) -> None:
-    """Keep a subject's results in the file of this torch."""
+    """Store a subject's results in the file of this torch."""
     import torch  # noqa: PLC0415 - the table is made without
 
     torch_version = version("torch").partition("+")[0]
@@ -106,7 +106,7 @@ def store(subject: str, counts: dict[str, Any]) -> None:
 
 
 def results() -> list[dict[str, Any]]:
-    """What is stored, the oldest torch first."""
+    """The stored results, the oldest torch first."""
     found = [json.loads(path.read_text()) for path in RESULTS.glob("*.json")]
     return sorted(found, key=lambda each: [int(part) for part in each["torch"].split(".")])
 

@@ -1,4 +1,4 @@
-"""The rows of docs/from-ferrotorch.md, and programs that show what single rows say."""
+"""The rows of docs/from-ferrotorch.md, and programs that check the notes of single rows."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ _SHOWN_BY_EACH_ROW = re.compile(
 
 
 def rows_that(says):
-    """The rows whose note holds a pattern, as parameters of a test."""
+    """The rows whose note matches a pattern, as parameters of a test."""
     return [pytest.param(*row, id=f"{row[0]}-{row[1]}") for row in ROWS if re.search(says, row[3])]
 
 
 def resolve(ours):
-    """What the first name of a cell stands for, and what has it."""
+    """The owner and the value of the first name in a cell."""
     path = re.match(r"`fd\.([\w.]+)", ours)[1]
     owner, value = None, fd
     for name in path.split("."):
@@ -40,12 +40,12 @@ def resolve(ours):
 
 
 class Shown(dict):
-    """Programs of two ranks, by the crate's names in some tables of the page: what a row says, a program shows.
+    """Programs of two ranks that check the notes of some tables, by the crate's names.
 
     Args:
-        headings: Of the tables.
-        elsewhere: Rows that a test of more ranks or of another kind shows, each with its file, below tests/.
-        untold: Rows that no program can show here, each with the reason.
+        headings: The headings of the tables.
+        elsewhere: Rows that another test checks, each with its file below tests/.
+        untold: Rows that no program can check here, each with the reason.
     """
 
     def __init__(self, *headings, elsewhere=None, untold=None):
@@ -56,7 +56,7 @@ class Shown(dict):
         self._names = {row[1].strip("`") for row in ROWS if row[0] in headings}
 
     def row(self, *names):
-        """Have a program show rows; the names must be of these tables."""
+        """Register a program for rows of these tables."""
 
         def keep(program):
             for name in names:
@@ -67,7 +67,7 @@ class Shown(dict):
         return keep
 
     def missing(self):
-        """The rows with a note that nothing shows."""
+        """The rows with a note that no program checks."""
         known = {*self, *self.elsewhere, *self.untold}
         return [
             row
@@ -80,6 +80,6 @@ class Shown(dict):
         ]
 
     def unknown(self):
-        """What is said of rows that these tables don't have, and files that are not there."""
-        files = {name for name in self.elsewhere.values() if not (Path(__file__).parent / name).exists()}
+        """Names that these tables don't have, and files that don't exist."""
+        files = {name for name in self.elsewhere.values() if not (Path(__file__).parents[1] / name).exists()}
         return sorted(({*self.elsewhere, *self.untold} - self._names) | files)

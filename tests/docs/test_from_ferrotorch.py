@@ -93,10 +93,10 @@ SHOWN = Shown(
     *("error", "backend", "collective", "async_collective", "p2p"),
     elsewhere={
         "Backend": "unit/backends/test_own_backend.py",
-        "DistributedError::Io": "unit/test_from_ferrotorch.py",
-        "ReduceOp::Sum": "unit/test_from_ferrotorch.py",
-        "DistributedError::NoConnection": "unit/test_from_ferrotorch.py",
-        "TcpBackend": "unit/test_from_ferrotorch.py",
+        "DistributedError::Io": "docs/test_from_ferrotorch.py",
+        "ReduceOp::Sum": "docs/test_from_ferrotorch.py",
+        "DistributedError::NoConnection": "docs/test_from_ferrotorch.py",
+        "TcpBackend": "docs/test_from_ferrotorch.py",
         "TcpBackend::new": "unit/backends/test_tcp_backend.py",
     },
 )

@@ -14,7 +14,7 @@ PINNED = re.search(r"^torch==(.*)$", (torch_versions.ROOT / "constraints.txt").r
 
 
 def test_the_page_has_the_table_of_the_stored_results():
-    """It is written by ``python tests/torch_versions.py table``; by hand it would not stay true."""
+    """It is written by ``python tools/torch_versions.py table``; by hand it would not stay true."""
     page = torch_versions.PAGE.read_text()
     assert torch_versions.page_with_table(page) == page
 

@@ -1,4 +1,4 @@
-"""Tables of names on pages that are written for users of other libraries, and whether the names are there."""
+"""Tables of names on pages for users of other libraries, and a check that the names exist."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class Page:
     """A page of docs/ with tables whose columns are the other library's name, ours, and a note."""
 
     def __init__(self, name, other):
-        self.text = (Path(__file__).parents[1] / "docs" / name).read_text(encoding="utf-8")
+        self.text = (Path(__file__).parents[2] / "docs" / name).read_text(encoding="utf-8")
         self.prose = FENCES.sub("", self.text)
         self._other = other
 

@@ -18,7 +18,7 @@ from ferrodist.testing import run_ranks
 if TYPE_CHECKING:
     from ferrodist.backends.base import Backend
 
-_PAGE = Path(__file__).parents[3] / "docs" / "support.md"
+_PAGE = Path(__file__).parents[2] / "docs" / "support.md"
 
 
 def _tables() -> list[list[dict[str, str]]]:
