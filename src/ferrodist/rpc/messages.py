@@ -144,11 +144,11 @@ def _put_array(value: Any) -> Any:
     raise ValueError("an array that is no tensor")
 
 
-ARRAY_CODEC = LeafCodec(mark="array", take_apart=_take_array, put_together=_put_array)
+ARRAY_CODEC = LeafCodec(tag="array", encode=_take_array, decode=_put_array)
 """Sends numpy arrays as tensors."""
 
-REFERENCE_MARK = "rref"
-"""The mark of references. Their codec differs by agent and peer."""
+REFERENCE_TAG = "rref"
+"""The tag of references. Their codec differs by agent and peer."""
 
 
 def _take_object(value: Any) -> bytes | None:
@@ -160,7 +160,7 @@ def _take_object(value: Any) -> bytes | None:
         raise TypeError(f"can't be pickled: {error}") from error
 
 
-_PICKLE_CODEC = LeafCodec(mark="pickle", take_apart=_take_object, put_together=pickle.loads)
+_PICKLE_CODEC = LeafCodec(tag="pickle", encode=_take_object, decode=pickle.loads)
 """Pickles all other values. It is the last codec, and used only where callers are trusted with everything."""
 
 _PLAIN = frozenset({type(None), bool, int, float, str, bytes})
@@ -350,17 +350,17 @@ class ValueCodec(ABC):
 
     Attributes:
         extensions: By peer, the codecs of values beside nested ones.
-        marks: The marks of these.
+        tags: The tags of these codecs.
     """
 
     def __init__(self, reference_codecs: Mapping[int, LeafCodec], *, allow_pickle: bool) -> None:
         arrays = ARRAY_CODEC
         last: tuple[LeafCodec, ...] = ()
         if allow_pickle:  # which takes the arrays that can't be sent as tensors
-            arrays = dataclasses.replace(ARRAY_CODEC, take_apart=_take_array_or_leave)
+            arrays = dataclasses.replace(ARRAY_CODEC, encode=_take_array_or_leave)
             last = (_PICKLE_CODEC,)
         self.extensions = {peer: (arrays, codec, *last) for peer, codec in reference_codecs.items()}
-        self.marks = tuple(each.mark for each in (arrays, *list(reference_codecs.values())[:1], *last))
+        self.tags = tuple(each.tag for each in (arrays, *list(reference_codecs.values())[:1], *last))
 
     @abstractmethod
     def pack(

@@ -169,14 +169,14 @@ class PeerOptions:
     Args:
         executor: The agent's threads.
         tensor_pool: Memory for large received tensors.
-        marks: The codecs that received values may use.
+        tags: The codecs that received values may use.
         max_outstanding: Calls to one peer that may be without a result.
         message_limit: Bytes that a message may have.
     """
 
     executor: Executor
     tensor_pool: TensorPool
-    marks: Sequence[str]
+    tags: Sequence[str]
     max_outstanding: int
     message_limit: int
 

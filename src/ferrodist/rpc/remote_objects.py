@@ -17,7 +17,7 @@ from ferrodist.errors import DistributedTimeoutError, GroupClosedError, RpcError
 from ferrodist.rpc.executor import SerialExecutor
 from ferrodist.rpc.messages import (
     OWN_NAMES,
-    REFERENCE_MARK,
+    REFERENCE_TAG,
     Call,
     Failure,
     FailureKind,
@@ -193,9 +193,9 @@ class RRefManager(ValueCodec):
 
     def _codec_for(self, peer: int) -> LeafCodec:
         return LeafCodec(
-            mark=REFERENCE_MARK,
-            take_apart=functools.partial(self._pack_reference, peer),
-            put_together=functools.partial(self._unpack_reference, peer),
+            tag=REFERENCE_TAG,
+            encode=functools.partial(self._pack_reference, peer),
+            decode=functools.partial(self._unpack_reference, peer),
         )
 
     def _pack_reference(self, peer: int, value: Any) -> tuple[int, ...] | None:
