@@ -27,7 +27,7 @@ from ferrodist.backends.signature import CollectiveSignature
 from ferrodist.backends.subgroup import SubBackend
 from ferrodist.backends.tags import ANY_SOURCE, group_of_tag
 from ferrodist.backends.tcp import TcpBackend
-from ferrodist.backends.tcp.backend import join_members
+from ferrodist.backends.tcp.bootstrap import join_members
 from ferrodist.backends.verification import CollectiveVerifier
 from ferrodist.deadline import Deadline, resolve_timeout
 from ferrodist.errors import GroupAbortedError
