@@ -413,4 +413,4 @@ def fake_groups(
 def send_cpu_tensors_to_nccl(monkeypatch: Any) -> None:
     """Have collectives and messages take tensors of the CPU for such of a GPU, in groups with NCCL."""
     monkeypatch.setattr(select, "host_engine_of", lambda group: group.engine("cuda") or operation.host_engine_of(group))
-    monkeypatch.setattr(p2p, "messages_of", lambda group, device: group.p2p("cuda"))
+    monkeypatch.setattr(p2p, "device_p2p_of", lambda group, device: group.p2p("cuda"))

@@ -297,7 +297,7 @@ def test_huge_offers_cost_nothing() -> None:
 
 def test_floods_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     """A rank that keeps sending what nobody receives ends the group when the limit is reached."""
-    monkeypatch.setattr(mailbox, "MAX_UNASKED_BYTES", 1 << 20)
+    monkeypatch.setattr(mailbox, "MAX_UNEXPECTED_BYTES", 1 << 20)
     with check_leaks(), _job() as job:
         with suppress(OSError):  # the hub closes the connection while it is written to
             for number in range(40):
@@ -309,7 +309,7 @@ def test_floods_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_who_floods_is_named_whoever_comes_last(monkeypatch: pytest.MonkeyPatch) -> None:
     """The rank that filled the room is named, not the one whose message does not fit any more."""
-    monkeypatch.setattr(mailbox, "MAX_UNASKED_BYTES", 1 << 20)
+    monkeypatch.setattr(mailbox, "MAX_UNEXPECTED_BYTES", 1 << 20)
     with check_leaks(), _job() as job:
         for number in range(10):
             job.send(_frame(payload=bytes(100_000), size=100_000, message=number, tag=number))

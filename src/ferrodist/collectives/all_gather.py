@@ -22,13 +22,13 @@ from ferrodist.collectives.arguments import (
 )
 from ferrodist.collectives.engines.host import share_bytes
 from ferrodist.collectives.engines.select import engine_of
-from ferrodist.collectives.facts import check_sizes, read_facts
 from ferrodist.collectives.fast_path import (
     fast_all_gather,
     fast_reduce_scatter,
     start_all_gather,
     start_reduce_scatter,
 )
+from ferrodist.collectives.payloads import check_sizes, unpack_payloads
 from ferrodist.collectives.profiling import is_recorded, profiled, record
 from ferrodist.collectives.reduce_op import Op, PremultipliedSum, ReduceOp, check_reduction, is_linear, widen
 from ferrodist.collectives.work import PreparedCall, execute, refuse_in_coalesce, submit
@@ -143,7 +143,7 @@ def share_sizes(operation: str, tensor: torch.Tensor, dim: int, group: Backend, 
     engine_of(group, tensor.device)  # or an error, before the others count on this rank
     payload = _SIZE.pack(tensor.shape[dim], dim, tensor.dim(), tensor.is_cuda)
     payloads = share_bytes(group, operation, payload, timeout)
-    heads = read_facts(_SIZE, payloads, group, operation)
+    heads = unpack_payloads(_SIZE, payloads, group, operation)
     differing = tuple(rank for rank, head in enumerate(heads) if head[1:] != heads[0][1:])
     if differing:
         said = "; ".join(

@@ -26,7 +26,7 @@ from ferrodist.backends.native.binding import is_native_available, load
 from ferrodist.backends.process_group import find_group
 from ferrodist.backends.tags import Channel, channel_tag
 from ferrodist.collectives.reduce_op import DTYPES
-from ferrodist.collectives.tensor_protocol import MAX_DIMS, body_numbers, cancel_payload, unclaimed_headers
+from ferrodist.collectives.tensor_protocol import MAX_DIMS, cancel_payload, payload_ids, unclaimed_headers
 from ferrodist.collectives.work import PendingCollective, collector
 from ferrodist.deadline import before_warning, check_timeout
 
@@ -206,7 +206,7 @@ def fast_send(
         return NOT_STARTED
     # The engine waits until a warning is due at most; the general path gives it.
     rest = messages.send(
-        tensor, dst, tag, before_warning(chosen.timeout if timeout is None else timeout), body_numbers(chosen)
+        tensor, dst, tag, before_warning(chosen.timeout if timeout is None else timeout), payload_ids(chosen)
     )
     if rest is None:
         return None
@@ -222,7 +222,7 @@ def fast_recv_into(
 ) -> int | Progress:
     """`recv_into`; the rank that sent it when it is done."""
     chosen, messages = _message_path_of(group)
-    if messages is None or unclaimed_headers(chosen).may_have(tag):
+    if messages is None or unclaimed_headers(chosen).may_contain(tag):
         return NOT_STARTED
     result = messages.receive_into(tensor, src, tag, before_warning(chosen.timeout if timeout is None else timeout))
     return result if type(result) is int else _unfinished(chosen, tag, result)
@@ -239,7 +239,7 @@ def fast_recv(
 ) -> tuple[torch.Tensor, int] | Progress:
     """`recv`; the tensor and the rank that sent it when it is done."""
     chosen, messages = _message_path_of(group)
-    if messages is None or not _is_plain_description(shape, dtype) or unclaimed_headers(chosen).may_have(tag):
+    if messages is None or not _is_plain_description(shape, dtype) or unclaimed_headers(chosen).may_contain(tag):
         return NOT_STARTED
 
     def make(dtype_index: int, sizes: tuple[int, ...]) -> torch.Tensor | None:

@@ -28,7 +28,7 @@ from ferrodist.collectives.arguments import (
 )
 from ferrodist.collectives.engines.host import share_bytes
 from ferrodist.collectives.engines.select import engine_of
-from ferrodist.collectives.facts import check_sizes, dtype_at, protocol_error, read_facts
+from ferrodist.collectives.payloads import check_sizes, dtype_at, protocol_error, unpack_payloads
 from ferrodist.collectives.profiling import profiled
 from ferrodist.collectives.reduce_op import DTYPES
 from ferrodist.collectives.work import PreparedCall, execute, refuse_in_coalesce
@@ -234,7 +234,7 @@ def _part_shape(shape: Sequence[int], dim: int, group: Backend) -> list[int]:
 
 def _compare_scatters(heads: Sequence[bytes], group: Backend) -> None:
     """Raise, the same on every rank, unless all ranks scatter the tensor of one rank along one dim."""
-    said = read_facts(_SCATTER_CALL, heads, group, "scatter")
+    said = unpack_payloads(_SCATTER_CALL, heads, group, "scatter")
     root = said[0][1]
     if len({src for _, src in said}) == 1:
         if len(heads[root]) != _SCATTER_HEAD.size:

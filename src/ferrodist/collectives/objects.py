@@ -34,9 +34,9 @@ from ferrodist.backends.signature import MAX_PAYLOAD
 from ferrodist.collectives.all_gather import all_gather_with_sizes, share_sizes
 from ferrodist.collectives.arguments import check_root, check_tensor, group_and_timeout, prepare_out, python_value
 from ferrodist.collectives.engines.host import share_bytes
-from ferrodist.collectives.facts import check_sizes, protocol_error, read_facts
 from ferrodist.collectives.gather import gather_with_sizes, scatter_with_sizes
 from ferrodist.collectives.p2p import recv, send
+from ferrodist.collectives.payloads import check_sizes, protocol_error, unpack_payloads
 from ferrodist.collectives.profiling import profiled
 from ferrodist.collectives.reduce import broadcast
 from ferrodist.collectives.work import refuse_in_coalesce
@@ -304,7 +304,7 @@ def _sizes_of_root(
     if fits and group.rank == root:
         payload += numbers.pack(*sizes)
     heads = share_bytes(group, operation, payload, deadline.remaining())
-    roots = [root for (root,) in read_facts(_ROOT, heads, group, operation)]
+    roots = [root for (root,) in unpack_payloads(_ROOT, heads, group, operation)]
     if len(set(roots)) > 1:
         calls = "; ".join(f"rank {rank} called {operation}({root_name}={r})" for rank, r in enumerate(roots))
         error = CollectiveMismatchError(

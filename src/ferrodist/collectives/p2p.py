@@ -15,7 +15,7 @@ from ferrodist.arguments import check_int
 from ferrodist.backends.base import check_peer
 from ferrodist.backends.tags import check_user_tag
 from ferrodist.collectives.arguments import check_out, check_tensor, group_and_timeout
-from ferrodist.collectives.engines.select import messages_of
+from ferrodist.collectives.engines.select import device_p2p_of
 from ferrodist.collectives.fast_path import NOT_STARTED, Progress, fast_recv, fast_recv_into, fast_send, fast_sendrecv
 from ferrodist.collectives.profiling import is_recorded, profiled, record
 from ferrodist.collectives.reduce_op import check_dtype
@@ -78,7 +78,7 @@ def send(
         return
     chosen, limit = group_and_timeout(group, timeout)
     _check(Send(tensor, dst, tag), chosen)
-    messages = messages_of(chosen, tensor.device)
+    messages = device_p2p_of(chosen, tensor.device)
     if messages is not None:
         messages.exchange([Send(tensor, dst, tag)], timeout=limit)
         return
@@ -159,7 +159,7 @@ def recv(
     if dtype is not None:
         check_dtype(dtype)
     shape = None if shape is None else _check_shape(shape)
-    messages = messages_of(chosen, place)
+    messages = device_p2p_of(chosen, place)
     if messages is not None:
         incoming = _recv_on(place, shape, dtype, src, tag)
         _check(incoming, chosen)
@@ -191,7 +191,7 @@ def recv_into(
     chosen, limit = group_and_timeout(group, timeout)
     incoming = Recv(tensor, src, tag)
     _check(incoming, chosen)
-    messages = messages_of(chosen, tensor.device)
+    messages = device_p2p_of(chosen, tensor.device)
     if messages is not None:
         return messages.exchange([incoming], timeout=limit)[0]
     receive = receive_into(chosen, incoming)
@@ -263,7 +263,7 @@ def sendrecv(
     outgoing = Send(tensor, dst, tag)
     _check(outgoing, chosen)
     shape = None if shape is None else _check_shape(shape)
-    messages = messages_of(chosen, tensor.device)
+    messages = device_p2p_of(chosen, tensor.device)
     if messages is not None:
         incoming = _recv_on(tensor.device, shape, tensor.dtype, src, tag)
         _check(incoming, chosen)
@@ -308,7 +308,7 @@ def batch(
                 f"batch has tensors on {operations[0].tensor.device} and on {operation.tensor.device}: pass tensors of"
                 " one device"
             )
-    messages = messages_of(chosen, operations[0].tensor.device if operations else _HOST)
+    messages = device_p2p_of(chosen, operations[0].tensor.device if operations else _HOST)
     if messages is not None:
         return messages.exchange(operations, timeout=limit)
     return batch_on_host(operations, chosen, limit)

@@ -52,7 +52,7 @@ _MOST = (1 << 63) - 1
 
 _HEAD = struct.Struct(f"<QBB{MAX_DIMS}q")  # number of the body, dtype's place in DTYPES, dims, shape
 
-HEAD_BYTES = _HEAD.size
+HEADER_BYTES = _HEAD.size
 
 _NUMBERS = "collectives.messages"
 _HEADS = "collectives.heads"
@@ -72,7 +72,7 @@ class TensorHeader(NamedTuple):
 
     @classmethod
     def unpack(cls, message: bytes | bytearray) -> Self | None:
-        """The head in a message of `HEAD_BYTES`; None when no tensor has it."""
+        """The head in a message of `HEADER_BYTES`; None when no tensor has it."""
         number, place, num_dims, *padded = _HEAD.unpack(message)
         if place >= len(DTYPES) or num_dims > MAX_DIMS or min(padded) < 0:
             return None
@@ -82,7 +82,7 @@ class TensorHeader(NamedTuple):
         return None if size > (_MAX_BYTES if 0 not in shape else _MOST) else cls(number, DTYPES[place], shape)
 
 
-def body_numbers(group: Backend) -> Iterator[int]:
+def payload_ids(group: Backend) -> Iterator[int]:
     """Numbers for the bodies this rank sends in a group; a receiver reads them per sender."""
     numbers: Iterator[int] | None = group.attachments.get(_NUMBERS)
     return group.attachments.setdefault(_NUMBERS, itertools.count()) if numbers is None else numbers
@@ -98,7 +98,7 @@ class UnclaimedHeaders:
         self._lock = threading.Lock()
         self._heads: dict[int, list[tuple[int, bytes]]] = {}
 
-    def may_have(self, tag: int) -> bool:
+    def may_contain(self, tag: int) -> bool:
         """Whether a head of a user's tag may be kept; for what is no tag that is so when any head is."""
         heads = self._heads
         return bool(heads) and (type(tag) is not int or channel_tag(Channel.TENSOR_HEAD, tag) in heads)
@@ -129,7 +129,7 @@ def unclaimed_headers(group: Backend) -> UnclaimedHeaders:
 
 def start_send(group: Backend, tensor: torch.Tensor, dst: int, tag: int) -> list[Request]:
     """Start to send a tensor that can travel; returns its messages."""
-    number = next(body_numbers(group))
+    number = next(payload_ids(group))
     head = TensorHeader(number, tensor.dtype, tuple(tensor.shape)).pack()
     return [
         group.isend(head, dst, tag=channel_tag(Channel.TENSOR_HEAD, tag)),
@@ -223,7 +223,7 @@ class TensorReceive(BaseRequest):
         self._shape = None if shape is None else tuple(shape)
         self._dtype = dtype
         self._given = self._target = target
-        self._head = bytearray(HEAD_BYTES)
+        self._head = bytearray(HEADER_BYTES)
         self._head_request: Request | None = None
         self._body: Request | None = None
         self._cancelled = False

@@ -131,7 +131,7 @@ class RpcAgent:
         options = PeerOptions(
             executor=self._executor,
             tensor_pool=TensorPool(),
-            marks=self._rrefs.marks,
+            tags=self._rrefs.tags,
             max_outstanding=most_outstanding,
             message_limit=message_limit,
         )

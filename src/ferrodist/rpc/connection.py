@@ -11,7 +11,7 @@ import threading
 from typing import TYPE_CHECKING
 
 from ferrodist.collectives.arguments import bytes_of
-from ferrodist.collectives.serialization import UnreadableError, decode_value_bytes, encode_value_bytes
+from ferrodist.collectives.serialization import UnreadableError, decode_value_from_bytes, encode_value_to_bytes
 from ferrodist.errors import (
     DistributedError,
     GroupClosedError,
@@ -32,7 +32,7 @@ from ferrodist.rpc.framing import (
     payload_tag,
 )
 from ferrodist.rpc.large_messages import LargeMessage
-from ferrodist.rpc.messages import REFERENCE_MARK, MessageKind
+from ferrodist.rpc.messages import REFERENCE_TAG, MessageKind
 from ferrodist.rpc.peer import Peer
 
 if TYPE_CHECKING:
@@ -48,15 +48,9 @@ if TYPE_CHECKING:
 
 
 class RemotePeer(Peer):
-    """Another rank: sends messages to it, and receives from it.
+    """Another rank: sends messages to it, and receives from it, by a group of two, which it closes.
 
-    Args:
-        rank: The peer's rank.
-        options: What the agent's peers share.
-        handler: Handles the peer's messages.
-        group: A group of this rank and the peer; the peer closes it.
-        on_disconnect: Called once with the reason when nothing can be received any more, but not after `close`. It must
-            not block.
+    `on_disconnect` is called once when nothing can be received any more, but not after `close`. It must not block.
     """
 
     def __init__(
@@ -73,7 +67,7 @@ class RemotePeer(Peer):
         self._executor = options.executor
         self._limit = options.message_limit
         self._pool = options.tensor_pool
-        self._marks = options.marks
+        self._tags = options.tags
         self._on_disconnect = on_disconnect
         self._lock = threading.Lock()
         self._error: DistributedError | None = None  # why the connection has ended
@@ -103,9 +97,9 @@ class RemotePeer(Peer):
                 raise UnsupportedOpError(
                     "what is sent has a tensor on a GPU: calls carry those on the CPU, pass tensor.cpu()"
                 )
-            in_band, out_of_band = encode_value_bytes(content, "what is sent")
+            in_band, out_of_band = encode_value_to_bytes(content, "what is sent")
             form, memory = Form.ENCODED, memoryview(in_band)
-            has_references = REFERENCE_MARK in content.marks
+            has_references = REFERENCE_TAG in content.tags
         size = memory.nbytes
         if kind is not MessageKind.FAILURE or size > FRAME_CONTENT_BYTES:  # a small failure is sent whatever the limit
             self._check_size(size + sum([tensor.nbytes for tensor in out_of_band]), size)
@@ -171,11 +165,11 @@ class RemotePeer(Peer):
         if frame.size <= FRAME_CONTENT_BYTES and frame.form == Form.ENCODED:
             in_band = memoryview(bytearray(frame.content()))
             with contextlib.suppress(UnreadableError):
-                value, out_of_band = decode_value_bytes(in_band, self._marks)
+                value, out_of_band = decode_value_from_bytes(in_band, self._tags)
                 if not out_of_band:
                     self._deliver(frame, value)
                     return True
-        _LargeReceive(self, LargeMessage(frame, self.rank, self._limit, self._pool, self._marks)).advance()
+        _LargeReceive(self, LargeMessage(frame, self.rank, self._limit, self._pool, self._tags)).advance()
         return False
 
     def _deliver(self, frame: Frame, content: Content) -> None:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from ferrodist.collectives.arguments import bytes_of
-from ferrodist.collectives.serialization import OutOfBandTensor, PackedValue, UnreadableError, decode_value_bytes
+from ferrodist.collectives.serialization import OutOfBandTensor, PackedValue, UnreadableError, decode_value_from_bytes
 from ferrodist.errors import ProtocolError
 from ferrodist.rpc.framing import FRAME_CONTENT_BYTES, Form
 
@@ -24,25 +24,14 @@ if TYPE_CHECKING:
 
 
 class LargeMessage:
-    """A message that follows its frame: the buffers of its transfers, in order, and its content at the end.
+    """A message that follows its frame: the buffers of its transfers, in order, and its content at the end."""
 
-    Args:
-        frame: The message's frame.
-        peer: The rank that sent it.
-        limit: Bytes that a message may have.
-        pool: Memory for large tensors.
-        marks: The codecs that values may use.
-
-    Raises:
-        ProtocolError: The content is larger than the limit.
-    """
-
-    def __init__(self, frame: Frame, peer: int, limit: int, pool: TensorPool, marks: Sequence[str]) -> None:
+    def __init__(self, frame: Frame, peer: int, limit: int, pool: TensorPool, tags: Sequence[str]) -> None:
         self.frame = frame
         self._peer = peer
         self._limit = limit
         self._pool = pool
-        self._marks = marks
+        self._tags = tags
         self._in_band: memoryview | None = None  # the content without tensors
         self._value: PackedValue | None = None
         self._out_of_band: list[OutOfBandTensor] | None = None  # known once the in-band content is there
@@ -51,11 +40,7 @@ class LargeMessage:
         self._check_size(frame.size)
 
     def next_buffer(self) -> memoryview | None:
-        """The buffer of the next transfer, or None if everything has been received.
-
-        Raises:
-            ProtocolError: What follows can't be known, or there is no memory for it.
-        """
+        """The buffer of the next transfer, or None if all is there; raises ProtocolError if there can be none."""
         if self._in_band is None:
             if self.frame.size > FRAME_CONTENT_BYTES:
                 self._in_band = self._allocate(self.frame.size)
@@ -74,7 +59,7 @@ class LargeMessage:
                 self._value = None
                 self._error = self._no_memory(each.size_bytes)
             else:
-                self._value.tensors[each.number] = tensor
+                self._value.tensors[each.index] = tensor
                 return bytes_of(tensor)
         return self._allocate(each.size_bytes)
 
@@ -90,12 +75,12 @@ class LargeMessage:
             return []
         peer = self._peer
         try:
-            self._value, out_of_band = decode_value_bytes(in_band, self._marks)
+            self._value, out_of_band = decode_value_from_bytes(in_band, self._tags)
         except UnreadableError as error:
             self._error = ProtocolError(f"rank {peer} sent what is no value: {error}", ranks=(peer,))
-            if error.apart is None:
+            if error.out_of_band is None:
                 raise self._error from None
-            out_of_band = error.apart
+            out_of_band = error.out_of_band
         try:
             size = in_band.nbytes + sum([each.check() for each in out_of_band])
         except ValueError as error:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from ferrodist.backends.signature import MAX_PAYLOAD
 from ferrodist.collectives.engines.host import share_bytes
-from ferrodist.collectives.facts import dtype_text, read_facts
+from ferrodist.collectives.payloads import dtype_text, unpack_payloads
 from ferrodist.collectives.reduce_op import DTYPES
 from ferrodist.errors import CollectiveMismatchError
 from ferrodist.tensor.placement import Shard
@@ -44,7 +44,7 @@ def agree_on_shape(local: torch.Tensor, mesh: DeviceMesh, placements: Sequence[P
     header = _SHARD.pack(DTYPES.index(local.dtype), local.dim(), *padded, digest)
     payload = header + text[: MAX_PAYLOAD - len(header)]
     payloads = share_bytes(group, "from_local", payload, group.timeout)
-    facts = read_facts(_SHARD, payloads, group, "from_local")
+    facts = unpack_payloads(_SHARD, payloads, group, "from_local")
     shapes = [tuple(sizes[:num_dims]) for _, num_dims, *sizes, _ in facts]
     for index, (dtype, num_dims, *_, kind) in enumerate(facts):
         if (dtype, num_dims, kind) != (*facts[0][:2], facts[0][-1]):

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from ferrodist.backends.collective_op import CollectiveKind, CollectiveOp
 from ferrodist.backends.signature import MAX_PAYLOAD
 from ferrodist.collectives.arguments import check_tensor
-from ferrodist.collectives.facts import read_facts
+from ferrodist.collectives.payloads import unpack_payloads
 from ferrodist.collectives.reduce_op import Op, PremultipliedSum, ReduceOp, check_reduction
 from ferrodist.errors import CollectiveMismatchError, UnsupportedOpError
 from ferrodist.torch_backend.layouts import Source, Target, as_bytes, elements_per_item, row_size
@@ -116,7 +116,7 @@ class SplitSizeCheck:
 
     def _share(self, op: CollectiveOp, engine: CollectiveEngine, timeout: float, sequence: int) -> None:
         payloads = engine.run(op.replace(timeout=timeout), sequence) or []
-        self._heads = read_facts(_HEAD, payloads, self._group, op.name)
+        self._heads = unpack_payloads(_HEAD, payloads, self._group, op.name)
         for payload in payloads:
             text = payload[_HEAD.size :].decode("ascii", "replace")
             self._texts.append(f"{text}..." if len(payload) == MAX_PAYLOAD else text)

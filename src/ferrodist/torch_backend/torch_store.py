@@ -14,7 +14,7 @@ from typing_extensions import override
 
 from ferrodist.deadline import Deadline, check_timeout
 from ferrodist.errors import RendezvousError
-from ferrodist.rendezvous.store import Store, check_amount, check_key, check_keys, check_value, missing_error
+from ferrodist.rendezvous.store import Store, check_amount, check_key, check_keys, check_value, missing_keys_error
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
@@ -106,7 +106,7 @@ class TorchStore(Store):
         while not self._ask(lambda store: store.check(wanted)):
             if deadline.expired:
                 missing = [key for key in wanted if not self._has(key)]
-                raise missing_error("torch's store", missing or wanted, deadline)
+                raise missing_keys_error("torch's store", missing or wanted, deadline)
             time.sleep(min(pause, deadline.remaining()))
             pause = min(2 * pause, _MAX_POLL_SECONDS)
 

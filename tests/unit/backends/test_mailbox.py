@@ -6,7 +6,7 @@ import time
 
 import pytest
 
-from ferrodist.backends.mailbox import MAX_UNASKED_BYTES, Mailbox, Message, Receive, copy_bytes
+from ferrodist.backends.mailbox import MAX_UNEXPECTED_BYTES, Mailbox, Message, Receive, copy_bytes
 from ferrodist.backends.tags import ANY_SOURCE
 from ferrodist.errors import PeerLostError, SizeMismatchError
 
@@ -105,7 +105,7 @@ def test_offered_message_is_granted_once_a_receive_is_there():
     box.write(message, fill_from(b"cd"), 2, 4)
     assert receive.wait(0) == 1
     assert bytes(receive.buffer) == b"abcd"
-    assert message.kept is None
+    assert message.buffered is None
 
 
 def test_wrong_size_fails_the_receive_and_keeps_the_message():
@@ -184,7 +184,7 @@ def test_flood_of_unasked_messages_is_refused():
     """What nobody receives is refused before memory runs out, empty messages and offers too; draining makes room."""
     box = Mailbox()
     deliver(box, b"ab")
-    box._unasked_bytes = MAX_UNASKED_BYTES
+    box._unexpected_bytes = MAX_UNEXPECTED_BYTES
     for message in (Message(1, 5, 1), Message(1, 5, 0), Message(1, 5, 10**9, grant=lambda: None)):
         assert not box.arrive(message)
     assert bytes(post(box, 2).buffer) == b"ab"
@@ -194,7 +194,7 @@ def test_flood_of_unasked_messages_is_refused():
 def test_what_was_asked_for_is_taken_by_a_full_mailbox():
     """A posted receive's message needs no room; one that fits none of them does."""
     box = Mailbox()
-    box._unasked_bytes = MAX_UNASKED_BYTES
+    box._unexpected_bytes = MAX_UNEXPECTED_BYTES
     receive = post(box, 3)
     deliver(box, b"abc")
     assert bytes(receive.buffer) == b"abc"
@@ -202,7 +202,7 @@ def test_what_was_asked_for_is_taken_by_a_full_mailbox():
     assert not box.arrive(Message(1, 5, 3))
     with pytest.raises(SizeMismatchError):
         wrong.wait(0)
-    assert box._unasked_bytes == MAX_UNASKED_BYTES
+    assert box._unexpected_bytes == MAX_UNEXPECTED_BYTES
 
 
 def test_a_large_receive_given_up_takes_no_room():
@@ -210,13 +210,13 @@ def test_a_large_receive_given_up_takes_no_room():
     box = Mailbox()
     message = Message(1, 5, 4, grant=lambda: None)
     box.arrive(message)
-    before = box._unasked_bytes
+    before = box._unexpected_bytes
     for part in (b"ab", b"cd"):
         post(box, 4).cancel()
-        assert box._unasked_bytes == before
+        assert box._unexpected_bytes == before
         box.write(message, fill_from(part), message.num_received, message.num_received + 2)
     assert bytes(post(box, 4).buffer) == b"abcd"
-    assert box._unasked_bytes == 0
+    assert box._unexpected_bytes == 0
 
 
 def test_receives_given_back_keep_their_order():

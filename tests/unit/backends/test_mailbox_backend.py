@@ -146,7 +146,7 @@ def test_dropping_a_sub_group_does_not_take_its_messages_back(backend: str) -> N
 @pytest.mark.parametrize("backend", _BACKENDS)
 def test_a_large_receive_given_up_does_not_fill_the_mailbox(backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The room for a message that this rank asked for and then gave up is no room that its sender took."""
-    monkeypatch.setattr(mailbox, "MAX_UNASKED_BYTES", 1 << 20)
+    monkeypatch.setattr(mailbox, "MAX_UNEXPECTED_BYTES", 1 << 20)
 
     def program(group: MailboxBackend) -> None:
         size = 4 << 20

@@ -145,7 +145,7 @@ def test_more_ranks_than_processors(backend):
 @_either_way
 def test_what_is_sent_in_vain_ends_the_group(backend, monkeypatch):
     """A rank that sends what is not received, more than there is room for, ends the group and is named."""
-    monkeypatch.setattr(mailbox, "MAX_UNASKED_BYTES", 1 << 20)
+    monkeypatch.setattr(mailbox, "MAX_UNEXPECTED_BYTES", 1 << 20)
 
     def program(group):
         def flood():

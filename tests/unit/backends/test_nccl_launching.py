@@ -199,12 +199,12 @@ def test_a_captured_graph_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     group = alone()
     cuda = torch.device("cuda", 0)
     monkeypatch.setattr(select, "is_capturing", lambda: True)
-    for find in (select.engine_of, select.messages_of):
+    for find in (select.engine_of, select.device_p2p_of):
         with pytest.raises(fd.UnsupportedOpError, match="graph"):
             find(group, cuda)
     monkeypatch.setattr(select, "is_capturing", lambda: False)
     assert select.engine_of(group, cuda) is group.engine("cuda")
-    assert select.messages_of(group, cuda) is group.p2p("cuda")
+    assert select.device_p2p_of(group, cuda) is group.p2p("cuda")
     group.close()
 
 

@@ -19,7 +19,7 @@ from ferrodist.collectives import all_gather, work
 from ferrodist.collectives.arguments import check_out, prepare_late_out, prepare_out
 from ferrodist.collectives.coalescing import coalesce
 from ferrodist.collectives.engines.host import host_engine_of
-from ferrodist.collectives.engines.select import engine_of, messages_of
+from ferrodist.collectives.engines.select import device_p2p_of, engine_of
 from ferrodist.collectives.work import PreparedCall, execute, submit
 from ferrodist.testing import run_ranks
 
@@ -90,12 +90,12 @@ def group() -> Backend:
 def test_cpu_tensors_go_by_the_groups_engine(group: Backend) -> None:
     """The engine of a tensor on the CPU is the group's."""
     assert engine_of(group, torch.device("cpu")) is host_engine_of(group)
-    assert messages_of(group, torch.device("cpu")) is None
+    assert device_p2p_of(group, torch.device("cpu")) is None
 
 
 def test_groups_without_an_engine_for_gpus_say_what_to_do(group: Backend) -> None:
     """Without one the error names the backends that have one, and the way around."""
-    for find in (engine_of, messages_of):
+    for find in (engine_of, device_p2p_of):
         with pytest.raises(fd.UnsupportedOpError, match=r"cuda:0.*'hybrid' or 'nccl'.*tensor.cpu\(\)"):
             find(group, _CUDA)
 
@@ -104,7 +104,7 @@ def test_gpu_tensors_go_by_the_backends_own(group: Backend) -> None:
     """A backend's engine and messages for tensors on GPUs are used for these alone."""
     group.use_engine("cuda", FakeEngine(), object())
     assert engine_of(group, _CUDA) is group.engine("cuda")
-    assert messages_of(group, _CUDA) is group.p2p("cuda")
+    assert device_p2p_of(group, _CUDA) is group.p2p("cuda")
     assert engine_of(group, torch.device("cpu")) is host_engine_of(group)
 
 

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from ferrodist.collectives.pytree import MAX_LEVELS, LeafCodec, check_plan, flatten, unflatten
+from ferrodist.collectives.pytree import MAX_LEVELS, LeafCodec, check_spec, flatten, unflatten
 from ferrodist.collectives.serialization import PackedValue, decode_value, encode_value
 
 
@@ -17,9 +17,9 @@ def nest(levels, value=None):
 def test_depth():
     """As deep as may be, values come back; deeper ones, and those that hold themselves, are refused."""
     value = nest(MAX_LEVELS, 3)
-    letter, apart = encode_value(PackedValue.of(value, "it"), "it")
+    encoded, apart = encode_value(PackedValue.of(value, "it"), "it")
     assert apart == []
-    assert decode_value(letter)[0].open() == value
+    assert decode_value(encoded)[0].open() == value
     endless = []
     endless.append(endless)
     for wrong in (nest(MAX_LEVELS + 1, 3), endless):
@@ -29,53 +29,53 @@ def test_depth():
 
 def test_a_plan_that_is_too_deep():
     """What another rank sends is refused before it is followed."""
-    plan = ["plain", 3]
+    spec = ["plain", 3]
     for _ in range(MAX_LEVELS + 1):
-        plan = ["list", [plan]]
-    check_plan(plan[1][0], 0)
+        spec = ["list", [spec]]
+    check_spec(spec[1][0], 0)
     with pytest.raises(ValueError, match="nested too deeply"):
-        check_plan(plan, 0)
+        check_spec(spec, 0)
 
 
-def test_places_are_named():
-    """The way to what does not fit is in the error."""
+def test_errors_name_the_path():
+    """The path to a leaf that has no spec is in the error."""
     with pytest.raises(TypeError, match=r"^it\[0\]\['key'\]\[2\] is of type object: tensors, numbers"):
         flatten([{"key": (1, 2, object())}], "it")
 
 
-def test_extensions():
-    """One knows one more kind, by what stands for it; a mark that nobody knows is refused."""
+def test_leaf_codecs():
+    """A codec adds a type of leaf; an unknown tag is refused."""
     ranges = LeafCodec(
-        mark="range",
-        take_apart=lambda value: [value.start, value.stop] if isinstance(value, range) else None,
-        put_together=lambda ends: range(*ends),
+        tag="range",
+        encode=lambda value: [value.start, value.stop] if isinstance(value, range) else None,
+        decode=lambda ends: range(*ends),
     )
     value = {"here": range(3, 5), "tensor": torch.ones(2)}
-    letter, _ = encode_value(PackedValue.of(value, "it", [ranges]), "it")
-    found = decode_value(letter, ["range"])[0].open([ranges])
+    encoded, _ = encode_value(PackedValue.of(value, "it", [ranges]), "it")
+    found = decode_value(encoded, ["range"])[0].open([ranges])
     assert found["here"] == range(3, 5)
     assert torch.equal(found["tensor"], torch.ones(2))
-    with pytest.raises(ValueError, match="the mark 'range'"):
-        decode_value(letter)
+    with pytest.raises(ValueError, match="the tag 'range'"):
+        decode_value(encoded)
     with pytest.raises(TypeError, match=r"it\['here'\] is of type range"):
         PackedValue.of(value, "it")
 
 
-def test_all_is_put_together_though_something_fails():
-    """An extension is given each of its parts once, before and behind, in tuples, lists and dicts."""
+def test_every_leaf_is_decoded_though_one_fails():
+    """A codec decodes each leaf once, before and after one that raises, in tuples, lists and dicts."""
     seen = []
 
-    def put_together(number):
+    def decode(number):
         seen.append(number)
         if number in (2, 4):
             raise ValueError(f"{number} is wrong")
         return number
 
-    def take_apart(value):
+    def encode(value):
         return int(value.real) if isinstance(value, complex) else None
 
-    made = LeafCodec(mark="own", take_apart=take_apart, put_together=put_together)
-    plan, _ = flatten([1 + 0j, (2 + 0j, {"a": 3 + 0j}, [4 + 0j]), 5 + 0j], "it", [made])
+    made = LeafCodec(tag="own", encode=encode, decode=decode)
+    spec, _ = flatten([1 + 0j, (2 + 0j, {"a": 3 + 0j}, [4 + 0j]), 5 + 0j], "it", [made])
     with pytest.raises(ValueError, match="2 is wrong"):
-        unflatten(plan, [], [made])
+        unflatten(spec, [], [made])
     assert seen == [1, 2, 3, 4, 5]

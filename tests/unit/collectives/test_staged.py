@@ -590,7 +590,7 @@ def test_lanes_give_up_in_order() -> None:
 def test_the_variable_allows_the_fallback(call: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Without it the error names it; only 1 turns it on; it is read at each call."""
     (group,) = fd.SimulatedBackend.create_group(1)
-    find = select.engine_of if call is fd.allreduce else select.messages_of
+    find = select.engine_of if call is fd.allreduce else select.device_p2p_of
     cuda = torch.device("cuda", 0)
     for value in (None, "0", "true"):
         if value is None:

@@ -23,7 +23,7 @@ from ferrodist.errors import (
 )
 from ferrodist.rendezvous import FileStore, MemoryStore, auth, rendezvous, rendezvous_in, roll_call
 from ferrodist.rendezvous import shared_store as meeting_module
-from ferrodist.rendezvous.roll_call import claim_rank, leave
+from ferrodist.rendezvous.roll_call import claim_rank, count_departure
 
 LIMIT = 0.6
 
@@ -195,10 +195,10 @@ def test_a_rank_out_of_range(method, rank, size, kind):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"rank": "0"}, "rank must be a whole number or None, not '0' of type str"),
-        ({"rank": True}, "rank must be a whole number or None, not True of type bool"),
-        ({"rank": 0.0}, "rank must be a whole number"),
-        ({"world_size": "1"}, "world_size must be a whole number or None, not '1' of type str"),
+        ({"rank": "0"}, "rank must be an integer, not '0'"),
+        ({"rank": True}, "rank must be an integer, not True"),
+        ({"rank": 0.0}, "rank must be an integer"),
+        ({"world_size": "1"}, "world_size must be an integer, not '1'"),
         ({"init_method": 5}, "init_method must be text .* or None, not int"),
         ({"job": 5}, "job must be text or None, not int"),
         ({"secret": 5}, "secret must be text or bytes"),
@@ -243,7 +243,7 @@ def test_a_host_of_the_others_that_does_not_resolve(silent_name_server):
     claim = roll_call.Claim(silent_name_server, "there", 1, "token")
     store.set("ferrodist/attendance/rank/0", meeting_module.msgspec.msgpack.encode(claim))
     with pytest.raises(RendezvousError, match=r"finds no way to host stuck.invalid .*resolved in time"):
-        meeting_module._interface(store, 1, Deadline(0.1))
+        meeting_module._find_interface(store, 1, Deadline(0.1))
 
 
 def test_another_version(free_port, in_threads):
@@ -447,7 +447,7 @@ def test_ranks_of_several_hosts_share_a_file(tmp_path, in_threads, monkeypatch):
     genuine = roll_call.socket.gethostname()
     store = FileStore(tmp_path / "meet")
     members = in_threads(*[join(f"file://{tmp_path}/meet", rank, 2) for rank in range(2)])
-    assert meeting_module._interface(store, 2, Deadline(20)) == "127.0.0.1"
+    assert meeting_module._find_interface(store, 2, Deadline(20)) == "127.0.0.1"
     monkeypatch.setattr(meeting_module.socket, "gethostname", lambda: "elsewhere")
     monkeypatch.setattr(meeting_module, "network_id", lambda: "elsewhere")
     monkeypatch.setattr(
@@ -457,7 +457,7 @@ def test_ranks_of_several_hosts_share_a_file(tmp_path, in_threads, monkeypatch):
             [(socket.AF_INET, socket.SOCK_DGRAM, 0, "", ("127.0.0.2", 9))] if host == genuine else []
         ),
     )
-    assert meeting_module._interface(store, 2, Deadline(20)).startswith("127.0.0.")
+    assert meeting_module._find_interface(store, 2, Deadline(20)).startswith("127.0.0.")
     close_all(in_threads, members)
 
 
@@ -525,7 +525,7 @@ def test_hosts_of_one_name_are_not_one_host(tmp_path, in_threads, hosts):
 def test_ranks_of_several_hosts_in_a_store_of_a_server(in_threads, hosts, monkeypatch):
     """Find their interfaces by its address."""
     on_host, _ = hosts
-    monkeypatch.setattr(meeting_module, "_interface_to", lambda host, _: {"server": "10.0.0.5"}[host])
+    monkeypatch.setattr(meeting_module, "_route_interface", lambda host, _: {"server": "10.0.0.5"}[host])
     store = MemoryStore()
     options = {"world_size": 2, "timeout": LIMIT, "secret": "s", "job": "j", "server": "server"}
     calls = [
@@ -540,14 +540,14 @@ def test_a_way_that_is_sought_too_long_is_a_missing_rank(tmp_path, in_threads, h
     on_host, reachable = hosts
     reachable.update(a=1, b=1)
     release = threading.Event()
-    genuine = meeting_module._interface
+    genuine = meeting_module._find_interface
 
     def slow(*arguments):
         if socket.gethostname() == "b":
             release.wait(20)
         return genuine(*arguments)
 
-    monkeypatch.setattr(meeting_module, "_interface", slow)
+    monkeypatch.setattr(meeting_module, "_find_interface", slow)
 
     def first():
         try:
@@ -575,7 +575,7 @@ def test_ranks_of_several_hosts_that_know_the_address_of_rank_0(tmp_path, in_thr
     """Hosts that don't know each other's names find the way by MASTER_ADDR, unless that is a loopback address."""
     on_host, _ = hosts
     monkeypatch.setattr(
-        meeting_module, "_interface_to", lambda host, _: {"leader": "10.0.0.5", "a": "x", "b": "x"}[host]
+        meeting_module, "_route_interface", lambda host, _: {"leader": "10.0.0.5", "a": "x", "b": "x"}[host]
     )
     monkeypatch.setenv("MASTER_ADDR", "leader")
     calls = [on_host(name, join(f"file://{tmp_path}/meet", rank, 2)) for rank, name in enumerate("ab")]
@@ -636,8 +636,8 @@ def test_who_leaves_last_is_one_rank():
 
             return call
 
-    assert not leave(Emptied(), 2, timeout=1)
-    assert leave(store, 2, timeout=1)
+    assert not count_departure(Emptied(), 2, timeout=1)
+    assert count_departure(store, 2, timeout=1)
 
 
 @pytest.mark.parametrize("rank", [0, 1])

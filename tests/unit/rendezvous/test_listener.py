@@ -118,7 +118,7 @@ def test_who_has_spoken_stays_before_who_is_silent(serving, until, monkeypatch):
     server, admitted = serving
     with contextlib.ExitStack() as stack:
         rank = stack.enter_context(stranger(server, intro()))
-        until(lambda: [one.progress for one in server._handshakes.values()] == [auth.Progress.SPOKEN])
+        until(lambda: [one.progress for one in server._handshakes.values()] == [auth.HandshakeProgress.SPOKEN])
         for _ in range(30):
             stack.enter_context(stranger(server))
         until(lambda: len(server.rejections) >= 20)
@@ -132,12 +132,12 @@ def test_who_has_spoken_stays_before_who_is_silent(serving, until, monkeypatch):
 def test_who_gives_way(serving):
     """First who is silent, then who comes from where most come from, then the oldest; never who has proved itself."""
     server, _ = serving
-    silent, spoken, proven = auth.Progress
+    silent, spoken, proven = auth.HandshakeProgress
     entries = [("a", proven), ("near", spoken), ("far", spoken), ("near", spoken), ("far", silent), ("near", silent)]
     for number, (source, progress) in enumerate(entries):
         server._handshakes[number] = listener._Handshake(source=source, deadline=Deadline(5), progress=progress)
     order = []
-    while (number := server._least_deserving()) is not None:
+    while (number := server._eviction_candidate()) is not None:
         order.append(number)
         del server._handshakes[number]
     assert order == [5, 4, 1, 2, 3]

@@ -81,7 +81,15 @@ def test_no_repr_shows_a_secret():
         ):
             found.add(kind.__name__)
             assert "__repr__" in vars(kind), f"{kind.__qualname__} needs a repr without the secret"
-    assert found >= {"Place", "Attempt", "Joining", "Membership", "_InitOptions", "_Charter", "LaunchSpec"}
+    assert found >= {
+        "HostTopology",
+        "Attempt",
+        "JoinRequest",
+        "Membership",
+        "_InitOptions",
+        "_JobInfo",
+        "LaunchSpec",
+    }
 
 
 def test_what_holds_the_secret_does_not_print_it():

@@ -8,7 +8,7 @@ import pytest
 
 from ferrodist.deadline import Deadline
 from ferrodist.errors import AuthenticationError, ProtocolError
-from ferrodist.rendezvous.session import Connection, Seal, Session
+from ferrodist.rendezvous.session import Connection, FrameAuthenticator, Session
 
 
 @pytest.fixture
@@ -93,7 +93,7 @@ def test_the_length_is_bounded_before_memory_is_taken(ends):
 
 def test_a_tag_stays_until_its_frame_is_begun():
     """A frame that is taken back before a byte of it was sent leaves its number to the next one."""
-    ours, theirs = Seal(b"k"), Seal(b"k")
+    ours, theirs = FrameAuthenticator(b"k"), FrameAuthenticator(b"k")
     assert ours.tag(b"taken back") == ours.tag(b"taken ", b"back")
     theirs.check(ours.tag(b"sent"), b"sent")
     ours.advance()

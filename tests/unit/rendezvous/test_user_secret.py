@@ -9,7 +9,7 @@ import pytest
 
 from ferrodist.errors import AuthenticationError
 from ferrodist.rendezvous import secret as module
-from ferrodist.rendezvous.secret import secret_or_users, user_secret
+from ferrodist.rendezvous.secret import secret_or_user_secret, user_secret
 
 
 @pytest.fixture
@@ -18,7 +18,7 @@ def places(tmp_path, monkeypatch):
     folders = [tmp_path / "first", tmp_path / "second"]
     for folder in folders:
         folder.mkdir()
-    monkeypatch.setattr(module, "_BASES", tuple(map(str, folders)))
+    monkeypatch.setattr(module, "_PARENT_FOLDERS", tuple(map(str, folders)))
     monkeypatch.setattr(module.pwd, "getpwuid", lambda user: {}[user])
     return [folder / f"ferrodist-{os.geteuid()}" for folder in folders]
 
@@ -39,7 +39,7 @@ def test_it_is_made_once_and_for_this_user_alone(places):
 
 def test_a_job_secret_comes_first(places):
     """Who has a job secret needs no file."""
-    assert secret_or_users(b"s") == b"s"
+    assert secret_or_user_secret(b"s") == b"s"
     assert not places[0].exists()
 
 

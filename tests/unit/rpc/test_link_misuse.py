@@ -87,7 +87,7 @@ def test_what_follows_a_garbled_letter_is_dropped():
     """All of it is received, so that its sender keeps nothing; nobody waits for it then."""
     ends = Ends()
     parcel = large_value(3)
-    ends.send(MessageKind.CALL, 1, PackedValue(["unknown", parcel.plan], parcel.tensors, [False] * 3, [False] * 3))
+    ends.send(MessageKind.CALL, 1, PackedValue(["unknown", parcel.spec], parcel.tensors, [False] * 3, [False] * 3))
     assert ends.heard.num_transfers == 1
     ends.bring_all()
     assert not any(ends.here.sent.values())

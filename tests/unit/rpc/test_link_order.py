@@ -5,9 +5,9 @@ from link_ends import LARGE, Ends, large_value
 
 from ferrodist.collectives.serialization import PackedValue
 from ferrodist.errors import ProtocolError
-from ferrodist.rpc.messages import REFERENCE_MARK, MessageKind
+from ferrodist.rpc.messages import REFERENCE_TAG, MessageKind
 
-REFERENCES = PackedValue(["plain", 1], [], [], [], frozenset({REFERENCE_MARK}))
+REFERENCES = PackedValue(["plain", 1], [], [], [], frozenset({REFERENCE_TAG}))
 
 
 def test_what_waits_is_waited_for_in_turn():
@@ -68,7 +68,7 @@ def test_what_is_behind_a_garbled_message():
     """It waits until that has come whole, and no longer."""
     ends = Ends()
     parcel = large_value()
-    ends.send(MessageKind.INTERNAL_CALL, 1, PackedValue(["unknown", parcel.plan], parcel.tensors, [False], [False]))
+    ends.send(MessageKind.INTERNAL_CALL, 1, PackedValue(["unknown", parcel.spec], parcel.tensors, [False], [False]))
     ends.send(MessageKind.INTERNAL_CALL, 2)
     assert ends.heard.numbers == []
     ends.bring()

@@ -137,7 +137,7 @@ class Held:
         peer.send = self.send
 
     def send(self, kind, number, content):
-        text = content if isinstance(content, bytes) else repr(content.plan).encode()
+        text = content if isinstance(content, bytes) else repr(content.spec).encode()
         if self._name in text and not self.is_over:
             self.messages.append(functools.partial(self._send, kind, number, content))
         else:

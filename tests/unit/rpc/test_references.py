@@ -739,9 +739,9 @@ def let_liars_pass(agent):
     objects = agent._rrefs
     for peer, (*others, own) in objects.extensions.items():
         objects.extensions[peer] = (*others, own.__class__(
-            mark=own.mark,
-            take_apart=lambda value, own=own: value.plain if isinstance(value, Liar) else own.take_apart(value),
-            put_together=own.put_together,
+            tag=own.tag,
+            encode=lambda value, own=own: value.plain if isinstance(value, Liar) else own.encode(value),
+            decode=own.decode,
         ))  # fmt: skip
 
 

@@ -27,12 +27,12 @@ from ferrodist.backends.signature import CollectiveSignature
 from ferrodist.backends.subgroup import SubBackend
 from ferrodist.backends.tags import ANY_SOURCE, group_of_tag
 from ferrodist.backends.tcp import TcpBackend
-from ferrodist.backends.tcp.backend import join_members
+from ferrodist.backends.tcp.bootstrap import join_members
 from ferrodist.backends.verification import CollectiveVerifier
 from ferrodist.deadline import Deadline, resolve_timeout
 from ferrodist.errors import GroupAbortedError
 from ferrodist.rendezvous import rendezvous
-from ferrodist.rendezvous.secret import resolve_secret, secret_or_users
+from ferrodist.rendezvous.secret import resolve_secret, secret_or_user_secret
 
 if TYPE_CHECKING:
     import socket
@@ -135,7 +135,7 @@ class NativeBackend(ControlPlaneBackend):
         self._p2p, self._messages, self._p2p_engine = p2p, p2p, engine
         self.verifier = CollectiveVerifier(self, first=control.verifier.reserve())
         if self._topology.num_hosts > 1:  # messages between them go over connections that nothing protects
-            known = secret_or_users(secret)
+            known = secret_or_user_secret(secret)
             self.verification_key = hmac.digest(known, b"agreement\0" + b"".join(payloads), "sha256")
         self._equip(self, tuple(range(self.world_size))).open(
             CollectiveSignature(operation="open"), deadline.remaining()

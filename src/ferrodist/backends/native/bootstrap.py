@@ -104,7 +104,7 @@ def open_messages(
             lambda: load().P2PEngine(
                 rank=group.rank,
                 eager_bytes=mailbox.EAGER_LIMIT,
-                max_unasked_bytes=mailbox.MAX_UNASKED_BYTES,
+                max_unasked_bytes=mailbox.MAX_UNEXPECTED_BYTES,
                 is_crowded=_layout(place, group.rank, memory.introductions).is_crowded,
                 spin_micros=_SPIN_MICROS,
                 memory=memory.descriptor,

@@ -32,7 +32,7 @@ from ferrodist.collectives.arguments import writing_to
 from ferrodist.collectives.cuda import SEGMENT_BYTES, CopyPipeline, NotReachedError, wait_until_passed
 from ferrodist.collectives.engines.gpu_staged_plan import StagedOp
 from ferrodist.collectives.engines.host import host_engine_of
-from ferrodist.collectives.facts import dtype_text, read_facts
+from ferrodist.collectives.payloads import dtype_text, unpack_payloads
 from ferrodist.collectives.reduce_op import DTYPES, ReduceOp
 from ferrodist.collectives.symmetric_memory import empty_symmetric
 from ferrodist.collectives.tensor_protocol import Recv, Send, batch_on_host
@@ -152,7 +152,7 @@ class HostStagedEngine:
         name = f"{op.kind} on GPUs"
         share = CollectiveOp(kind=CollectiveKind.SHARE, name=name, payload=head, timeout=deadline.remaining())
         payloads = host_engine_of(self._group).run(share, sequence) or []
-        heads = read_facts(_HEAD, payloads, self._group, name)
+        heads = unpack_payloads(_HEAD, payloads, self._group, name)
         if len({said[:_NUM_COMPARED] for said in heads}) > 1:
             raise self._group.verifier.mismatch_error(
                 [_call_of(op.kind.value, said[:_NUM_COMPARED], sequence) for said in heads]

@@ -33,7 +33,7 @@ def engine_of(group: Backend, device: torch.device) -> CollectiveEngine:
     return host_staged_engine_of(group) if engine is None else engine
 
 
-def messages_of(group: Backend, device: torch.device) -> DeviceP2P | None:
+def device_p2p_of(group: Backend, device: torch.device) -> DeviceP2P | None:
     """What takes a group's tensors from rank to rank on a device; None on the CPU, where the group's own messages do.
 
     Raises:

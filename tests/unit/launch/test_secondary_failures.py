@@ -4,7 +4,7 @@ import textwrap
 
 import pytest
 
-from ferrodist.launch.process_watch import is_consequence
+from ferrodist.launch.process_watch import is_secondary_failure
 
 OWN = """
     Traceback (most recent call last):
@@ -58,9 +58,9 @@ CASES = {
     "a group that another broke": (BROKEN, True),
     "no way to a rank": (UNREACHABLE, True),
     "words after it": (LOST + "    terminate called\n", True),
-    "raised from a consequence": (LOST + DIRECT + OWN, True),
-    "while a consequence was handled": (ABORTED + DURING + OWN, True),
-    "a consequence after its own": (OWN + DURING + LOST, True),
+    "raised from a secondary failure": (LOST + DIRECT + OWN, True),
+    "while a secondary failure was handled": (ABORTED + DURING + OWN, True),
+    "a secondary failure after its own": (OWN + DURING + LOST, True),
     "logged, gone on, failed of itself": (LOST + OWN, False),
     "within an exception group": (GROUP, True),
     "a line of source": (SOURCE_LINE, False),
@@ -68,16 +68,16 @@ CASES = {
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_consequences(case):
+def test_secondary_failures(case):
     """The last exception counts, with those that it came from."""
     text, expected = CASES[case]
     lines = [line.encode() for line in textwrap.dedent(text).splitlines()]
-    assert is_consequence(lines, rank=0) is expected
+    assert is_secondary_failure(lines, rank=0) is expected
 
 
 @pytest.mark.parametrize("text", [ABORTED, BROKEN])
-def test_an_abort_by_itself_is_no_consequence(text):
+def test_an_abort_by_itself_is_not_secondary(text):
     """A rank that ended the group raises what the others raise, and is the reason."""
     lines = [line.encode() for line in textwrap.dedent(text).splitlines()]
-    assert not is_consequence(lines, rank=1)
-    assert is_consequence(lines, rank=11)
+    assert not is_secondary_failure(lines, rank=1)
+    assert is_secondary_failure(lines, rank=11)
