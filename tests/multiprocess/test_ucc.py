@@ -171,14 +171,14 @@ def test_a_rank_that_leaves_after_its_part(control: str) -> None:
     def program(group: Any, fork: ForkedGroup) -> Report:
         report = Report(group.rank)
         if group.rank == 0:
-            watch = collectives._DepartureWatch.look
+            check_for_departures = collectives._DepartureWatch.check
 
-            def look(self: Any) -> None:
-                watch(self)
+            def check(self: Any) -> None:
+                check_for_departures(self)
                 if 1 in self._farewells:
                     fork.release.set()
 
-            collectives._DepartureWatch.look = look  # type: ignore[method-assign]
+            collectives._DepartureWatch.check = check  # type: ignore[method-assign]
         if group.rank == 2:  # begins its part when rank 0 knows that rank 1 has left
             start = group.data_plane.gather
 

@@ -13,9 +13,10 @@ import ferrodist as fd
 from ferrodist.backends.simulated import SimulatedBackend
 from ferrodist.backends.ucc import backend, bindings
 from ferrodist.backends.ucc import bindings as library
-from ferrodist.backends.ucc.backend import OobAllgather
+from ferrodist.backends.ucc import team as team_module
 from ferrodist.backends.ucc.bindings import UccError
 from ferrodist.backends.ucc.collectives import _FAREWELL, _FAREWELL_TAG, UccDataPlane
+from ferrodist.backends.ucc.team import Exchange, OobAllgather, Team
 from ferrodist.deadline import Deadline
 from ferrodist.errors import BackendUnavailable, GroupAbortedError, GroupClosedError, RendezvousError
 from ferrodist.testing import run_ranks
@@ -170,7 +171,7 @@ def test_a_group_is_made_on_all_ranks_at_once(monkeypatch):
     assert seen == [False]
 
 
-def _failing_team(monkeypatch, exchange):
+def _failing_team(monkeypatch, oob):
     """A team on a library that only begins an exchange, and fails when that does."""
 
     class Only:
@@ -188,60 +189,60 @@ def _failing_team(monkeypatch, exchange):
         def release(self, name, handle):
             pass
 
-    monkeypatch.setattr(bindings, "_open_teams", set())
-    return bindings.Team(Only(), 0, 2, exchange)
+    monkeypatch.setattr(team_module, "open_teams", set())
+    return Team(Only(), 0, 2, oob)
 
 
 @pytest.mark.parametrize("kind", [KeyboardInterrupt, GroupAbortedError])
 def test_what_an_exchange_raises(kind, monkeypatch):
     """It is raised as it is, an interruption too, though UCC is between."""
 
-    class Exchange:
+    class Oob:
         def begin(self, _data):
             raise kind("of the test")
 
     with pytest.raises(kind, match="of the test"):
-        _failing_team(monkeypatch, Exchange())
+        _failing_team(monkeypatch, Oob())
 
 
 def test_an_exchange_goes_on_outside_of_ucc(monkeypatch):
     """Nor does what going on with an exchange raises pass through UCC, which would read what has not come."""
 
-    class Exchange:
+    class Oob:
         def begin(self, _data):
-            return "under way"
+            return Exchange([], [])
 
-        def is_done(self, under_way):
-            raise KeyboardInterrupt(under_way)
+        def poll(self, exchange):
+            raise KeyboardInterrupt(f"done: {exchange.is_done}")
 
-    team = _failing_team(monkeypatch, Exchange())
+    team = _failing_team(monkeypatch, Oob())
     monkeypatch.setattr(team, "_checked", pytest.fail)
-    with pytest.raises(KeyboardInterrupt, match="under way"):
+    with pytest.raises(KeyboardInterrupt, match="done: False"):
         team.is_ready()
 
 
 def test_quiet_in_several_threads(monkeypatch):
     """Threads that open UCC at once leave the environment as it was."""
     monkeypatch.delenv("UCC_LOG_LEVEL", raising=False)
-    monkeypatch.delenv(bindings._LOG_VARIABLE, raising=False)
+    monkeypatch.delenv(team_module._LOG_VARIABLE, raising=False)
     is_second = threading.Event()
     errors = []
 
     def second():
         try:
-            with bindings._quiet():
+            with team_module._quiet():
                 is_second.set()
         except BaseException as error:
             errors.append(error)
             raise
 
     thread = threading.Thread(target=second)
-    with bindings._quiet():
+    with team_module._quiet():
         thread.start()
         assert not is_second.wait(0.05)
-        assert os.environ[bindings._LOG_VARIABLE] == "fatal"
+        assert os.environ[team_module._LOG_VARIABLE] == "fatal"
     thread.join(10)
-    assert bindings._LOG_VARIABLE not in os.environ
+    assert team_module._LOG_VARIABLE not in os.environ
     assert not errors
 
 
@@ -268,17 +269,17 @@ def test_a_collective_that_ucc_fails_in(monkeypatch):
     """An error of UCC's that no rank's end explains ends the group, with its text; nothing is released."""
     monkeypatch.setattr("ferrodist.backends.ucc.collectives._REASON_SECONDS", 0.05)
     (control, other) = SimulatedBackend.create_group(2)
-    mover = UccDataPlane(_Broken(), control, 0)
-    assert not mover.wait_for(mover.broadcast(memoryview(b""), 0), Deadline(10))
+    data_plane = UccDataPlane(_Broken(), control, 0)
+    assert not data_plane.wait_for(data_plane.broadcast(memoryview(b""), 0), Deadline(10))
     assert "UCC 1.8.0 failed in a collective: No memory (-4)" in control.failure.message
     with pytest.raises(fd.DistributedError, match="No memory"):
-        mover.broadcast(memoryview(b""), 0)
-    mover.leave(10)  # has something under way: ends nothing, and returns
-    mover.stop()
+        data_plane.broadcast(memoryview(b""), 0)
+    data_plane.leave(10)  # has something under way: ends nothing, and returns
+    data_plane.stop()
     control.close()
     other.close()
-    mover._thread.join(10)
-    assert not mover._thread.is_alive()
+    data_plane._thread.join(10)
+    assert not data_plane._thread.is_alive()
 
 
 class _Working(_Broken):
@@ -301,14 +302,14 @@ class _Working(_Broken):
 
 
 def test_progress_while_nobody_waits():
-    """UCC is asked for it until the mover is told to stop."""
+    """The thread calls UCC until the data plane is stopped."""
     control, other = SimulatedBackend.create_group(2)
     team = _Working()
-    mover = UccDataPlane(team, control, 0)
+    data_plane = UccDataPlane(team, control, 0)
     assert team.made_progress.wait(10)
-    mover.stop()
-    mover._thread.join(10)
-    assert not mover._thread.is_alive()
+    data_plane.stop()
+    data_plane._thread.join(10)
+    assert not data_plane._thread.is_alive()
     control.close()
     other.close()
 
@@ -316,23 +317,23 @@ def test_progress_while_nobody_waits():
 def test_a_farewell_after_a_long_wait():
     """A wait that has looked for farewells leaves those that come later to the next one."""
     control, other = SimulatedBackend.create_group(2)
-    mover = UccDataPlane(_Working(), control, 0)
-    assert mover.wait_for(mover.broadcast(memoryview(b""), 0), Deadline(10))
+    data_plane = UccDataPlane(_Working(), control, 0)
+    assert data_plane.wait_for(data_plane.broadcast(memoryview(b""), 0), Deadline(10))
     other.send(_FAREWELL.pack(1), 0, tag=_FAREWELL_TAG)
     other.close()
-    assert mover.wait_for(mover.broadcast(memoryview(b""), 0), Deadline(10))
+    assert data_plane.wait_for(data_plane.broadcast(memoryview(b""), 0), Deadline(10))
     assert control.failure is None
-    mover.stop()
+    data_plane.stop()
     control.close()
 
 
 def test_ranks_that_exchange_nothing():
     """They are named at the deadline."""
     control, other = SimulatedBackend.create_group(2)
-    exchange = OobAllgather(control, Deadline(0.0))
-    under_way = exchange.begin(b"address")
+    oob = OobAllgather(control, Deadline(0.0))
+    exchange = oob.begin(b"address")
     with pytest.raises(RendezvousError, match="rank 1 did not exchange UCC's addresses within 0 s") as raised:
-        exchange.is_done(under_way)
+        oob.poll(exchange)
     assert raised.value.ranks == (1,)
     control.close()
     other.close()
@@ -352,14 +353,14 @@ def test_a_team_that_does_not_end():
             pass
 
     control, other = SimulatedBackend.create_group(2)
-    mover = UccDataPlane(Lasting(), control, 0)
-    mover.leave(0.05)
-    assert mover._thread.is_alive()
+    data_plane = UccDataPlane(Lasting(), control, 0)
+    data_plane.leave(0.05)
+    assert data_plane._thread.is_alive()
     with pytest.raises(GroupClosedError):
-        mover.broadcast(memoryview(b""), 0)
+        data_plane.broadcast(memoryview(b""), 0)
     may_end.set()
-    mover._thread.join(10)
-    assert not mover._thread.is_alive()
+    data_plane._thread.join(10)
+    assert not data_plane._thread.is_alive()
     control.close()
     other.close()
 
@@ -376,7 +377,7 @@ def test_what_has_been_started_is_kept():
                 raise UccError(name)
             return 0
 
-    team = bindings.Team.__new__(bindings.Team)
+    team = Team.__new__(Team)
     team.library, team._team, team._transfers = Only(), ctypes.c_void_p(), set()
     transfer = team.broadcast(memoryview(bytearray(5)), 0)
     assert team.is_busy

@@ -102,7 +102,7 @@ class MpiBackend(MailboxBackend):
         connect_timeout: Seconds for all ranks to make the group; None takes ``timeout``.
 
     Raises:
-        BackendUnavailable: There is no mpi4py or no MPI here, or it does not support MPI_THREAD_MULTIPLE.
+        BackendUnavailable: mpi4py or MPI is missing here, or MPI does not support MPI_THREAD_MULTIPLE.
         InvalidWorldSizeError: MPI says that this process is alone, and its launcher that it is not.
         RendezvousError: On every rank, when some did not come in time; they are named.
     """
@@ -235,7 +235,7 @@ class MpiBackend(MailboxBackend):
             self.fail_group(frame.group, reason)
 
     def _has_unnoticed_loss(self, group_id: int, error: DistributedError) -> bool:
-        """Whether an abort names a lost rank that has not said here that it left.
+        """Return whether an abort names a lost rank that has not said here that it left.
 
         That rank's earlier messages are on their way too, and others may have been faster to report that it left: see
         [Note: left and died].
@@ -272,7 +272,7 @@ class MpiBackend(MailboxBackend):
         self._liveness.on_answer(source)
 
     def _accepts_notice(self, source: int, frame: Frame) -> bool:
-        """Whether to act on a notice of a group's end: only if its sender is a member of the group."""
+        """Return whether to act on a notice of a group's end: only if its sender is a member of the group."""
         if not self._may_be_ahead(frame.group, source):
             raise ProtocolError(
                 f"rank {source} tells of the ends of more than {MAX_AHEAD} groups that rank {self.rank} has not made",
@@ -302,7 +302,7 @@ class MpiBackend(MailboxBackend):
         return self._liveness.find_behind(others, sequence, answer_seconds(self.timeout))
 
     def _cannot_complete(self) -> bool:
-        """Whether this rank's current collective can't complete; aborts the group when a rank left before it."""
+        """Return whether this rank's current collective can't complete; aborts the group when a rank left before it."""
         if self.failure is not None:
             return True
         for rank in self._gone.copy():
@@ -380,9 +380,9 @@ class MpiBackend(MailboxBackend):
             self._run_close_callbacks()
 
     def _is_over(self) -> bool:
-        """Whether this rank and all others have said that they left, so that no frame is sent or received any more.
+        """Return whether this rank and all others have announced that they left, so that no more frames come or go.
 
-        A rank that is closing has not said so yet, and the others wait for that.
+        A rank that is closing has not announced it yet, and the others wait for that.
         """
         return self._announced_leaving and len(self._gone) == self.world_size - 1 and self._transport.is_idle()
 

@@ -208,7 +208,7 @@ class _Refused:
     """The request of an operation that MPI was not given or has refused; it never ends."""
 
     def Test(self) -> bool:  # noqa: N802 - mpi4py's name
-        """Whether it has ended."""
+        """Return whether it has ended."""
         return False
 
 

@@ -59,7 +59,7 @@ def load() -> Any:
     """The module ``mpi4py.MPI``. Loading it does not start MPI: `start` does.
 
     Raises:
-        BackendUnavailable: There is no mpi4py here, or no MPI library that it could load.
+        BackendUnavailable: mpi4py is not installed, or finds no MPI library that it can load.
     """
     global _module, _reason  # noqa: PLW0603 - a process has one MPI
     with _loading:
@@ -85,7 +85,7 @@ def _import() -> Any:
 
 
 def is_mpi_available() -> bool:
-    """Whether an MPI library can be loaded here; this loads it, and does not start it.
+    """Return whether an MPI library can be loaded here; this loads it, and does not start it.
 
     Afterwards ``from mpi4py import MPI`` does not start MPI either in this process: make a group, or call
     ``MPI.Init_thread()``.
@@ -218,15 +218,15 @@ _runtime: MpiRuntime | None = None
 _process: int | None = None
 """The id of the process that has asked for MPI."""
 _has_lost = False
-"""Whether a group has failed here."""
+"""Return whether a group has failed here."""
 
 
 def start(deadline: Deadline) -> Any:
     """Start MPI, unless the program has; returns the module ``mpi4py.MPI``.
 
     Raises:
-        BackendUnavailable: There is no MPI, it was finalized, it belongs to the parent of a forked process, or it does
-            not support MPI_THREAD_MULTIPLE.
+        BackendUnavailable: MPI can't be loaded, was finalized, belongs to the parent of a forked process, or does not
+            support MPI_THREAD_MULTIPLE.
         RendezvousError: MPI has not started by the deadline, because not all ranks of the job start it.
     """
     global _runtime, _process  # noqa: PLW0603 - a process has one MPI
@@ -304,7 +304,7 @@ def leak_request(request: Any) -> None:
 
 
 def num_leaked() -> int:
-    """How many requests were leaked."""
+    """The number of leaked requests."""
     return len(_leaked)
 
 

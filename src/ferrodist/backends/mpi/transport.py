@@ -104,7 +104,7 @@ class FrameTransport:
         return num_dropped
 
     def is_lost(self, rank: int) -> bool:
-        """Whether a rank is lost."""
+        """Return whether a rank is lost."""
         return self._peers[rank].is_lost
 
     def lose(self, rank: int) -> None:
@@ -118,7 +118,7 @@ class FrameTransport:
             peer.sending.clear()
 
     def is_idle(self) -> bool:
-        """Whether every frame has been sent."""
+        """Return whether every frame has been sent."""
         return not any(peer.waiting or peer.sending for peer in self._peers)
 
     def close(self) -> None:
@@ -200,7 +200,7 @@ class FrameTransport:
             raise ProtocolError(f"rank {source} broke the protocol: {error.message}", ranks=(source,)) from None
 
     def _has_next(self, peer: _PeerQueue) -> bool:
-        """Whether a rank's next frame has come.
+        """Return whether a rank's next frame has come.
 
         A frame that a lost rank had begun to send may never come: MPI raises, once, and then says that it has.
         """
@@ -250,7 +250,7 @@ class OutgoingMessages:
 
     @property
     def has_unsent(self) -> bool:
-        """Whether MPI has not been given all of some message."""
+        """True if MPI has not been given all of some message."""
         return bool(self._unsent)
 
     def start(self, send: Send) -> None:

@@ -49,15 +49,7 @@ def reasons_without_nccl(control: Backend, deadline: Deadline) -> dict[int, str]
 class NcclGroup(ControlPlaneBackend):
     """A group with NCCL for tensors on GPUs over a control group, which it closes with itself.
 
-    Args:
-        control: A group of another backend, used by this group only.
-        stream: A `torch.cuda.Stream` for all of the group's work on the GPU; None makes one for each group.
-        library: Returns NCCL, or raises BackendUnavailable; for tests.
-        streams: Returns the streams of a GPU; for tests.
-
-    Raises:
-        BackendUnavailable: This process has no NCCL, or no GPU.
-        TypeError: ``stream`` is not a stream, or ``control`` not a group.
+    The arguments are those of `NcclBackend`.
     """
 
     def __init__(
@@ -168,8 +160,8 @@ class NcclGroup(ControlPlaneBackend):
 
     # Sub-groups.
 
+    @override
     def close_subgroup(self, group_id: int, members: tuple[int, ...]) -> None:
-        """See `Backend.close_subgroup`."""
         executor = self._executors.pop(group_id, None)
         if executor is not None:
             executor.release(self._control.subgroup_failure(group_id, members))

@@ -85,7 +85,7 @@ class Communicator:
         self._device = device
 
     def is_ready(self) -> bool:
-        """Whether everything begun is on its stream; raises NcclError when the communicator has failed."""
+        """Return whether everything begun is on its stream; raises NcclError when the communicator has failed."""
         status = int(self._call("comm_get_async_error", self._handle))
         if status not in (_SUCCESS, _IN_PROGRESS):
             text = self._bindings.get_error_string(status)
@@ -227,7 +227,7 @@ def why_no_gpu() -> str | None:
 
 
 def is_nccl_available() -> bool:
-    """Whether this process has a GPU, NVIDIA's binding `nccl4py`, and an NCCL that it can load."""
+    """Return whether this process has a GPU, NVIDIA's binding `nccl4py`, and an NCCL that it can load."""
     return why_no_nccl() is None
 
 
@@ -279,7 +279,7 @@ class CommunicatorHandle:
 
     @property
     def is_of_parent(self) -> bool:
-        """Whether this is a forked child, where neither NCCL nor CUDA works."""
+        """True if this is a forked child, where neither NCCL nor CUDA works."""
         return self._process != os.getpid()
 
     def begin(self, device: torch.device, call: CollectiveSignature, deadline: Deadline) -> None:
@@ -315,7 +315,7 @@ class CommunicatorHandle:
         self._finalizer.atexit = False
 
     def _share(self, operation: str, payload: bytes, timeout: float, *, what: str = "") -> list[bytes]:
-        """Give every rank the bytes of each, by what compares the calls of the group's host."""
+        """Exchange payloads through the group's verification of calls on the host."""
         engine = self._group.engine("cpu")
         if engine is None:
             return self._group.verifier.verify(
@@ -327,7 +327,7 @@ class CommunicatorHandle:
         return shared
 
     def is_ready(self) -> bool:
-        """Whether everything begun is on its stream; False once aborted.
+        """Return whether everything begun is on its stream; False once aborted.
 
         Raises:
             NcclError: The communicator has failed.
@@ -408,7 +408,7 @@ class NcclUniqueId:
         internal: 128 bytes.
 
     Raises:
-        ValueError: They are not 128.
+        ValueError: ``internal`` has another length.
     """
 
     internal: bytes

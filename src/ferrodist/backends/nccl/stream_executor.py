@@ -193,7 +193,7 @@ class StreamExecutor:
 
     @property
     def has_outstanding(self) -> bool:
-        """Whether an operation is not known to have ended."""
+        """True if an operation is not known to have ended."""
         return bool(self._outstanding)
 
     def _enqueue(

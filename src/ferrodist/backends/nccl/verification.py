@@ -76,11 +76,11 @@ class RingVerifier:
 
     @property
     def num_uncompared(self) -> int:
-        """How many calls of this rank have not been compared yet."""
+        """The number of this rank's calls that have not been compared yet."""
         return len(self._own)
 
     def is_compared(self, sequence: int) -> bool:
-        """Whether a call of this rank has been compared."""
+        """Return whether a call of this rank has been compared."""
         return sequence not in self._own
 
     def close(self) -> None:
@@ -118,7 +118,7 @@ _POLL_INTERVAL_SECONDS = 0.05
 
 
 class SplitSizeVerifier:
-    """Compares, pair by pair, what one rank sends in an all_to_all with what the other expects.
+    """Compares, pair by pair, the rows that one rank sends in an all_to_all with those that the other expects.
 
     NCCL would write past the end of a smaller tensor, or wait for ever. A rank can't know whether another's counts are
     uneven, so every rank sends its own to every other. A rank whose counts are all equal need not wait for the others':

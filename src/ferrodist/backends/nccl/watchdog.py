@@ -135,7 +135,7 @@ class Watched(Protocol):
 
     @property
     def has_outstanding(self) -> bool:
-        """Whether an operation is not known to have ended."""
+        """True if an operation is not known to have ended."""
 
     def poll(self, now: float) -> bool:
         """Drop operations that have ended, abort the group for one that is overdue; whether any are left."""
@@ -145,7 +145,7 @@ class Watched(Protocol):
 
 
 class Watchdog:
-    """Polls the outstanding operations of a backend's groups every 10 ms, and sleeps while there are none.
+    """Polls the outstanding operations of a backend's groups every 10 ms, and sleeps otherwise.
 
     The thread starts with the first operation.
 

@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-import itertools
 import threading
 import weakref
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from ferrodist.backends.control_plane import ControlPlaneBackend
 from ferrodist.backends.native.backend import open_host_group
 from ferrodist.backends.polling import wait_until
 from ferrodist.backends.signature import MAX_PAYLOAD, CollectiveSignature
-from ferrodist.backends.tags import Channel, channel_tag
-from ferrodist.backends.ucc.bindings import Team, UccError, load
+from ferrodist.backends.ucc.bindings import UccError, load
 from ferrodist.backends.ucc.collectives import UccDataPlane
+from ferrodist.backends.ucc.team import OobAllgather, Team
 from ferrodist.backends.verification import CollectiveVerifier
 from ferrodist.deadline import Deadline, check_timeout
 from ferrodist.errors import (
@@ -30,73 +28,7 @@ if TYPE_CHECKING:
     from typing_extensions import Self
 
     from ferrodist.backends.base import Backend
-    from ferrodist.backends.request import Request
     from ferrodist.rendezvous import Membership
-
-_FIRST_TAG_NUMBER = 1 << 55
-"""Tag numbers from here on are not reached by collectives, whose data travels on the same channel."""
-
-
-@dataclass(slots=True, eq=False)
-class _Exchange:
-    """An exchange in progress: the data by rank, and the requests that are not done."""
-
-    parts: list[bytearray]
-    pending: list[Request]
-
-
-class OobAllgather:
-    """UCC's out-of-band allgather, by the control group's messages. Ranks begin them in the same order.
-
-    Args:
-        control: The control group.
-        deadline: The deadline for all exchanges.
-    """
-
-    def __init__(self, control: Backend, deadline: Deadline) -> None:
-        self._control = control
-        self._deadline = deadline
-        self._tag_numbers = itertools.count(_FIRST_TAG_NUMBER)
-
-    def begin(self, data: bytes) -> _Exchange:
-        """Begin to exchange ``data``, which has the same size on all ranks."""
-        control = self._control
-        tag = channel_tag(Channel.DATA, next(self._tag_numbers))
-        parts = [
-            bytearray(data) if rank == control.rank else bytearray(len(data)) for rank in range(control.world_size)
-        ]
-        peers = [rank for rank in range(control.world_size) if rank != control.rank]
-        pending = [control.irecv(parts[rank], rank, tag=tag) for rank in peers]
-        pending += [control.isend(data, rank, tag=tag) for rank in peers]
-        return _Exchange(parts, pending)
-
-    def is_done(self, exchange: _Exchange) -> bool:
-        """Whether all data has come.
-
-        Raises:
-            RendezvousError: Not all data came by the deadline.
-            DistributedError: A message failed, as all do once the group has.
-        """
-        pending = exchange.pending
-        while pending and pending[-1].done():
-            pending.pop().wait(0)
-        if not pending:
-            return True
-        if self._deadline.expired:
-            ranks = tuple(sorted({request.peer for request in pending}))
-            for request in pending:
-                request.cancel()
-            raise RendezvousError(
-                f"group {self._control.name!r}: {ranks_text(ranks)} did not exchange UCC's addresses within"
-                f" {self._deadline.timeout:g} s. Look at what is going on there, or pass a larger timeout.",
-                ranks=ranks,
-            )
-        return False
-
-    def result(self, exchange: _Exchange) -> bytes:
-        """The ranks' data, one after the other."""
-        return b"".join(exchange.parts)
-
 
 _CLOSE_SECONDS = 10.0
 """How long `UccBackend.close` takes at most: half of it for UCC, the rest for the control group."""

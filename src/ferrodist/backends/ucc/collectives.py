@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from ferrodist.backends.base import Backend
     from ferrodist.backends.engine import Block
     from ferrodist.backends.request import Request
-    from ferrodist.backends.ucc.bindings import Team, Transfer
+    from ferrodist.backends.ucc.team import Team, Transfer
 
 
 _UNWATCHED_SECONDS = 0.05
