@@ -1,4 +1,4 @@
-"""The page docs/dtensor-operators.md says what the rules do: it is made from them."""
+"""The page docs/dtensor-operators.md agrees with the rules: it is generated from them."""
 
 import re
 from importlib.metadata import version
@@ -17,8 +17,8 @@ PINNED = re.search(r"^torch==(.*)$", (ROOT / "constraints.txt").read_text(), re.
 
 
 @pytest.mark.skipif(version("torch").partition("+")[0] != PINNED, reason=f"the page is of torch {PINNED}'s operators")
-def test_the_page_is_made_from_the_code(tmp_path):
-    """Making it again changes nothing: else run make support."""
+def test_the_page_is_what_the_code_generates(tmp_path):
+    """If this fails, run make support."""
     made = tmp_path / "page.md"
     main(["--write", str(made)])
     assert made.read_text(encoding="utf-8") == PAGE.read_text(encoding="utf-8")
@@ -35,7 +35,9 @@ def test_the_page_names_every_operator_that_has_a_rule():
     assert not missing
 
 
-def test_the_page_shows_the_ways_of_a_product():
-    """As one knows them by heart."""
-    ways = "(4,6) (6,8): R, R -> R; S(0), R -> S(0); S(1), S(0) -> P; R, S(1) -> S(1); P, R -> P; R, P -> P |"
-    assert any(line.startswith("| `mm` ") and line.endswith(ways) for line in PAGE.read_text("utf-8").splitlines())
+def test_the_page_shows_the_strategies_of_a_matrix_product():
+    """The well-known ones."""
+    strategies = "(4,6) (6,8): R, R -> R; S(0), R -> S(0); S(1), S(0) -> P; R, S(1) -> S(1); P, R -> P; R, P -> P |"
+    assert any(
+        line.startswith("| `mm` ") and line.endswith(strategies) for line in PAGE.read_text("utf-8").splitlines()
+    )

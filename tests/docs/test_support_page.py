@@ -1,4 +1,4 @@
-"""The page docs/support.md says what the code does: it is made from it, and each of its cells is tried."""
+"""The page docs/support.md agrees with the code: it is generated from it, and each of its cells is tried."""
 
 from __future__ import annotations
 
@@ -38,8 +38,8 @@ def _reasons() -> dict[str, str]:
     return {number: reason.removesuffix(".") for number, _, reason in lines}
 
 
-def test_the_page_is_made_from_the_code(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    """Making it again changes nothing: else run make support."""
+def test_the_page_is_what_the_code_generates(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    """If this fails, run make support."""
     assert render() == _PAGE.read_text(encoding="utf-8")
     main([])
     assert capsys.readouterr().out == render()

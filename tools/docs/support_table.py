@@ -31,8 +31,7 @@ OPERATIONS: dict[str, Op] = {**{op.name: op for op in ReduceOp}, "premultiplied_
 
 _HEAD = """# What works with what
 
-Generated from the code by `python tools/docs/support_table.py --write docs/support.md`; a test
-compares the two and tries every cell.
+Generated from the code by `make support`; a test compares the two and tries every cell.
 """
 
 _REDUCTIONS = """## Element types and reductions

@@ -153,13 +153,13 @@ class ModuleGuard:
         return None
 
     def requires_grad_changed(self) -> bool:
-        """Whether other parameters require grad than at the last call."""
+        """True if other parameters require grad than at the last call."""
         now = self._read_requires_grad()
         changed, self._requires_grad = now != self._requires_grad, now
         return changed
 
     def values_changed(self) -> bool:
-        """Whether the version counter of a parameter has changed since the last call."""
+        """True if the version counter of a parameter has changed since the last call."""
         now = tuple(map(version_of, self._parameters))
         changed, self._versions = now != self._versions, now
         return changed

@@ -353,7 +353,7 @@ def test_copies_are_refused(act):
     [
         (LocalSGD, {"period": 0}, ValueError, "period must be at least 1, not 0"),
         (LocalSGD, {"period": 2, "start_step": -1}, ValueError, "start_step must be at least 0"),
-        (DiLoCo, {"period": 2.5}, TypeError, "period must be an integer, not float"),
+        (DiLoCo, {"period": 2.5}, TypeError, "period must be an integer, not 2.5"),
         (DiLoCo, {"outer_optimizer": lambda _: None}, TypeError, "returns a torch.optim.Optimizer, not NoneType"),
         (
             DiLoCo,

@@ -346,7 +346,7 @@ class DDP(TransparentWrapper, Generic[WrappedModule]):
 
     @property
     def saves_buffers(self) -> bool:
-        """Whether this rank's buffers are saved: those that forward broadcasts."""
+        """True if this rank's buffers are saved: those that forward broadcasts."""
         return self._group.rank == 0
 
     def __getstate__(self) -> dict[str, Any]:

@@ -64,12 +64,6 @@ class Reducer:
     """Average the gradients of some parameters over a group, in buckets, during backward; see [Note: round].
 
     The hooks go when the reducer is collected, so that a module can be wrapped again.
-
-    Args:
-        parameters: The parameters that require grad, each once, by name; the same on all ranks.
-        group: The group. In a group of one rank nothing is done.
-        options: The options of the DDP.
-        model_id: The model's id in the group, from `register_model`.
     """
 
     def __init__(
@@ -77,7 +71,7 @@ class Reducer:
     ) -> None:
         self.parameters = tuple(parameters.values())
         self.is_syncing = options.overlap_comm
-        """Whether backward averages gradients; otherwise only `reduce` does."""
+        """True if backward averages gradients; otherwise only `reduce` does."""
         self.before_round: Callable[[], tuple[int, float]] | None = None
         """In `DDP.join`: announces a round, and returns a rank that has a batch and the factor for averages."""
         self.after_round: Callable[[int], None] | None = None
@@ -121,16 +115,10 @@ class Reducer:
         self._round = BackwardRound([index for index, _ in self._locations], is_static=self._options.static_graph)
 
     def reduce(self, timeout: float | None = None, *, one_by_one: bool = False, is_idle: bool = False) -> None:
-        """Close the round, or run a whole one: on return every gradient is the mean over the ranks.
+        """Close the round, or run a complete one: on return every gradient is the mean over the ranks.
 
-        Args:
-            timeout: Seconds for each bucket; None uses the group's.
-            one_by_one: Start a bucket when the one before it has ended.
-            is_idle: This rank has no batch, and only helps the others.
-
-        Raises:
-            CollectiveMismatchError: Some ranks have a gradient that others lack. The group stays usable.
-            DistributedError: A bucket's reduction failed, and with it the group; gradients may be partly averaged.
+        With ``one_by_one`` a bucket starts when the one before it has ended. An ``is_idle`` rank has no batch, and only
+        helps the others.
         """
         self._count_missed()
         with self._abort_on_error():
@@ -174,12 +162,7 @@ class Reducer:
             )
 
     def watch_outputs(self, outputs: Sequence[torch.Tensor], unused: frozenset[int]) -> None:
-        """Hook a forward's outputs that require grad, so that the round opens where their gradients begin to flow.
-
-        Args:
-            outputs: The outputs.
-            unused: `id` of the parameters that they don't depend on.
-        """
+        """Hook a forward's outputs that require grad, so that the round opens where their gradients begin to flow."""
         if not self._ordered:
             return
         if not self._round.is_open:
@@ -196,15 +179,11 @@ class Reducer:
         hook_gradients([output for output in outputs if not output.is_leaf], hook)
 
     def matches_parameters(self) -> bool:
-        """Whether the parameters still have the dtypes, devices and shapes of the buckets."""
+        """True if the parameters still have the dtypes, devices and shapes of the buckets."""
         return all(bucket.matches_parameters() for bucket in self.buckets)
 
     def discard_failed_round(self) -> None:
-        """Outside of a backward, discard a round that a failed backward left open.
-
-        Raises:
-            GroupAbortedError: Some of its buckets had started, so the ranks are out of step.
-        """
+        """Outside of a backward, discard a round that a failed backward left open."""
         if self._round.is_open and current_backward_id() == -1:
             self._fail_round()
 

@@ -59,13 +59,7 @@ class Step:
 
 
 def plan_backward(trace: Sequence[CallEvent], prefetch: int, trainable: Collection[int]) -> list[Step]:
-    """The steps of the backward of a forward.
-
-    Args:
-        trace: The forward's events; calls that raised and did not end are skipped.
-        prefetch: Number of units to gather before they are needed.
-        trainable: The units that have gradients.
-    """
+    """The steps of the backward of a forward."""
     ended = {event.call for event in trace if not event.begins}
     events = [event for event in trace if event.call in ended]
     first_calls: dict[int, int] = {}
@@ -141,7 +135,7 @@ class BackwardRun:
         return step
 
     def was_used(self, call: int) -> bool:
-        """Whether the USE of a call is done."""
+        """True if the USE of a call is done."""
         return call in self._used
 
     def recomputed_call(self, unit: int, *, is_gathered: bool) -> int:

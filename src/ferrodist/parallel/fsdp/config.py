@@ -7,6 +7,7 @@ from typing import Any, ClassVar
 
 import torch
 
+from ferrodist.arguments import check_int
 from ferrodist.backends.base import Backend
 from ferrodist.backends.non_member import NonMemberGroup
 from ferrodist.mesh import DeviceMesh
@@ -106,11 +107,8 @@ class ShardingStrategy:
         Raises:
             ValueError, TypeError: The size is not a positive integer.
         """
-        if isinstance(intra_node_size, bool) or not isinstance(intra_node_size, int):
-            raise TypeError(f"intra_node_size must be an integer, not {type(intra_node_size).__name__}")
-        if intra_node_size < 1:
-            raise ValueError(f"intra_node_size must be at least 1, not {intra_node_size}")
-        return ShardingStrategy(name=f"HYBRID_SHARD({intra_node_size})", shard_size=intra_node_size)
+        size = check_int("intra_node_size", intra_node_size, min=1)
+        return ShardingStrategy(name=f"HYBRID_SHARD({size})", shard_size=size)
 
 
 ShardingStrategy.FULL_SHARD = ShardingStrategy(name="FULL_SHARD")
@@ -147,17 +145,7 @@ class ShardAxes:
 
     @staticmethod
     def make(group: Backend | DeviceMesh | None, strategy: ShardingStrategy) -> ShardAxes:
-        """Make the grid of a strategy and a group or mesh.
-
-        Args:
-            group: All ranks; None is the default group. Or a mesh of one axis, or of two: replicas along the first,
-                shards along the second.
-            strategy: The strategy; with a mesh of two axes one that shards, and leaves the number of shards to the
-                mesh.
-
-        Raises:
-            ValueError, TypeError: The mesh doesn't fit the strategy.
-        """
+        """Make the grid of a strategy and a group or mesh."""
         if not isinstance(group, DeviceMesh):
             if group is not None and not isinstance(group, Backend | NonMemberGroup):
                 raise TypeError(f"FSDP takes a group, a DeviceMesh or None, not {type(group).__name__}")

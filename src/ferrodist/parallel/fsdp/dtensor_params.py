@@ -33,7 +33,7 @@ def spec_of(tensor: torch.Tensor) -> DTensorSpec | None:
 
 
 def same_placements(one: torch.Tensor, other: torch.Tensor) -> bool:
-    """Whether two tensors of one shape have the same local tensor on each rank."""
+    """True if two tensors of one shape have the same local tensor on each rank."""
     first, second = spec_of(one), spec_of(other)
     return first is second or (first is not None and second is not None and first.placements == second.placements)
 

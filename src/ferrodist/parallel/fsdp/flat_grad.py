@@ -27,16 +27,7 @@ if TYPE_CHECKING:
 
 
 class FlatGradients:
-    """The gradients of `FlatParameters`.
-
-    Args:
-        names: The parameters' names in the model.
-        full_params: The full parameters, whose gradients autograd computes.
-        shards: This rank's local shards, which get the averages; the list is read when they do.
-        layout: Layout of their elements.
-        axes: The grid of ranks.
-        dtype: Dtype in which they are averaged.
-    """
+    """The gradients of `FlatParameters`."""
 
     def __init__(
         self,
@@ -65,7 +56,7 @@ class FlatGradients:
 
     @property
     def exist(self) -> bool:
-        """Whether a full parameter has a gradient that is not averaged yet."""
+        """True if a full parameter has a gradient that is not averaged yet."""
         return any(full.grad is not None for full in self._full_params)
 
     def drop(self) -> None:

@@ -111,7 +111,7 @@ class FlatLayout:
         self.dim = min(position, _NUM_DIMS - 1)
         """Dim of concatenation."""
         self.needs_disambiguation_token = position >= _NUM_DIMS - 1
-        """Whether other layouts of its size may share the dim."""
+        """True if other layouts of its size may share the dim."""
         self.index = ids.claim("flats", 0)
         """Index among all layouts of the group."""
         self.row_size = ids.claim(f"rows of {reduce_dtype}", _align(self.shard_size + len(shapes)), step=_ALIGNMENT)

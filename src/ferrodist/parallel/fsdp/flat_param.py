@@ -85,8 +85,11 @@ class FlatParameters:
         self._axes = axes
         self._param_dtype = dtypes[0]
         self.shard, self._cast_buffer, self._shared_view = memory.shard, memory.cast_buffer, memory.shared_view
-        self._is_alias = layout.num_shards == 1 and self._param_dtype is self.shard.dtype
-        self._is_copied = not self._is_alias and self._shared_view is None
+        self.is_alias = layout.num_shards == 1 and self._param_dtype is self.shard.dtype
+        """True if the full parameters are the shard itself."""
+        self.uses_shared_view = self._shared_view is not None
+        """True if other ranks compute with this rank's shard in shared memory, where it must not change meanwhile."""
+        self._is_copied = not self.is_alias and not self.uses_shared_view
         self._full = self._make_memory()
         size = layout.index + 1
         self._token = torch.empty(size, dtype=torch.uint8, device=self.shard.device)
@@ -111,11 +114,7 @@ class FlatParameters:
 
     @torch.inference_mode(mode=False)
     def start_gather(self) -> None:
-        """Start filling the full parameters, unless they share the shards' memory.
-
-        Raises:
-            UnsupportedOpError: The program has replaced a parameter.
-        """
+        """Start filling the full parameters, unless they share the shards' memory."""
         self._check_installed()
         if not self._is_copied:
             return
@@ -170,7 +169,7 @@ class FlatParameters:
             self._gathering = None
         self._install(self.parameters)
         versions, self._versions = self._versions, []
-        if self._is_alias:
+        if self.is_alias:
             return []
         self._empty()
         changed = [
@@ -190,18 +189,8 @@ class FlatParameters:
         if not was_gathering:  # otherwise the engine may still use its address
             self._empty()
 
-    @property
-    def is_alias(self) -> bool:
-        """Whether the full parameters are the shard itself."""
-        return self._is_alias
-
-    @property
-    def uses_shared_view(self) -> bool:
-        """Whether other ranks compute with this rank's shard in shared memory, where it must not change meanwhile."""
-        return self._shared_view is not None
-
     def owns_memory_of(self, tensor: torch.Tensor) -> bool:
-        """Whether a tensor shares memory with the full parameters."""
+        """True if a tensor shares memory with the full parameters."""
         return local_tensor(tensor).untyped_storage().data_ptr() == self._full.untyped_storage().data_ptr()
 
     @property
@@ -237,11 +226,7 @@ class FlatParameters:
         ]
 
     def scatter_from_rank0(self, values: Sequence[torch.Tensor] | None) -> None:
-        """Fill the shards of all ranks from rank 0's full parameters; every rank calls this.
-
-        Args:
-            values: The parameters; read on the first rank of each row, where only rank 0's matter.
-        """
+        """Fill the shards of all ranks from rank 0's full parameters; every rank calls this."""
         axes = self._axes
         if axes.shard is None:
             if values is not None:
@@ -336,7 +321,7 @@ class FlatParameters:
 
     def _make_memory(self) -> torch.Tensor:
         """The memory of the full parameters."""
-        if self._is_alias:
+        if self.is_alias:
             return self.shard.data
         if self._shared_view is not None:
             return self._shared_view.tensor.view(self._param_dtype)

@@ -54,10 +54,6 @@ class ShardGroups:
     def reduce(self, own: torch.Tensor, op: ReduceOp) -> torch.Tensor:
         """Reduce a number over all ranks; every rank calls this.
 
-        Args:
-            own: This rank's number, in float64 or complex128.
-            op: The reduction. In sums an element that several ranks have counts once.
-
         Returns:
             The same number on all ranks. Its gradient is that of a loss that all ranks have: each shard gets its own.
         """
@@ -381,7 +377,7 @@ def _dtype_of_total(name: str, dtype: torch.dtype) -> torch.dtype:
 
 
 def _is_given(option: object) -> bool:
-    """Whether an argument is one that a reduction of all elements doesn't have: a dim, keepdim, out."""
+    """True if an argument is one that a reduction of all elements doesn't have: a dim, keepdim, out."""
     return isinstance(option, torch.Tensor) or not (option is None or option is False or option in ((), []))
 
 

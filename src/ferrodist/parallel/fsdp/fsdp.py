@@ -295,7 +295,7 @@ class FSDP(TransparentWrapper, Generic[WrappedModule]):
 
     @property
     def has_pending_prefetch(self) -> bool:
-        """Whether units are being gathered that no forward waits for yet."""
+        """True if units are being gathered that no forward waits for yet."""
         return self._scheduler.has_pending_prefetch
 
     @torch.no_grad()
@@ -452,7 +452,7 @@ class FSDP(TransparentWrapper, Generic[WrappedModule]):
 
     @property
     def saves_buffers(self) -> bool:
-        """Whether this rank's buffers are saved."""
+        """True if this rank's buffers are saved."""
         return self._axes.world.rank == 0
 
     def state_dict(self, *_args: Any, **_kwargs: Any) -> NoReturn:

@@ -50,11 +50,6 @@ def verify_units(
     """Compare units, parameters and buffers with those of rank 0; every rank of the group calls this.
 
     Ids of layouts that all ranks have collected are released; see [Note: ids of layouts] in `flat_layout.py`.
-
-    Raises:
-        CollectiveMismatchError: On every rank, naming the first difference. The group stays usable.
-        UnsupportedOpError, ValueError: On every rank, naming a tensor that can't be sharded. The group stays usable.
-        ValueError: On every rank: they have different local tensors of a DTensor. The group stays usable.
     """
     group = axes.world
     lines = [f"settings {settings}", *_describe(specs, root)]
@@ -82,8 +77,8 @@ def _check_same_local_tensors(
         for name, first, other in zip(names, coordinates[0], theirs, strict=True):
             if first != other:
                 raise ValueError(
-                    f"ranks 0 and {rank} of group {group.name!r} have different parts of parameter {name!r}, at"
-                    f" {first} and {other} of its mesh: give FSDP the ranks that have the same part, along another axis"
+                    f"ranks 0 and {rank} of group {group.name!r} have different local tensors of parameter {name!r}, at"
+                    f" {first} and {other} of its mesh: give FSDP the ranks that have the same one, along another axis"
                     " than the parameter's, as mesh['data'] of a DeviceMesh where mesh['tensor'] divides the module"
                 )
 
@@ -128,11 +123,7 @@ def _find_refusal(specs: Sequence[UnitSpec], root: torch.nn.Module, device: torc
 
 
 def find_device(specs: Sequence[UnitSpec], root: torch.nn.Module, given: torch.device | str | None) -> torch.device:
-    """The device of the first parameter or buffer that is not on meta, otherwise the given one.
-
-    Raises:
-        ValueError: They differ.
-    """
+    """The device of the first parameter or buffer that is not on meta, otherwise the given one."""
     chosen = None if given is None else torch.device(given)
     if chosen == torch.device("cuda"):
         chosen = torch.device("cuda", torch.cuda.current_device())
@@ -217,14 +208,6 @@ def build_units(
     """Shard a model's parameters, with the values of rank 0; every rank of the group calls this.
 
     Beside the shards it needs the memory of one unit, twice.
-
-    Args:
-        specs: The units.
-        axes: The grid of ranks.
-        precision: Dtypes of computation and communication.
-        init: Function that initialises a module's parameters on the meta device.
-        dtensor_specs: For parameters that are local tensors of DTensors the DTensors' specs, by name.
-        device: The parameters' device.
     """
     flat_specs = [
         flat_spec

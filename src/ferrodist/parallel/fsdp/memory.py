@@ -38,14 +38,7 @@ class FlatMemory:
 def allocate_shards(
     sizes: Sequence[tuple[int, torch.dtype, torch.dtype]], group: Backend | None, device: torch.device
 ) -> list[FlatMemory]:
-    """Allocate shards of zeros, on the CPU in one region of symmetric memory; every rank of the group calls this.
-
-    Args:
-        sizes: For each shard its number of elements, its dtype and the dtype in which it is gathered; equal on all
-            ranks.
-        group: The ranks that divide the model; None allocates memory of this rank alone.
-        device: The device.
-    """
+    """Allocate shards of zeros, on the CPU in one region of symmetric memory; every rank of the group calls this."""
     if group is None or device.type != "cpu":
         return [
             FlatMemory(
@@ -101,11 +94,6 @@ class GradientBuffer:
     """Symmetric memory that units use in turn to average their gradients.
 
     Units use it in the same order on all ranks, so that each finds its peers' gradients at the same address.
-
-    Args:
-        size_bytes: Size of the largest unit's rows.
-        group: The ranks that average; None if there are no others.
-        device: The gradients' device.
     """
 
     def __init__(self, size_bytes: int, group: Backend | None, device: torch.device) -> None:

@@ -109,7 +109,7 @@ class OptimizerStateDict:
                 if isinstance(value, torch.Tensor) and value.dim() and value.shape != parameter.shape:
                     raise ValueError(
                         f"{key!r} of {flat.names[index]!r} has shape {tuple(value.shape)}, and this rank's shard"
-                        f" {tuple(parameter.shape)}: it was divided in another way. Nothing was loaded."
+                        f" {tuple(parameter.shape)}: it was sharded in another way. Nothing was loaded."
                     )
         _load(optimizer, locations, state)
 
@@ -175,7 +175,7 @@ def _divided_keys(optimizer: torch.optim.Optimizer, parameter: torch.Tensor) -> 
 
 
 def _is_divided_elsewhere(optimizer: torch.optim.Optimizer, key: str) -> bool:
-    """Whether an entry has the shape of parameters with dims; if there are none, its name decides."""
+    """True if an entry has the shape of parameters with dims; if there are none, its name decides."""
     shapes = [
         (entries[key].shape, other.shape)
         for other, entries in optimizer.state.items()

@@ -45,15 +45,7 @@ if TYPE_CHECKING:
 
 
 class UnitScheduler:
-    """Run the units of one model; see [Note: phases of a step].
-
-    Args:
-        units: The units; the first is the whole model.
-        axes: The grid of ranks, whose groups are aborted when this rank falls out of step.
-        buffer: The buffer of gradients that are being averaged.
-        prefetch: Number of units to gather before they are needed, in forward and in backward.
-        reshards_after_forward: Whether units are freed between forward and backward.
-    """
+    """Run the units of one model; see [Note: phases of a step]."""
 
     def __init__(
         self,
@@ -66,7 +58,7 @@ class UnitScheduler:
     ) -> None:
         self.units = tuple(units)
         self.is_syncing = True
-        """Whether backward averages gradients; otherwise they stay on this rank."""
+        """True if backward averages gradients; otherwise they stay on this rank."""
         self._axes = axes
         self._group = axes.world
         self._buffer = buffer
@@ -98,19 +90,11 @@ class UnitScheduler:
 
     @property
     def has_pending_prefetch(self) -> bool:
-        """Whether a unit is being gathered that no forward waits for yet."""
+        """True if a unit is being gathered that no forward waits for yet."""
         return any(unit.state is UnitState.GATHERING for unit in self.units)
 
     def recover(self, *, keeps_prefetched: bool = False) -> None:
-        """Free units that an earlier forward left, and abort the group if a backward was cut short.
-
-        Args:
-            keeps_prefetched: Don't free units that `prefetch_forward` is gathering.
-
-        Raises:
-            RuntimeError: The call is inside of a forward or backward, or of summon_full_params().
-            GroupAbortedError: An earlier backward failed on this rank, and the others wait for it.
-        """
+        """Free units that an earlier forward left, and abort the group if a backward was cut short."""
         is_in_backward = self._run is not None and current_backward_id() != -1
         if self._trace is not None or is_in_backward or self.is_summoned:
             raise RuntimeError(
@@ -314,7 +298,7 @@ class UnitScheduler:
 
     @property
     def has_unsynced(self) -> bool:
-        """Whether backwards without synchronisation left gradients on this rank."""
+        """True if backwards without synchronisation left gradients on this rank."""
         return bool(self._unsynced)
 
     def drop_unsynced(self) -> None:

@@ -35,7 +35,7 @@ class ModelStateDict:
         names: dict[torch.Tensor, list[str]] = {}
         for name, parameter in module.named_parameters(remove_duplicate=False):
             names.setdefault(parameter, []).append(name)
-        # Kept, for a backward that failed leaves other parameters in the module than the pieces.
+        # Stored now, since a failed backward leaves full parameters in the module.
         self._names = names
         self._extras = {
             f"{prefix}.{_EXTRA}" if prefix else _EXTRA: each
@@ -75,19 +75,19 @@ class ModelStateDict:
         if is_sent and self._extras:
             extras = self._send_extras(extras)
         for flat in self._flats:
-            whole = [] if state is None else [state[names[shard][0]] for shard in flat.parameters]
-            wanted = [flat.slice_local(index, value) for index, value in enumerate(whole)]
+            full = [] if state is None else [state[names[shard][0]] for shard in flat.parameters]
+            wanted = [flat.slice_local(index, value) for index, value in enumerate(full)]
             if is_sent:
                 flat.scatter_from_rank0(None if state is None else wanted)
             else:
                 for index, value in enumerate(wanted):
                     flat.load(index, value)
         for name, buffer in self._buffers().items():
-            part = local_tensor(buffer)
+            local = local_tensor(buffer)
             if state is not None:
-                part.copy_(slice_local(state[name], spec_of(buffer)))
+                local.copy_(slice_local(state[name], spec_of(buffer)))
             if is_sent:
-                broadcast(part, 0, group=group, out=part)
+                broadcast(local, 0, group=group, out=local)
         self._set_extras(extras or {})
 
     def _is_only_on_rank_0(self, state: Mapping[str, torch.Tensor] | None) -> bool:
@@ -102,7 +102,7 @@ class ModelStateDict:
         have = [rank for rank, (has_state, _) in enumerate(answers) if has_state]
         if have not in ([0], list(range(group.world_size))):
             raise ValueError(
-                f"load_full_state_dict takes the state on all ranks or on rank 0, but it came on ranks {have}"
+                f"load_full_state_dict takes the state on all ranks or on rank 0, but ranks {have} have it"
             )
         return len(have) < group.world_size
 
@@ -232,9 +232,9 @@ def check_owner(state: Mapping[str, Any], owner: Mapping[str, Any], what: str) -
     for name in sorted({*own, *saved}):
         if own.get(name) != saved.get(name):
             raise ValueError(
-                f"this is the {what} state of another part of {name!r}: of {saved.get(name, 'all of it')}, where this"
-                f" rank has {own.get(name, 'all of it')}: sharded states fit the rank that saved them, full ones any"
-                " division. Nothing was loaded."
+                f"this is the {what} state of another local tensor of {name!r}: of {saved.get(name, 'all of it')},"
+                f" where this rank has {own.get(name, 'all of it')}: sharded states fit the rank that saved them, full"
+                " ones any division. Nothing was loaded."
             )
 
 
@@ -263,7 +263,7 @@ def _shard_mismatch(own: Mapping[str, Any], other: Any) -> str | None:
     same = own["start"] == other["start"] and own["shape"] == other["shape"]
     if not same or own["piece"].numel() != other["piece"].numel():
         return (
-            "is divided in another way, or has another shape, than in the state: build the model with the same units"
+            "is sharded in another way, or has another shape, than in the state: build the model with the same units"
             " and strategy, or save full_state_dict()"
         )
     return None

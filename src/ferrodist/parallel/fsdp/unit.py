@@ -41,15 +41,7 @@ class UnitState(enum.Enum):
 
 
 class Unit:
-    """Modules whose parameters are gathered together.
-
-    Args:
-        index: Index among the model's units; 0 is the whole model.
-        name: The module's name; empty for the whole model.
-        module: The module.
-        flats: The parameters, those of one dtype together.
-        group: The group that error messages name.
-    """
+    """Modules whose parameters are gathered together."""
 
     def __init__(
         self, index: int, name: str, module: torch.nn.Module, flats: Sequence[FlatParameters], group: Backend
@@ -64,7 +56,7 @@ class Unit:
         self._versions: tuple[int, ...] = ()  # of the pieces, when the gathering started
         self.is_reducing = False
         self.has_full_params = False
-        """Whether the module has full parameters; otherwise it has its shards."""
+        """True if the module has full parameters; otherwise it has its shards."""
 
     @property
     def title(self) -> str:
@@ -74,22 +66,22 @@ class Unit:
 
     @property
     def is_unsharded(self) -> bool:
-        """Whether this rank has all of it, so that it can stay installed from the beginning of a forward to its end."""
+        """True if this rank has all of it, so that it can stay installed from the beginning of a forward to its end."""
         return all(flat.is_alias for flat in self.flats)
 
     @property
     def is_trainable(self) -> bool:
-        """Whether it has gradients to average."""
+        """True if it has gradients to average."""
         return any(flat.num_trainable for flat in self.flats)
 
     @property
     def has_all_gradients(self) -> bool:
-        """Whether this backward has produced a gradient for each parameter that requires one."""
+        """True if this backward has produced a gradient for each parameter that requires one."""
         return self._num_gradients >= sum(flat.num_trainable for flat in self.flats)
 
     @property
     def has_gradients(self) -> bool:
-        """Whether it has gradients that are not averaged yet."""
+        """True if it has gradients that are not averaged yet."""
         return any(flat.gradients.exist for flat in self.flats)
 
     def start_gather(self) -> None:
@@ -107,9 +99,6 @@ class Unit:
 
         Shards that have changed since the gathering began, as by an optimizer's step after a prefetch, or by a module's
         own forward, are gathered again: all ranks have changed them, at the same point of their program.
-
-        Raises:
-            DistributedError: Communication between the ranks failed.
         """
         if self.state is UnitState.GATHERED:
             return
@@ -145,15 +134,11 @@ class Unit:
                     flat.install_shards()
 
     def owns_memory_of(self, tensor: torch.Tensor) -> bool:
-        """Whether a tensor shares memory with the unit's full parameters."""
+        """True if a tensor shares memory with the unit's full parameters."""
         return any(flat.owns_memory_of(tensor) for flat in self.flats)
 
     def free(self) -> None:
-        """Free all but this rank's shards.
-
-        Raises:
-            UnsupportedOpError: A full parameter was changed, and the change is lost. All is freed.
-        """
+        """Free all but this rank's shards."""
         if self.state is UnitState.SHARDED:
             return
         with add_error_context(lambda: self._context("freeing"), ADVICE):

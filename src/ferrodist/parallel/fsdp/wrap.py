@@ -77,7 +77,7 @@ def find_units(root: torch.nn.Module, wrap: object) -> list[UnitSpec]:
     chosen = {module: name for name, module in root.named_modules() if _applies(policy, name, module)}
     if policy is not None and not any(map(_has_forward, chosen)):
         warnings.warn(
-            f"wrap= chose no module of {type(root).__name__}, so all of it is one unit, which every rank has whole in"
+            f"wrap= chose no module of {type(root).__name__}, so all of it is one unit, which every rank gathers in"
             " forward and backward: name a class that it has, as that of its blocks, or leave wrap= out",
             stacklevel=3,
         )
@@ -125,7 +125,7 @@ def _applies(policy: WrapPolicy | None, name: str, module: torch.nn.Module) -> b
 
 
 def _is_called(module: torch.nn.Module) -> bool:
-    """Whether a module's forward is called when its parameters are needed.
+    """True if a module's forward is called when its parameters are needed.
 
     ModuleLists have no forward, and the weight of attention's last layer is used by the attention itself.
     """

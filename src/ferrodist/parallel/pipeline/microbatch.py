@@ -45,7 +45,7 @@ def split_batch(batch: Any, num_microbatches: int, what: str) -> tuple[list[Any]
                 f"{what} has {counted(len(batch), 'microbatch')}, and the pipeline is for {num_microbatches}"
             )
         return list(batch), None
-    plan, tensors = flatten(batch, what)
+    spec, tensors = flatten(batch, what)
     sizes = {int(tensor.shape[0]) for tensor in tensors if tensor.dim()}
     if len(sizes) > 1:
         raise ValueError(
@@ -64,7 +64,7 @@ def split_batch(batch: Any, num_microbatches: int, what: str) -> tuple[list[Any]
         )
     parts = [_split_tensor(tensor, num_microbatches) for tensor in tensors]
     counts = [len(part) for part in torch.empty(num_samples, 0, device="cpu").tensor_split(num_microbatches)]
-    return [unflatten(plan, [part[index] for part in parts]) for index in range(num_microbatches)], counts
+    return [unflatten(spec, [part[index] for part in parts]) for index in range(num_microbatches)], counts
 
 
 def _split_tensor(tensor: torch.Tensor, num_parts: int) -> Sequence[torch.Tensor]:
@@ -86,30 +86,26 @@ class Outputs:
 
     def __init__(self) -> None:
         self.is_joined = True
-        """Whether they are returned as one batch."""
+        """True if they are returned as one batch."""
         self._outputs: dict[int, tuple[TreeSpec, list[torch.Tensor], list[bool]]] = {}
         """For each microbatch its tree spec, its tensors, and which of them require grad; in any order."""
 
     def add(self, microbatch: int, value: Any) -> list[torch.Tensor]:
         """Add a microbatch's output; returns its tensors that require grad."""
-        plan, tensors = flatten(value, "the output of the last stage")
+        spec, tensors = flatten(value, "the output of the last stage")
         wants = [tensor.requires_grad for tensor in tensors]
-        self._outputs[microbatch] = plan, [tensor.detach() for tensor in tensors], wants
+        self._outputs[microbatch] = spec, [tensor.detach() for tensor in tensors], wants
         return [tensor for tensor in tensors if tensor.requires_grad]
 
     def result(self) -> Any:
-        """All outputs for the program; None on ranks without the last stage.
-
-        Raises:
-            ValueError: They can't be joined.
-        """
+        """All outputs for the program; None on ranks without the last stage."""
         found = self._in_order()
         if not found:
             return None
         if not self.is_joined:
-            return Microbatches(unflatten(plan, _wanting(tensors, wants)) for plan, tensors, wants in found)
-        plan, first, wants = found[0]
-        if any(other != plan for other, _, _ in found) or not all(
+            return Microbatches(unflatten(spec, _wanting(tensors, wants)) for spec, tensors, wants in found)
+        spec, first, wants = found[0]
+        if any(other != spec for other, _, _ in found) or not all(
             each.dim() for _, others, _ in found for each in others
         ):
             raise ValueError(
@@ -117,20 +113,16 @@ class Outputs:
                 " Microbatches([...]), and get the outputs one by one"
             )
         joined = [torch.cat([others[index] for _, others, _ in found]) for index in range(len(first))]
-        return unflatten(plan, _wanting(joined, wants))
+        return unflatten(spec, _wanting(joined, wants))
 
     def split(self, gradients: Any) -> dict[int, list[torch.Tensor | None]]:
-        """Split gradients of the result into those of each microbatch's tensors that require grad.
-
-        Raises:
-            ValueError: They are nested in another way than the result, or all are None.
-        """
+        """Split gradients of the result into those of each microbatch's tensors that require grad."""
         given = self._in_order()
         if not self.is_joined:
             parts = list(gradients) if isinstance(gradients, Microbatches) else [gradients]
             if len(parts) != len(given):
                 raise ValueError(f"there are {len(given)} microbatches of outputs, and {len(parts)} of gradients")
-            split = [_flatten_like(part, plan) for part, (plan, _, _) in zip(parts, given, strict=True)]
+            split = [_flatten_like(part, spec) for part, (spec, _, _) in zip(parts, given, strict=True)]
         else:
             split = [[] for _ in given]
             for index, whole in enumerate(_flatten_like(gradients, given[0][0])):
@@ -155,16 +147,16 @@ def _wanting(tensors: Sequence[torch.Tensor], wants: Sequence[bool]) -> list[tor
     return [tensor.requires_grad_(wanted) for tensor, wanted in zip(tensors, wants, strict=True)]
 
 
-def _flatten_like(gradients: Any, plan: TreeSpec) -> list[torch.Tensor | None]:
+def _flatten_like(gradients: Any, spec: TreeSpec) -> list[torch.Tensor | None]:
     """Flatten gradients like the tensors of a tree spec; each may be None."""
     found: dict[int, torch.Tensor | None] = {}
-    if not _match(gradients, plan, found):
+    if not _match(gradients, spec, found):
         raise ValueError("gradients must be nested as the result of forward(), with a tensor or None for each tensor")
     return [found[index] for index in sorted(found)]
 
 
-def _match(value: Any, plan: TreeSpec, found: dict[int, torch.Tensor | None]) -> bool:
-    mark, content = plan
+def _match(value: Any, spec: TreeSpec, found: dict[int, torch.Tensor | None]) -> bool:
+    mark, content = spec
     match mark:
         case "tensor":
             found[content] = value
@@ -222,11 +214,7 @@ class Losses:
             self._counts[what] = counts
 
     def add(self, microbatch: int, loss: torch.Tensor) -> list[torch.Tensor]:
-        """Add a microbatch's loss; returns the tensors from which its backward begins.
-
-        Raises:
-            TypeError, ValueError: The value is not a loss, or requires no grad.
-        """
+        """Add a microbatch's loss; returns the tensors from which its backward begins."""
         if not isinstance(loss, torch.Tensor):
             raise TypeError(
                 f"the loss is of type {type(loss).__name__}: loss_fn, or the last stage, must return a tensor"
@@ -245,11 +233,7 @@ class Losses:
         return [loss]
 
     def gather(self, group: Backend, timeout: float) -> torch.Tensor:
-        """Share the losses with all ranks and return the loss of the batch; every rank calls this at the end of a step.
-
-        Raises:
-            CollectiveMismatchError: On all ranks: inputs and targets have different numbers of samples.
-        """
+        """Share the losses with all ranks and return the batch's loss; every rank calls this at the end of a step."""
         count = self._num_microbatches
         own = torch.zeros(2 * count + len(_BATCHES) + 1, dtype=torch.float64, device="cpu")
         for index, value in self._values.items():
@@ -270,8 +254,9 @@ class Losses:
             )
         if is_uneven and not num_targets and self.reduction is LossReduction.MEAN:
             raise CollectiveMismatchError(
-                f"a batch of {num_inputs:g} samples makes uneven microbatches, and the last stage can't tell what each"
-                " counts in the mean: take a batch that can be divided, or a loss_fn with targets, or LossReduction.SUM"
+                f"a batch of {num_inputs:g} samples makes uneven microbatches, and the last stage doesn't know what"
+                " each counts in the mean: take a batch that can be divided, or a loss_fn with targets, or"
+                " LossReduction.SUM"
             )
 
     def _weight(self, microbatch: int) -> float:

@@ -45,11 +45,6 @@ class StepScope:
     """The sub-group in which ranks run steps, made anew after each failure.
 
     So no message of a failed step reaches the next.
-
-    Args:
-        parent: The group of the pipeline.
-        executor: The executor of this rank's actions, which is reset after a failure.
-        shared: The tied parameters, which have groups of their own.
     """
 
     def __init__(self, parent: Backend, executor: Executor, shared: TiedParameters) -> None:
@@ -304,7 +299,7 @@ class Pipeline(TransparentWrapper):
 
     @property
     def is_partial(self) -> bool:
-        """Whether other ranks have other parameters of the model; read by `OptimizerState`."""
+        """True if other ranks have other parameters of the model; read by `OptimizerState`."""
         return self._parent.world_size > 1
 
     @property
@@ -367,16 +362,16 @@ class Pipeline(TransparentWrapper):
                 raise RuntimeError(f"stage {index} was replaced: make a new Pipeline of the present stages")
 
     def _owns_stage(self, index: int) -> bool:
-        """Whether this rank has the stage of index 0 or -1."""
+        """True if this rank has the stage of index 0 or -1."""
         return self._schedule.stage_ranks[index] == self._parent.rank
 
     def _split(self, inputs: Any, index: int) -> list[Any]:
         if not self._owns_stage(index):
             return []
         what = "inputs" if index == 0 else "targets"
-        parts, counts = split_batch(inputs, self.num_microbatches, what)
+        microbatches, counts = split_batch(inputs, self.num_microbatches, what)
         self._losses.count(counts, what)
-        return parts
+        return microbatches
 
     def _step_inputs(self, inputs: Any, targets: Any) -> StepInputs:
         self._losses.begin()
@@ -424,8 +419,8 @@ class Pipeline(TransparentWrapper):
 
 def _restore_model_names(pipeline: Pipeline, keys: Any) -> None:
     """Give missing keys their names in the whole model, and ignore unexpected ones; torch calls this after loading."""
-    for own, place in pipeline._loaded_prefixes.items():  # noqa: SLF001 - its own hook
+    for own, in_model in pipeline._loaded_prefixes.items():  # noqa: SLF001 - its own hook
         keys.missing_keys[:] = [
-            place + name[len(own) :] if name.startswith(own) else name for name in keys.missing_keys
+            in_model + name[len(own) :] if name.startswith(own) else name for name in keys.missing_keys
         ]
         keys.unexpected_keys[:] = [name for name in keys.unexpected_keys if not name.startswith(own)]

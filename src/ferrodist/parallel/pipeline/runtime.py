@@ -40,12 +40,7 @@ _HOST = torch.device("cpu")
 
 
 def send_value(packed: PackedValue, dst: int, tag: int, group: Backend) -> list[Request]:
-    """Start sending a value, whose tensors must not change until the requests are done.
-
-    Raises:
-        TypeError: A tensor can't be sent.
-        UnsupportedOpError: A tensor is on a GPU, and the group can't send it from there.
-    """
+    """Start sending a value, whose tensors must not change until the requests are done."""
     for tensor in packed.tensors:
         if tensor.is_cuda:
             engine_of(group, tensor.device)
@@ -85,12 +80,7 @@ class PendingRecv:
             self._message.add_done_callback(self._decode_once)
 
     def wait(self, deadline: Deadline) -> PackedValue:
-        """Wait for all of the value.
-
-        Raises:
-            ProtocolError: The message is not a pipeline value.
-            DistributedError: A rank is late, or was lost.
-        """
+        """Wait for all of the value."""
         if self._message is not None:
             wait_all([self._message], deadline)
             self._decode_once()
@@ -110,7 +100,7 @@ class PendingRecv:
 
     @property
     def has_out_of_band(self) -> bool:
-        """Whether some tensors came out-of-band."""
+        """True if some tensors came out-of-band."""
         return bool(self._out_of_band)
 
     def cancel(self) -> None:
@@ -173,14 +163,7 @@ _NO_INPUTS = StepInputs([], lambda *_: [], {})
 
 
 class Executor:
-    """Execute a rank's actions.
-
-    Args:
-        stages: This rank's stages, by their indices.
-        stage_ranks: The rank of each stage.
-        edges: All edges between stages.
-        num_microbatches: Number of microbatches of a step.
-    """
+    """Execute a rank's actions."""
 
     def __init__(
         self, stages: Mapping[int, Stage], stage_ranks: Sequence[int], edges: Sequence[Edge], num_microbatches: int
@@ -207,14 +190,7 @@ class Executor:
         """The largest number of microbatches between forward and backward, in all stages together."""
 
     def run(self, actions: Iterable[Action], inputs: StepInputs, group: Backend, timeout: float) -> None:
-        """Execute this rank's actions, and return when all sends are done.
-
-        Args:
-            actions: The actions.
-            inputs: Inputs and gradients of the first and last stage.
-            group: The ranks of the pipeline.
-            timeout: Seconds to wait for one message.
-        """
+        """Execute this rank's actions, and return when all sends are done."""
         self._inputs, self._group, self._timeout = inputs, group, timeout
         self.peak_in_flight = 0
         for action in actions:
@@ -227,7 +203,7 @@ class Executor:
 
     @property
     def has_in_flight(self) -> bool:
-        """Whether a microbatch has run forward, and not backward."""
+        """True if a microbatch has run forward, and not backward."""
         return any(stage.num_in_flight for stage in self._stages.values())
 
     def reset(self) -> None:
@@ -289,7 +265,7 @@ class Executor:
         self.peak_in_flight = max(self.peak_in_flight, sum(each.num_in_flight for each in self._stages.values()))
 
     def _is_written_locally(self, edge: Edge) -> bool:
-        """Whether another stage of this rank gets the same value, and may write to it while it is being sent."""
+        """True if another stage of this rank gets the same value, and may write to it while it is being sent."""
         here = self._group.rank
         others = (other for other in self._outgoing[edge.source] if other.target < edge.target)
         return self._stage_ranks[edge.target] != here and any(

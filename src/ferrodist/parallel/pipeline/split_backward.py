@@ -111,7 +111,7 @@ class BackwardGraph:
 
 
 def is_python_function(node: Node) -> bool:
-    """Whether a node belongs to a ``torch.autograd.Function``."""
+    """True if a node belongs to a ``torch.autograd.Function``."""
     return isinstance(cast("object", node), BackwardCFunction)
 
 
@@ -193,7 +193,7 @@ class _SavedTensor(Protocol):
 
 
 def has_packed_tensors(node: Node) -> bool:
-    """Whether a node's saved tensors have hooks: checkpoints, or tensors offloaded to other memory."""
+    """True if a node's saved tensors have hooks: checkpoints, or tensors offloaded to other memory."""
     return any(saved.unpack_hook is not None for saved in _saved(node))
 
 
@@ -343,15 +343,11 @@ class WeightBackward:
 
     @property
     def is_empty(self) -> bool:
-        """Whether nothing is left to do."""
+        """True if nothing is left to do."""
         return not (self._roots or self._deferred)
 
     def run(self) -> None:
-        """Add the parameters' gradients to their ``.grad``, as an ordinary backward does, hooks included.
-
-        Raises:
-            RuntimeError: It was called before; or as backward raises, after which gradients may be partly added.
-        """
+        """Add the parameters' gradients to their ``.grad``, as an ordinary backward does, hooks included."""
         if self._has_run:
             raise RuntimeError("these gradients have been added already; each backward_inputs() allows one run()")
         self._has_run = True

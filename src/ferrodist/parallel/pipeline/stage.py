@@ -40,15 +40,7 @@ class Edge(NamedTuple):
 
 
 def find_edges(num_stages: int, skips: Mapping[str, tuple[int, int]]) -> list[Edge]:
-    """All edges between stages: from each to the next, and skips.
-
-    Args:
-        num_stages: Number of stages of the model.
-        skips: For each name the source and the destination stage.
-
-    Raises:
-        ValueError: A skip has a wrong destination, or its name can't be an argument's.
-    """
+    """All edges between stages: from each to the next, and skips."""
     edges = [Edge(MAIN, stage, stage + 1) for stage in range(num_stages - 1)]
     for name, (source, target) in skips.items():
         if not name.isidentifier():
@@ -101,25 +93,14 @@ class _WritableLeaf(torch.autograd.Function):
 
 @dataclass(slots=True)
 class _InFlightMicrobatch:
-    """A microbatch between its forward and its backward.
-
-    Args:
-        inputs: The stage's input leaves that require gradients.
-        outputs: The output tensors that require gradients.
-    """
+    """A microbatch between its forward and its backward."""
 
     inputs: dict[str, list[torch.Tensor]]
     outputs: dict[str, list[torch.Tensor]]
 
 
 class Stage:
-    """A module and its microbatches in flight.
-
-    Args:
-        module: The module. One that averages gradients does so in the backward of the last microbatch, and its
-            backwards are not split.
-        last: The microbatch whose backward is the last.
-    """
+    """A module and its microbatches in flight."""
 
     def __init__(self, module: torch.nn.Module, last: int) -> None:
         self.module = module
@@ -142,13 +123,7 @@ class Stage:
         return len(self._in_flight) + len(self._weights)
 
     def forward(self, microbatch: int, received: Mapping[str, PackedValue], value: Any) -> PipelineOutput:
-        """Call the module.
-
-        Args:
-            microbatch: The microbatch's index.
-            received: Values from other stages, by names of edges.
-            value: The module's input if no value comes from the previous stage.
-        """
+        """Call the module."""
         inputs: dict[str, list[torch.Tensor]] = {}
         values: dict[str, Any] = {MAIN: value}
         for name, packed in received.items():
@@ -166,13 +141,13 @@ class Stage:
         return result if isinstance(result, PipelineOutput) else PipelineOutput(result)
 
     def _is_argument_tuple(self, main: Any, received: Mapping[str, PackedValue]) -> bool:
-        """Whether a value is several arguments; a Sequential takes one, as its children take it from each other."""
+        """True if a value is several arguments; a Sequential takes one, as its children take it from each other."""
         if not isinstance(main, tuple):
             return False
         return not self._is_sequential or (MAIN not in received and len(main) == 1)
 
     def has_buffers(self, tensors: Iterable[torch.Tensor]) -> bool:
-        """Whether some tensors are buffers of the module, or views of them, to which its next forward may write."""
+        """True if some tensors are buffers of the module, or views of them, to which its next forward may write."""
         without_history = {
             id(each) for tensor in tensors if not tensor.requires_grad for each in (tensor, base_of(tensor))
         }

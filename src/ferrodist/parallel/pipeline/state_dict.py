@@ -24,12 +24,7 @@ def unwrap(module: torch.nn.Module) -> torch.nn.Module:
 
 
 class StateDictMapper:
-    """Mapping between the names of a rank's stages and those of the whole model.
-
-    Args:
-        stages: The rank's stages, by their indices.
-        prefixes: The name prefixes of all stages in the whole model.
-    """
+    """Mapping between the names of a rank's stages and those of the whole model."""
 
     def __init__(self, stages: Mapping[int, torch.nn.Module], prefixes: Sequence[str]) -> None:
         self._stages = stages

@@ -85,12 +85,7 @@ class TiedParameters:
             parameter.grad = None
 
     def after_step(self, group: Backend, deadline: Deadline) -> None:
-        """Add up the gradients of all ranks, with those set aside.
-
-        Args:
-            group: All ranks of the pipeline.
-            deadline: Deadline of all messages.
-        """
+        """Add up the gradients of all ranks, with those set aside."""
         if not self._num_between_ranks:
             return
         is_used = torch.zeros(self._num_between_ranks, dtype=torch.bool, device="cpu")

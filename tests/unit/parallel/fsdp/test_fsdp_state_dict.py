@@ -144,9 +144,9 @@ def test_sharded_states_of_others_are_refused():
         with pytest.raises(ValueError, match="not of this FSDP"):
             fsdp.sharded_optimizer_state_dict(adam(torch.nn.Linear(1, 1)))
         whole = FSDP(copy.deepcopy(model), group)
-        with pytest.raises(ValueError, match="divided in another way"):
+        with pytest.raises(ValueError, match="sharded in another way"):
             whole.load_sharded_state_dict(states[0])
-        with pytest.raises(ValueError, match="divided in another way"):
+        with pytest.raises(ValueError, match="sharded in another way"):
             whole.load_sharded_optimizer_state_dict(adam(whole), states[1])
 
     run_ranks(program, 3)

@@ -368,7 +368,9 @@ def test_states_that_do_not_fit_are_refused():
             states[at, 1 - other],
             strict=True,
         ):
-            with pytest.raises(ValueError, match=r"state of another part of 'first\.down\.bias'.*Nothing was loaded"):
+            with pytest.raises(
+                ValueError, match=r"state of another local tensor of 'first\.down\.bias'.*Nothing was loaded"
+            ):
                 load(state)
         check_close(fsdp.full_state_dict(), before, limit=0)
 
@@ -530,7 +532,9 @@ def test_groups_whose_ranks_have_different_parts_are_refused():
         module = parallel(mesh)
         before = dict(module.named_parameters())
         for over in (mesh["tp"], group):
-            with pytest.raises(ValueError, match=r"different parts of parameter '0\.weight', at .*another axis"):
+            with pytest.raises(
+                ValueError, match=r"different local tensors of parameter '0\.weight', at .*another axis"
+            ):
                 FSDP(module, over)
         assert all(now is before[name] for name, now in module.named_parameters())
         FSDP(module, mesh["dp"])

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
+from ferrodist.arguments import check_int
 from ferrodist.collectives.reduce import async_allreduce
 from ferrodist.collectives.reduce_op import ReduceOp
 from ferrodist.parallel.ddp.comm_hooks.compression import Continued, ErrorFeedback, allreduce
@@ -60,14 +61,9 @@ class PowerSGD:
     """
 
     def __init__(self, rank: int = 4, *, start_step: int = 10, seed: int = 0) -> None:
-        for name, value, minimum in (("rank", rank, 1), ("start_step", start_step, 0), ("seed", seed, 0)):
-            if isinstance(value, bool) or not isinstance(value, int):
-                raise TypeError(f"{name} must be an integer, not {type(value).__name__}")
-            if value < minimum:
-                raise ValueError(f"{name} must be at least {minimum}, not {value}")
-        self.rank = rank
-        self.start_step = start_step
-        self.seed = seed
+        self.rank = check_int("rank", rank, min=1)
+        self.start_step = check_int("start_step", start_step, min=0)
+        self.seed = check_int("seed", seed, min=0)
         self._num_steps: dict[int, int] = {}  # of each bucket
         self._right_factors: dict[str, torch.Tensor] = {}
         self._residuals = ErrorFeedback(self.describe())

@@ -52,14 +52,7 @@ class PipelineSchedule(enum.Enum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _ScheduleKind:
-    """Rules for building a kind of schedule.
-
-    Args:
-        slots: Function that returns a rank's slots.
-        stages_per_rank: Default number of stages of a rank.
-        allows_any_number: Whether the caller may pass another number.
-        is_v_shaped: Whether the ranks have their second stages in reverse.
-    """
+    """Rules for building a kind of schedule."""
 
     slots: Callable[[PipelineSize, int], list[Slot]]
     stages_per_rank: int = 1
@@ -131,12 +124,7 @@ def build_schedule(
 def resolve_schedule(
     schedule: PipelineSchedule | Schedule, num_ranks: int, num_microbatches: int, num_stages: int
 ) -> Schedule:
-    """Build a kind's schedule, or check a custom one, for these numbers of ranks, microbatches and stages.
-
-    Raises:
-        TypeError: The schedule has another type.
-        ValueError: It is for other numbers, is wrong, or has no backward.
-    """
+    """Build a kind's schedule, or check a custom one, for these numbers of ranks, microbatches and stages."""
     if isinstance(schedule, PipelineSchedule):
         if num_stages % num_ranks:
             raise ValueError(

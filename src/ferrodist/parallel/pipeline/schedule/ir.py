@@ -43,17 +43,17 @@ class ActionKind(enum.Enum):
 
     @property
     def is_forward(self) -> bool:
-        """Whether it is a forward, or a transfer of forwards' results."""
+        """True if it is a forward, or a transfer of forwards' results."""
         return self.value.endswith("F")
 
     @property
     def gives_gradients(self) -> bool:
-        """Whether it computes the gradients of a stage's inputs, for which the previous stage waits."""
+        """True if it computes the gradients of a stage's inputs, for which the previous stage waits."""
         return self is ActionKind.BACKWARD or self is ActionKind.BACKWARD_INPUT
 
     @property
     def is_compute(self) -> bool:
-        """Whether it takes a rank's time; the others start a transfer."""
+        """True if it takes a rank's time; the others start a transfer."""
         return len(self.value) == 1
 
 
@@ -227,13 +227,7 @@ class Slot:
 
 
 def repeat(text: str, times: int) -> list[Slot]:
-    """Repeat slots.
-
-    Args:
-        text: Kinds, each with the local index of its stage: ``F1 I1 W1`` is a forward and both halves of a backward in
-            the rank's second stage.
-        times: Number of repetitions.
-    """
+    """Repeat slots."""
     assert times >= 0, f"{text} has {times} times"
     return [Slot(ActionKind(word[0]), int(word[1:])) for word in text.split()] * times
 
@@ -245,11 +239,6 @@ def assign_microbatches(slots: Sequence[Slot], stages: Sequence[int], num_microb
     Slots may be for more microbatches than exist; those for others are left out. The rest keeps its order and waits for
     none of the removed actions, since microbatches do not depend on each other. So a schedule that ends still does with
     some microbatches removed, no later and with no more memory.
-
-    Args:
-        slots: The rank's slots, in order.
-        stages: The rank's stages, in ascending order.
-        num_microbatches: Number of microbatches.
     """
     counts: defaultdict[tuple[ActionKind, int], int] = defaultdict(int)
     actions = []

@@ -32,7 +32,7 @@ def send_after(schedule: Schedule, action: Action) -> Action | None:
 
 
 def _crosses_ranks(schedule: Schedule, stage: int, neighbour: int) -> bool:
-    """Whether two stages exist, on different ranks."""
+    """True if two stages exist, on different ranks."""
     if min(stage, neighbour) < 0 or max(stage, neighbour) >= schedule.num_stages:
         return False
     return schedule.stage_ranks[stage] != schedule.stage_ranks[neighbour]
@@ -84,7 +84,7 @@ class Dependencies:
 
 
 def has_communication(schedule: Schedule) -> bool:
-    """Whether a schedule has any sends or receives."""
+    """True if a schedule has any sends or receives."""
     return any(not action.kind.is_compute for actions in schedule.actions for action in actions)
 
 
@@ -106,9 +106,6 @@ def forward_only(schedule: Schedule) -> Schedule:
     """The forward of a schedule, for inference.
 
     Its sends and receives, if any, are placed anew: forwards overlap the receives that backwards overlapped.
-
-    Args:
-        schedule: A schedule with or without sends and receives; the result has them if this does.
     """
     forwards = dataclasses.replace(
         schedule,
@@ -124,9 +121,6 @@ def backward_only(schedule: Schedule) -> Schedule:
     """The backward that follows `forward_only`: stage by stage from the last, all microbatches of each.
 
     Microbatches keep the schedule's order, so that gradients add up to its bits, and the last one is the same.
-
-    Args:
-        schedule: A schedule with backwards, whole or split.
     """
     backwards = (
         tuple(

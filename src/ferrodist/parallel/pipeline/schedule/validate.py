@@ -18,13 +18,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """The time of a compute action.
-
-    Args:
-        action: The action.
-        start: Its begin, in the unit of the costs; 0 is the beginning of the step.
-        stop: Its end.
-    """
+    """The time of a compute action."""
 
     action: Action
     start: float
@@ -42,12 +36,7 @@ class BlockedRank:
 
 @dataclass(frozen=True, slots=True)
 class Execution:
-    """The result of simulating a schedule.
-
-    Args:
-        spans: For each rank its compute actions, in order.
-        blocked: The ranks that wait forever, in ascending order; normally empty.
-    """
+    """The result of simulating a schedule."""
 
     spans: tuple[tuple[Span, ...], ...]
     blocked: tuple[BlockedRank, ...]

@@ -195,7 +195,7 @@ def _choose_unit(timeline: Timeline) -> float:
 
 
 def _fits(timeline: Timeline, unit: float) -> bool:
-    """Whether all begins and ends are multiples of a unit."""
+    """True if all begins and ends are multiples of a unit."""
     times = {time for spans in timeline.spans for span in spans for time in (span.start, span.stop)}
     return all(abs(time / unit - _column(time, unit)) < _TOLERANCE for time in times)
 
