@@ -1,4 +1,4 @@
-"""Hybrid and NCCL groups as groups: their control group's part, refused calls, unavailable NCCL; over a fake of NCCL."""
+"""Hybrid and NCCL groups as groups: control groups, refused calls, unavailable NCCL; over a fake of NCCL."""
 
 from __future__ import annotations
 
@@ -95,7 +95,7 @@ def test_nccl_and_tcp_of_a_hybrid_group_are_groups() -> None:
 
 @pytest.mark.parametrize("kind", [fd.HybridBackend, fd.NcclBackend])
 def test_constructors_raise_without_nccl(kind: type[fd.HybridBackend | fd.NcclBackend]) -> None:
-    """Without NCCL or a GPU the constructor raises the reason, like `init_process_group`, and leaves the control group."""
+    """Without NCCL or a GPU the constructor raises the reason, and leaves the control group open."""
     (control,) = fd.SimulatedBackend.create_group(1)
     if fd.is_nccl_available():
         pytest.skip("this machine has NCCL and a GPU")
@@ -283,9 +283,7 @@ def test_hybrid_groups_conform(check) -> None:
     check(fake_groups, 3)
 
 
-def test_a_missing_native_engine_is_logged_once(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_missing_engine_is_logged_once(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     """Rank 0 warns where TCP was not asked for; a group of one rank does not."""
     native_backend._warn_of_slow_collectives.cache_clear()
     monkeypatch.setattr(native_backend, "is_native_available", lambda: False)
