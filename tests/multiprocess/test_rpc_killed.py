@@ -57,7 +57,7 @@ class _Program:
 
     def wait_until_alone(self) -> None:
         """Return when this rank has noticed that there is no store any more."""
-        self._backend._roster.join(_PATIENCE)
+        self._backend._directory.join(_PATIENCE)
 
     def close(self) -> list[str]:
         self._agent.close()

@@ -1,7 +1,7 @@
 """The ``ferrodist`` command.
 
-Each subcommand is one small function that adds a parser and names its handler; `_COMMANDS` lists them. What
-needs torch is imported by the handler that needs it, so that ``run`` and ``secret`` start without torch.
+Each subcommand is a small function that adds a parser and names its handler; `_COMMANDS` lists them. Handlers import
+modules that need torch themselves, so that ``run`` and ``secret`` start without torch.
 """
 
 from __future__ import annotations
@@ -26,7 +26,6 @@ if TYPE_CHECKING:
 
     from _typeshed import SupportsWrite
 
-if TYPE_CHECKING:
     Subcommands = argparse._SubParsersAction["_Parser"]  # noqa: SLF001 - argparse has no public name for it
 
 
@@ -35,14 +34,14 @@ class UsageError(Exception):
 
 
 class _Parser(argparse.ArgumentParser):
-    """Answers wrong usage in one line instead of a page, and fails where its output can't be written."""
+    """Reports wrong usage in one line instead of a page, and fails if its output can't be written."""
 
     def error(self, message: str) -> NoReturn:
         print_warning(f"{self.prog}: {message} (see '{self.prog} --help')\n")
         raise SystemExit(2)
 
     def _print_message(self, message: str, file: SupportsWrite[str] | None = None) -> None:
-        """Where argparse prints help and version; its own form takes no notice of a failure."""
+        """Print help and version; argparse's own method ignores write errors."""
         if message:
             write_stdout(message, file)
 
@@ -51,15 +50,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run one command.
 
     Returns:
-        The process's exit code: the command's own; 1 for a failure, also to write (quietly, if the reader of the
-        output has left); 2 for wrong usage; 130 for Ctrl-C.
+        The process's exit code: the command's own; 1 for a failure, also to write (quietly, if the reader of the output
+        has left); 2 for wrong usage; 130 for Ctrl-C.
     """
     try:
         try:
             return _run_command(argv)
         finally:
             if sys.stdout is not None:  # None: started with standard output closed
-                sys.stdout.flush()  # here, where a failure can be told; at exit it would be a traceback
+                sys.stdout.flush()  # here, where a failure can be reported; at exit it would be a traceback
     except BrokenPipeError:
         discard_buffer(sys.stdout)
         return 1
@@ -86,7 +85,7 @@ def _run_command(argv: Sequence[str] | None) -> int:
 
 
 def _unrecognized(parser: argparse.ArgumentParser, unknown: Sequence[str]) -> str:
-    """What is said of arguments that a command does not have, with its own options that look like them."""
+    """Return the message for unknown arguments, with similar options of the command."""
     options = [option for option in parser._option_string_actions if option.startswith("--")]  # noqa: SLF001 - as above
     likely: list[str] = []
     for given in (each.partition("=")[0] for each in unknown if each.startswith("--")):
@@ -97,7 +96,7 @@ def _unrecognized(parser: argparse.ArgumentParser, unknown: Sequence[str]) -> st
 
 
 def build_parser() -> argparse.ArgumentParser:
-    """The parser with every subcommand on it."""
+    """Build the parser with all subcommands."""
     # No abbreviations: they would claim a script's own options, and break scripts when an option is added.
     parser = _Parser(prog="ferrodist", description="Distributed training for PyTorch.", allow_abbrev=False)
     parser.add_argument("--version", action="version", version=f"ferrodist {_version()}")

@@ -80,16 +80,7 @@ _MAX_PER_MESSAGE = 32  # which keeps messages small, whatever the limit
 
 
 class RefCountClient:
-    """An agent's reference counts, and the calls that keep those of other ranks up to date.
-
-    Args:
-        manager: The manager of the agent's references.
-        tasks: Makes the calls, one after the other.
-
-    Attributes:
-        table: The reference counts.
-        client: Makes calls to other ranks; set before the first one.
-    """
+    """An agent's reference counts, and the calls that keep those of other ranks up to date."""
 
     client: RpcClient
 
@@ -189,14 +180,7 @@ _KEY_LENGTH = 2
 
 
 class RefCountServer:
-    """Serves the calls that `RefCountClient` makes.
-
-    Args:
-        table: This rank's reference counts.
-        rank: This rank.
-        world_size: The number of ranks.
-        server: Receives the calls.
-    """
+    """Serves the calls that `RefCountClient` makes."""
 
     def __init__(self, table: RRefTable, rank: int, world_size: int, server: RpcServer) -> None:
         self._table = table

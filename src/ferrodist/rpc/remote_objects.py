@@ -57,19 +57,7 @@ _LENGTH_WITH_FORK_ID = len(ReferenceId._fields) + 1
 
 
 class RRefManager(ValueCodec):
-    """The remote objects that a rank makes and uses; packs and unpacks values with references.
-
-    Args:
-        rank: This rank.
-        world_size: The number of ranks.
-        timeout: Default timeout of calls in seconds.
-        executor: The agent's threads.
-        allow_pickle: Whether other values may be sent, pickled.
-
-    Attributes:
-        refcounts: The reference counts.
-        tasks: Runs what follows from references that are gone.
-    """
+    """The remote objects that a rank makes and uses; packs and unpacks values with references."""
 
     def __init__(self, rank: int, world_size: int, timeout: float, executor: Executor, *, allow_pickle: bool) -> None:
         codecs = {peer: self._codec_for(peer) for peer in range(world_size)}
@@ -112,14 +100,7 @@ class RRefManager(ValueCodec):
             packing.references = None
 
     def create(self, owner: int, name: str, rest: tuple[Any, ...], timeout: float | None) -> RRef:
-        """Have an object made.
-
-        Args:
-            owner: The object's owner.
-            name: The name of the internal call.
-            rest: The call's arguments after the object's id.
-            timeout: The call's timeout in seconds.
-        """
+        """Have an owner make an object by an internal call; `rest` are its arguments after the object's id."""
         id_ = self._next_id(owner)
         if owner != self.rank:
             return self._table.create(id_, self._call(owner, name, (tuple(id_), *rest), timeout))
@@ -234,10 +215,6 @@ class RRefService:
 
     None of them waits, or takes a worker to itself, so they are served while all workers wait for them. An object is
     known here before the next message of that rank is handled.
-
-    Args:
-        manager: The remote objects.
-        server: Receives the calls.
     """
 
     def __init__(self, manager: RRefManager, server: RpcServer) -> None:
@@ -308,16 +285,7 @@ def _set_object(owned: OwnedObject, result: Any) -> Any:
 
 
 def find_method(value: Any, name: str, classes: Collection[type]) -> Callable[..., Any]:
-    """A public method of an object's class, where that class or one of its bases is registered.
-
-    Args:
-        value: The object.
-        name: The method's name.
-        classes: The registered classes; ``object`` does not count, or it would allow everything.
-
-    Raises:
-        RpcError: There is no such method that may be called.
-    """
+    """A public method of an object's class, where that class or one of its bases is registered; else RpcError."""
     kind = type(value)
     if not any(base in classes for base in kind.__mro__ if base is not object):
         raise RpcError(

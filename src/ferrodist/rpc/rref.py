@@ -12,18 +12,11 @@ if TYPE_CHECKING:
 
 
 class ReferenceId(NamedTuple):
-    """The global id of a remote object.
-
-    Args:
-        owner: The rank that has it.
-        creator: The rank that had it made.
-        incarnation: A random number of the creator's agent.
-        number: The object's number among the creator's.
-    """
+    """The global id of a remote object: its number among those that one agent has had made."""
 
     owner: int
-    creator: int
-    incarnation: int
+    creator: int  # the rank that had it made
+    incarnation: int  # a random number of that rank's agent
     number: int
 
     @classmethod

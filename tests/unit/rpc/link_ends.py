@@ -130,9 +130,7 @@ class Ends:
         self.make_peer(0, self.heard, groups[1], LIMIT).start()
 
     def make_peer(self, rank, recorder, group, limit):
-        options = PeerOptions(
-            executor=recorder, tensor_pool=self.pool, marks=(), max_outstanding=1, message_limit=limit
-        )
+        options = PeerOptions(executor=recorder, tensor_pool=self.pool, tags=(), max_outstanding=1, message_limit=limit)
         return RemotePeer(rank, options, recorder, group, lambda peer, error: None)
 
     def send(self, kind, number, content=b"small"):

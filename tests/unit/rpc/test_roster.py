@@ -7,7 +7,7 @@ import pytest
 
 from ferrodist.errors import ProtocolError
 from ferrodist.rendezvous import MemoryStore
-from ferrodist.rpc.peer_directory import Roster, _pack
+from ferrodist.rpc.peer_directory import PeerDirectory, _pack
 from ferrodist.testing import check_leaks
 
 _PATIENCE = 60.0
@@ -38,7 +38,7 @@ class Observed(MemoryStore):
 def test_the_newest_process_counts():
     """A process that is slow to write where it listens does not write over its successor, nor when it leaves."""
     store = MemoryStore()
-    first, second = (Roster(store, 0, 1, _PATIENCE) for _ in range(2))
+    first, second = (PeerDirectory(store, 0, 1, _PATIENCE) for _ in range(2))
     slow = first.enter("a:1")
     newest = second.enter("b:2")
     assert (slow.incarnation, newest.incarnation) == (1, 2)
@@ -49,7 +49,7 @@ def test_the_newest_process_counts():
     assert store.get("process/0") == _pack(newest)
     second.leave()
     assert store.get("process/0") != _pack(newest)
-    third = Roster(store, 0, 1, _PATIENCE).enter("c:3")
+    third = PeerDirectory(store, 0, 1, _PATIENCE).enter("c:3")
     assert store.get("process/0") == _pack(third)
 
 
@@ -58,10 +58,10 @@ def test_a_bell_is_heard_once():
     store = Observed()
     found = []
     with check_leaks():
-        higher = Roster(store, 1, 2, _PATIENCE)
+        higher = PeerDirectory(store, 1, 2, _PATIENCE)
         higher.enter("b:2")
         higher.watch(lambda rank, entry: found.append((rank, entry.address)), pytest.fail)
-        lower = Roster(store, 0, 2, _PATIENCE)
+        lower = PeerDirectory(store, 0, 2, _PATIENCE)
         lower.enter("a:1")
         assert store.deleted.acquire(timeout=_PATIENCE)
         higher.leave()
@@ -73,7 +73,7 @@ def test_a_bell_is_heard_once():
 def test_a_rank_that_starts_while_its_bell_is_rung():
     """The bell of the one that it replaces does not stay; its own is rung."""
     store = Observed()
-    Roster(store, 1, 2, _PATIENCE).enter("b:1")
+    PeerDirectory(store, 1, 2, _PATIENCE).enter("b:1")
 
     def start(key):
         if key == "bell/1/1":
@@ -81,7 +81,7 @@ def test_a_rank_that_starts_while_its_bell_is_rung():
             store.add("incarnation/1", 1)
 
     store.on_set = start
-    Roster(store, 0, 2, _PATIENCE).enter("a:1")
+    PeerDirectory(store, 0, 2, _PATIENCE).enter("a:1")
     assert store.bells() == ["bell/1/2"]
 
 
@@ -90,7 +90,7 @@ def test_few_bells_stay():
     store = Observed()
     for _ in range(5):
         for rank in (0, 1):
-            Roster(store, rank, 2, _PATIENCE).enter("a:1")
+            PeerDirectory(store, rank, 2, _PATIENCE).enter("a:1")
             assert len(store.bells()) <= 4
 
 
@@ -98,7 +98,7 @@ def watched(store, found=lambda rank, entry: None):
     """What a rank is told that looks for another one, before it leaves; and why it looks no more."""
     ends, has_ended = [], threading.Event()
     with check_leaks():
-        higher = Roster(store, 1, 2, _PATIENCE)
+        higher = PeerDirectory(store, 1, 2, _PATIENCE)
         higher.enter("b:2")
         store.prepare()
         higher.watch(found, lambda why: (ends.append(why), has_ended.set()))
@@ -142,18 +142,18 @@ def test_a_store_with_foreign_numbers():
     store = Observed()
     store.set("incarnation/1", b"many")
     with pytest.raises(ProtocolError, match="the store has b'many' under 'incarnation/1'"):
-        Roster(store, 0, 2, _PATIENCE).enter("a:1")
+        PeerDirectory(store, 0, 2, _PATIENCE).enter("a:1")
     store.set("process/0", b"")
     store.set("process/1", b"\xc1")
     store.delete("incarnation/1")
     with pytest.raises(ProtocolError, match="under 'process/1'"):
-        Roster(store, 1, 2, _PATIENCE).enter("a:1")
+        PeerDirectory(store, 1, 2, _PATIENCE).enter("a:1")
 
 
 def test_whoever_takes_what_is_found_fails(caplog):
     """It is said, and logged."""
     store = Observed()
-    store.prepare = lambda: Roster(store, 0, 2, _PATIENCE).enter("a:1")
+    store.prepare = lambda: PeerDirectory(store, 0, 2, _PATIENCE).enter("a:1")
 
     def fail(rank, entry):
         raise RuntimeError("no more threads")

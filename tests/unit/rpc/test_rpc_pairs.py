@@ -98,7 +98,7 @@ def test_who_has_left_is_not_called_back(sides):
     lower.close()
     end_of(pair)
     higher.backend.lost(1, pair)
-    assert higher.backend._dialers == set()
+    assert higher.backend._connector_threads == set()
     assert higher.backend._found == {}
     sides(1)
     higher.wait(2)
@@ -114,7 +114,7 @@ def test_a_lost_pair_is_made_anew(sides):
     higher.backend.lost(1, first)
     second = higher.wait(2)
     higher.backend.lost(1, first)
-    assert higher.backend._pairs[1][1] is second
+    assert higher.backend._groups[1][1] is second
     assert higher.backend.absence(1) == ""
     lower.wait(2)
     assert len(higher.told) == 2
@@ -124,7 +124,7 @@ def test_a_process_that_is_replaced_while_it_is_connected_to(sides, monkeypatch)
     """The group with it ends as soon as it is there."""
     (lower,) = sides(1)
     (higher,) = sides(2, is_open=False)
-    connect = higher.backend._try
+    connect = higher.backend._attempt
 
     def slow(peer, entry):
         found = connect(peer, entry)
@@ -136,7 +136,7 @@ def test_a_process_that_is_replaced_while_it_is_connected_to(sides, monkeypatch)
                 limit.wait(0.002)
         return found
 
-    monkeypatch.setattr(higher.backend, "_try", slow)
+    monkeypatch.setattr(higher.backend, "_attempt", slow)
     higher.open()
     pair = higher.wait(1)
     assert "rank 1 was started again" in end_of(pair).message
@@ -148,7 +148,7 @@ def test_a_process_that_is_replaced_while_it_is_connected_to(sides, monkeypatch)
 
 def test_news_end_a_pause(sides, monkeypatch):
     """A rank whose last process can't be reached is connected to at once when there is another one."""
-    monkeypatch.setattr(tcp_transport, "_SHORTEST_PAUSE", 1000.0)
+    monkeypatch.setattr(tcp_transport, "_MIN_PAUSE_SECONDS", 1000.0)
     (dead,) = sides(1)
     dead.backend._listener.close()
     (higher,) = sides(2)
@@ -164,14 +164,14 @@ def test_closing_waits_for_an_attempt_to_connect(sides, monkeypatch):
     """No thread is left, nor a connection that came too late."""
     sides(1)
     (higher,) = sides(2, is_open=False)
-    connect, begun, go_on = higher.backend._try, threading.Event(), threading.Event()
+    connect, begun, go_on = higher.backend._attempt, threading.Event(), threading.Event()
 
     def slow(peer, entry):
         begun.set()
         go_on.wait(_PATIENCE)
         return connect(peer, entry)
 
-    monkeypatch.setattr(higher.backend, "_try", slow)
+    monkeypatch.setattr(higher.backend, "_attempt", slow)
     higher.open()
     assert begun.wait(_PATIENCE)
     closing = threading.Thread(target=higher.close)

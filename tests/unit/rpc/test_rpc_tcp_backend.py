@@ -23,7 +23,7 @@ from ferrodist.errors import (
 from ferrodist.rendezvous import Membership, MemoryStore
 from ferrodist.rpc.agent import RpcAgent
 from ferrodist.rpc.context import RpcContext
-from ferrodist.rpc.tcp_transport import Meeting, TcpRpcBackend, _hello
+from ferrodist.rpc.tcp_transport import PairHello, TcpRpcBackend, _hello
 from ferrodist.testing import check_leaks
 
 _PATIENCE = 60.0
@@ -278,7 +278,7 @@ def test_a_process_that_is_replaced_while_it_lives(job, replaced):
     for other in others:
         before[-1].rpc_sync(other.rank, "echo", 1)
     for old in before[:-1]:
-        old._peers._backend._roster.join(_PATIENCE)
+        old._peers._backend._directory.join(_PATIENCE)
         for other in others:
             old._peers._changed.acquire()
             lost = old._peers._changed.wait_for(lambda old=old, to=other.rank: to in old._peers._lost, _PATIENCE)
@@ -320,7 +320,7 @@ def test_the_store_goes_away(job):
         meet(host, *others)
         host.close()
         for agent in others:
-            agent._peers._backend._roster.join(_PATIENCE)
+            agent._peers._backend._directory.join(_PATIENCE)
             with pytest.raises(PeerLostError, match=r"has left.*No process can join again, for the store .* is gone"):
                 agent.rpc_sync(0, "echo", 1)
         with pytest.raises(DistributedTimeoutError, match=r"rank 3 was not there .* No process can join again"):
@@ -393,7 +393,7 @@ def test_who_is_admitted(job):
     def hello(rank=2, **changes):
         values = {"name": "rpc", "sought": own.incarnation, "token": own.token, "own": 1, "attempt": 99, **changes}
         made = TcpRpcBackend.from_membership(ranks.membership(rank))
-        return _hello(made._membership, Meeting(**values))
+        return _hello(made._membership, PairHello(**values))
 
     for wrong in ({"sought": own.incarnation + 1}, {"token": "other"}, {"name": "other"}):
         with pytest.raises(RendezvousError, match="another process"):
@@ -405,7 +405,7 @@ def test_who_is_admitted(job):
     with pytest.raises(ValueError, match="does not connect to rank 1"):
         middle._admit(hello(rank=0))
     with pytest.raises(ProtocolError, match="names no two agents"):
-        Meeting.from_text("{}")
+        PairHello.from_text("{}")
     middle._admit(hello())
 
 
@@ -414,13 +414,13 @@ def test_an_attempt_to_connect_that_fails_unexpectedly(job, caplog):
     ranks = job(2)
     stays = ranks.agent(1)
     backend = stays._peers._backend
-    connect, has_failed = backend._try, threading.Event()
+    connect, has_failed = backend._attempt, threading.Event()
 
     def fail(peer, entry):
-        backend._try = connect
+        backend._attempt = connect
         raise ValueError("no such address")
 
-    backend._try = fail
+    backend._attempt = fail
 
     class Dialers(set):
         """Says when a thread has ended."""
@@ -429,14 +429,14 @@ def test_an_attempt_to_connect_that_fails_unexpectedly(job, caplog):
             super().discard(thread)
             has_failed.set()
 
-    backend._dialers = Dialers()
+    backend._connector_threads = Dialers()
     ranks.agent(0)
     assert has_failed.wait(_PATIENCE)
-    assert backend._dialed == {}
+    assert backend._connecting == {}
     with pytest.raises(DistributedTimeoutError, match="The last attempt to connect: no such address"):
         stays.rpc_sync(0, "echo", 1, timeout=0.0)
     assert "rank 1 can't connect to rank 0" in caplog.text
-    backend._roster._look(backend._find)
+    backend._directory._read(backend._find)
     stays.wait_for_rank(0)
     assert stays.rpc_sync(0, "echo", 1) == 1
 
