@@ -320,6 +320,15 @@ class EinsumPattern:
     commuting: Sequence[ReduceOp] = ()
 
 
+def einsum_rule(pattern_of: Callable[[OpCall], EinsumPattern], **options: Any) -> OpRule:
+    """A rule whose strategies are those of the pattern that a function makes for a call; other options of `OpRule`."""
+
+    def strategies(call: OpCall, axis: int) -> list[OpStrategy]:
+        return einsum_strategies(pattern_of(call), call, axis)
+
+    return OpRule(strategies=strategies, **options)
+
+
 def einsum_strategies(pattern: EinsumPattern, call: OpCall, axis: int) -> list[OpStrategy]:
     """The strategies along an axis of an operator that has a pattern."""
     num_inputs, num_outputs = len(pattern.inputs), len(pattern.outputs)

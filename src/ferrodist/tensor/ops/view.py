@@ -37,21 +37,27 @@ def dim_map_strategies(dim_map: Callable[[OpCall], Sequence[int | None]], call: 
         linear=((0,),),
         commuting=EXTREMA_AND_PRODUCT,
     )
-    return drop_needless_partials(einsum_strategies(pattern, call, axis), call, axis)
+    return move_strategies(pattern, call, axis)
 
 
-def drop_needless_partials(strategies: Sequence[OpStrategy], call: OpCall, axis: int) -> list[OpStrategy]:
-    """Leave out strategies that turn a shard into a partial sum, unless that takes far fewer bytes in the end.
+def move_rule(pattern_of: Callable[[OpCall], EinsumPattern], **options: Any) -> OpRule:
+    """A rule of an operator that moves elements: an `einsum_rule` with the strategies of `move_strategies`."""
+    return OpRule(strategies=lambda call, axis: move_strategies(pattern_of(call), call, axis), **options)
+
+
+def move_strategies(pattern: EinsumPattern, call: OpCall, axis: int) -> list[OpStrategy]:
+    """The strategies of a pattern, without those that turn a shard into a partial sum at too high a price.
 
     If a sharded dim is cut, the tensor may be gathered once; or each rank may put zeros for the other ranks' elements,
     and each result is a partial sum, which costs twice its bytes when it is read. The latter is for results that are a
     small share of the tensor, and not for bools, as masks are: most operators need those replicated.
     """
+    strategies = einsum_strategies(pattern, call, axis)
     sharded = [spec for spec in call.inputs if isinstance(spec.placements[axis], Shard)]
     num_results = sum(result.numel() for result in call.results)
     is_small = 2 * num_results <= sum(math.prod(spec.shape) for spec in sharded)
     if is_small and not any(spec.dtype is torch.bool for spec in sharded):
-        return list(strategies)
+        return strategies
     return [
         strategy
         for strategy in strategies
