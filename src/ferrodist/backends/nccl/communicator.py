@@ -323,8 +323,9 @@ class CommunicatorHandle:
             )
         name = f"{operation} {what}" if what else operation
         op = CollectiveOp(kind=CollectiveKind.SHARE, name=name, payload=payload, timeout=timeout)
-        shared: list[bytes] = engine.run(op, engine.reserve())
-        return shared
+        payloads = engine.run(op, engine.reserve())
+        assert payloads is not None
+        return payloads
 
     def is_ready(self) -> bool:
         """Return whether everything begun is on its stream; False once aborted.

@@ -73,7 +73,7 @@ class InFlightOp:
 
 
 class EnqueuedOp:
-    """The operations that one thread has launched asynchronously; a `StreamWork` of `collectives/engines/base.py`.
+    """The operations that one thread has launched asynchronously; a `StreamWork` of `backends/engine.py`.
 
     Args:
         launched: The operations, in order; all on one stream.

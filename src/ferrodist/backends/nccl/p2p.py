@@ -238,8 +238,9 @@ class NcclP2P:
 
 
 def _executor_of(pair: Backend) -> StreamExecutor:
-    messages: NcclP2P = pair.p2p("cuda")
-    return messages.executor
+    p2p = pair.p2p("cuda")
+    assert isinstance(p2p, NcclP2P)
+    return p2p.executor
 
 
 class _P2PTransfer(NamedTuple):
