@@ -176,8 +176,8 @@ class DTensor(torch.Tensor):
                 shape each rank checks its own shard, and nothing is sent.
 
         Raises:
-            TypeError: ``local`` is not a plain tensor, or is quantized; or ``shape`` is None and collectives don't carry
-                the dtype.
+            TypeError: ``local`` is not a plain tensor, or is quantized; or ``shape`` is None and collectives don't
+                carry the dtype.
             UnsupportedOpError: ``local`` is nested, sparse or on a GPU.
             ValueError, IndexError: ``placements`` don't fit the mesh or the tensor.
             CollectiveMismatchError: On all ranks: the shards don't make a tensor.
