@@ -16,7 +16,7 @@ import torch
 from forked_group import ForkedGroup, Report, attempt
 
 import ferrodist as fd
-from ferrodist.backends.native import GlooBackend, NativeBackend, is_native_available, topology
+from ferrodist.backends.native import GlooBackend, NativeBackend, host_connections, is_native_available
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -151,7 +151,7 @@ def test_a_rank_killed_while_hosts_connect(victim: int) -> None:
         subgroup = fd.new_group(group=group)
         group.barrier()
         if group.rank == victim:
-            topology._Meeting.dial = lambda *_: fork.strike(signal.SIGKILL)  # type: ignore[method-assign,misc]
+            host_connections._Connector.dial = lambda *_: fork.strike(signal.SIGKILL)  # type: ignore[method-assign,misc]
         return attempt(group, subgroup.barrier, times=1)
 
     fork = ForkedGroup(_WORLD_SIZE, program, timeout=_TIMEOUT, kind=GlooBackend)

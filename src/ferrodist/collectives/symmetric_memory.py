@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from ferrodist.backends.native.collectives import NativeEngine
 from ferrodist.backends.signature import CollectiveSignature
 from ferrodist.collectives.arguments import group_and_timeout
 from ferrodist.collectives.reduce_op import check_dtype
@@ -95,7 +96,6 @@ def _make(
     group: Backend, call: CollectiveSignature, size_bytes: int, joined: Sequence[tuple[int, int]], timeout: float
 ) -> tuple[torch.Tensor, list[ContiguousSharedView]]:
     engine = group.engine("cpu")
-    if not hasattr(engine, "empty_symmetric"):
+    if not isinstance(engine, NativeEngine):
         return torch.empty(size_bytes, dtype=torch.uint8, device="cpu"), []
-    made: tuple[torch.Tensor, list[ContiguousSharedView]] = engine.empty_symmetric(call, size_bytes, timeout, joined)
-    return made
+    return engine.empty_symmetric(call, size_bytes, timeout, joined)

@@ -41,12 +41,7 @@ class Exchange:
 
 
 class OobAllgather:
-    """UCC's out-of-band allgather, by the control group's messages. Ranks begin them in the same order.
-
-    Args:
-        control: The control group.
-        deadline: The deadline for all exchanges.
-    """
+    """UCC's out-of-band allgather, by the control group's messages. Ranks begin them in the same order."""
 
     def __init__(self, control: Backend, deadline: Deadline) -> None:
         self._control = control
@@ -94,15 +89,11 @@ class OobAllgather:
 
 @dataclass(slots=True, eq=False)
 class Transfer:
-    """A collective in progress.
-
-    Args:
-        handle: The ucc_coll_req_h.
-        kept: Everything that UCC reads and writes.
-    """
+    """A collective in progress."""
 
     handle: c_void_p
     kept: tuple[Any, ...]
+    """Everything that UCC reads and writes."""
 
     @property
     def status(self) -> int:
@@ -117,15 +108,6 @@ class Team:
 
     The context is made without an out-of-band allgather, the team with one. So UCC ends a context without waiting for
     other ranks, and lets a process live when another one dies: see `ucc_tl_ucp_connect_ep` in UCC.
-
-    Attributes:
-        process: The id of the process that made it.
-
-    Args:
-        library: The UCC library.
-        rank: This rank.
-        world_size: Number of ranks.
-        oob: The out-of-band allgather.
 
     Raises:
         UccError: UCC refuses.

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     import torch
 
     from ferrodist.backends.base import Backend
-    from ferrodist.collectives.engines.base import CollectiveEngine, DeviceP2P
+    from ferrodist.backends.engine import CollectiveEngine, DeviceP2P
 
 FALLBACK_VARIABLE = "FERRODIST_ENABLE_GPU_FALLBACK"
 """1 lets tensors on GPUs go through the host's memory in groups that have no engine for them; read at each call."""
@@ -28,7 +28,7 @@ def engine_of(group: Backend, device: torch.device) -> CollectiveEngine:
     """
     if device.type == "cpu":
         return host_engine_of(group)
-    engine: CollectiveEngine | None = group.engine(device.type)
+    engine = group.engine(device.type)
     _check_gpu(group, device, has_engine=engine is not None)
     return host_staged_engine_of(group) if engine is None else engine
 
@@ -41,7 +41,7 @@ def device_p2p_of(group: Backend, device: torch.device) -> DeviceP2P | None:
     """
     if device.type == "cpu":
         return None
-    messages: DeviceP2P | None = group.p2p(device.type)
+    messages = group.p2p(device.type)
     _check_gpu(group, device, has_engine=messages is not None)
     return HostStagedP2P(group) if messages is None else messages
 

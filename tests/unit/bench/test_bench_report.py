@@ -28,13 +28,13 @@ from ferrodist.bench.report import (
     ("values", "percent", "wanted"),
     [([3], 99, 3), ([1, 2], 50, 1.5), ([3, 1, 2], 50, 2), ([3, 1, 2], 0, 1), ([1, 2, 3], 100, 3), (range(101), 99, 99)],
 )
-def test_percentiles(values, percent, wanted):
-    """They lie between values in proportion, in any order of the values, as NumPy's do."""
+def test_percentiles_are_interpolated_as_in_numpy(values, percent, wanted):
+    """The order of the values does not matter."""
     assert percentile(list(values), percent) == pytest.approx(wanted)
 
 
-def test_ratios():
-    """A peer's median over ours, and over the limit's; the limit is no peer, and who ties is not faster."""
+def test_ratios_compare_with_ferrodist_and_with_the_limit():
+    """A peer's median over ours, and over the limit's; the limit is not a peer, and a tie is not faster."""
     ours, gloo, open_mpi, limit = LOST.measurements
     assert LOST.ours is ours
     assert (LOST.ratio_to_ours(gloo), LOST.ratio_to_ours(ours)) == (pytest.approx(10), 1)
@@ -44,7 +44,7 @@ def test_ratios():
     assert case(measured(Peer.NATIVE, 1), measured(Peer.GLOO, 1)).faster_peers == []
 
 
-def test_ratios_without_ours_or_limit():
+def test_there_is_no_ratio_without_a_reference():
     """Without a measurement to compare with there is no ratio; ours is ferrodist's next backend without native."""
     alone = case(measured(Peer.GLOO, 1))
     assert alone.ours is None
@@ -55,7 +55,7 @@ def test_ratios_without_ours_or_limit():
     assert case(measured(Peer.GLOO, 1), tcp).ours is tcp
 
 
-def test_the_table_marks_who_is_faster():
+def test_the_table_marks_faster_peers():
     """Each peer has a line with its figures; one that beats ferrodist is marked, the limit is not."""
     lines = case_lines(LOST)
     assert lines[0] == "allreduce, 2 ranks, float32, 16 KiB"
@@ -66,14 +66,14 @@ def test_the_table_marks_who_is_faster():
 
 
 def test_the_table_says_why_a_figure_is_missing():
-    """What a peer does not offer, and what failed, has a line with the reason."""
+    """Unsupported operations and failures have a line with the reason."""
     text = "\n".join(case_lines(case(measured(Peer.NATIVE, 1), not_offered={"mpich": "no"}, failures={"gloo": "died"})))
     assert "MPICH                 -  no" in text
     assert "gloo                  FAILED: died" in text
 
 
 def test_the_summary_hides_nothing():
-    """Who is missing, what failed, where ferrodist lost, and that the machine was busy."""
+    """It has missing peers, failures, lost cases, and a busy machine."""
     failed = case(measured(Peer.NATIVE, 1), failures={"gloo": "wrong result: x"})
     lines = summary_lines(report(LOST, WON, BARRIER, failed, load=1.5))
     assert lines == [
@@ -87,7 +87,7 @@ def test_the_summary_hides_nothing():
 
 
 def test_a_report_is_read_back(tmp_path):
-    """JSON holds all of it; what is no report is refused with the file's name."""
+    """JSON holds all of it; another file is refused with its name."""
     path = tmp_path / "report.json"
     write_report(path, report(LOST, BARRIER))
     assert read_report(path) == report(LOST, BARRIER)
@@ -101,8 +101,8 @@ def test_a_report_is_read_back(tmp_path):
         read_report(path)
 
 
-def test_an_overlap_is_a_ratio():
-    """Its parts stand beside it, as times."""
+def test_an_overlap_is_shown_as_a_ratio_with_its_times():
+    """The table has the ratio, and the times beside it."""
     lines = case_lines(OVERLAP)
     assert lines[2].split()[:5] == ["ferrodist", "1.50", "1.50", "1.50", "1.00"]
     assert lines[2].endswith("alone 5 ms, computing 4 ms, together 7.50 ms")
@@ -110,7 +110,7 @@ def test_an_overlap_is_a_ratio():
     assert "  overlap, 2 ranks, float32, 16 KiB: gloo 1.20, ferrodist 1.50" in summary_lines(report(OVERLAP))
 
 
-def test_two_hosts(tmp_path):
+def test_two_hosts_are_named_and_compared_with_the_link(tmp_path):
     """The title says so, and the link's figures are the limit."""
     hosts = case(measured(Peer.NATIVE, 4), measured(Peer.IPERF3, 2), suite="hosts", num_hosts=2)
     assert case_lines(hosts)[0] == "allreduce, 2 ranks on 2 hosts, float32, 16 KiB"
@@ -119,8 +119,8 @@ def test_two_hosts(tmp_path):
     assert save_plot(tmp_path / "plot.png", report(hosts, WON))
 
 
-def test_nothing_to_plot(tmp_path):
-    """Barriers have no size: without other cases there is no picture."""
+def test_a_report_without_sizes_has_no_plot(tmp_path):
+    """Barriers have no size: without other cases no file is written."""
     assert not save_plot(tmp_path / "plot.png", report(BARRIER))
     assert not (tmp_path / "plot.png").exists()
 
@@ -141,13 +141,13 @@ def test_sizes_are_parsed(text, sizes):
 
 
 @pytest.mark.parametrize("text", ["", "x", "8,", "0", "-1", "1.5K", "8T", "9..8", "8..", "..8", "9" * 13])
-def test_what_is_no_size(text):
-    """It is refused."""
+def test_invalid_sizes_are_refused(text):
+    """The error says so."""
     with pytest.raises(ValueError, match=r"is no size|ends before"):
         parse_sizes(text)
 
 
-def test_quantities_are_shown_in_three_digits():
+def test_quantities_have_three_digits():
     """Units change where the digits would run out."""
     assert [format_bytes(size) for size in (8, 1024, 1536, 1 << 20, 3 << 30)] == [
         *("8 B", "1 KiB", "1.50 KiB", "1 MiB", "3 GiB")

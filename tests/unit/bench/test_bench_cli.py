@@ -23,7 +23,7 @@ from ferrodist.cli.main import build_parser, main
 from ferrodist.installation import how_to_install
 
 _ASKED_FOR = {Peer.NATIVE_TCP, Peer.TCP, Peer.OVER_MPI, Peer.OVER_UCC, Peer.OVER_NCCL, Peer.MPI4PY}
-"""Who is measured only when named."""
+"""The peers that are measured only when named."""
 
 
 def parse(*arguments):
@@ -89,8 +89,8 @@ def test_wrong_options_are_refused(arguments, text, capsys):
     assert captured.err.count("\n") == 1
 
 
-def test_options():
-    """The default is the collectives, with everybody but ferrodist's slower backends; each option changes its part."""
+def test_defaults_and_quick_options():
+    """The default is the collectives, with all peers but the slower backends; each option overrides its default."""
     options = parse()
     (suite_plan,) = options.suites
     assert suite_plan.suite is Suite.COLLECTIVES
@@ -104,8 +104,8 @@ def test_options():
     assert (suite_plan.ranks, suite_plan.peers) == ((4, 2), [Peer.LIMIT, Peer.NATIVE])
 
 
-def test_suites():
-    """Each has its own ranks, sizes and peers; options hold for all, and a suite that they leave empty is not run."""
+def test_each_suite_has_its_own_defaults():
+    """Each has its own ranks, sizes and peers; options apply to all, and a suite that they leave empty is not run."""
     full = {suite_plan.suite: suite_plan for suite_plan in parse("--full").suites}
     assert list(full) == list(Suite)
     assert (full[Suite.COLLECTIVES].ranks, full[Suite.GROUPS].ranks, full[Suite.HOSTS].ranks) == ((2, 4), (2, 8), (2,))
@@ -117,8 +117,8 @@ def test_suites():
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_a_backend(backend):
-    """It is measured beside the native engine, in all suites that have it, and must be."""
+def test_backend_option_adds_the_native_engine_and_requires_the_backend(backend):
+    """The backend is measured beside the native engine, in all suites that support it, and is required."""
     options = parse("--backend", backend, "--full")
     assert OURS[options.required] == backend
     assert {suite for suite in Suite if suite is not Suite.HOSTS} == {suite_plan.suite for suite_plan in options.suites}
@@ -127,8 +127,8 @@ def test_a_backend(backend):
     assert parse().required is None
 
 
-def test_a_backend_that_can_not_be_measured(monkeypatch, tmp_path, capsys):
-    """The command fails with one line that says why, before it starts anybody else, and leaves no report."""
+def test_a_backend_that_cannot_be_measured_fails_the_command(monkeypatch, tmp_path, capsys):
+    """The command fails with one line, before it starts other peers, and writes no report."""
     monkeypatch.setenv("PATH", str(tmp_path))
     monkeypatch.setattr(sys, "executable", str(tmp_path / "python"))
     assert main(["bench", "--backend", "mpi", "--output", str(tmp_path / "out")]) == 1
@@ -139,8 +139,8 @@ def test_a_backend_that_can_not_be_measured(monkeypatch, tmp_path, capsys):
     assert list((tmp_path / "out").iterdir()) == []
 
 
-def test_a_backend_that_is_lost_on_the_way(monkeypatch, tmp_path, capsys):
-    """What was measured before is kept; the exit code is that of a failure."""
+def test_a_backend_lost_during_the_run_fails_the_command_and_keeps_the_report(monkeypatch, tmp_path, capsys):
+    """The report has the earlier cases."""
 
     def behave(report):
         filled(report)
@@ -177,8 +177,8 @@ def test_neither_the_command_nor_its_ranks_load_torch_early():
     subprocess.run([sys.executable, "-c", code], check=True)
 
 
-def test_a_missing_extra_is_named(monkeypatch, capsys):
-    """Without its packages the command says which, and what to type."""
+def test_a_missing_extra_is_named_with_its_install_command(monkeypatch, capsys):
+    """The error names the packages and the command."""
     find = importlib.util.find_spec
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "matplotlib" else find(name))
     assert main(["bench"]) == 1
@@ -198,12 +198,12 @@ def test_a_run_leaves_report_and_plot(monkeypatch, tmp_path, capsys):
 
 
 @pytest.mark.parametrize("change", [{"failures": {"gloo": "wrong result"}}, {"peer": Peer.GLOO}])
-def test_failures_are_told_by_the_exit_code(monkeypatch, tmp_path, change):
-    """A wrong result of anybody, or nothing measured of ferrodist, is 1."""
+def test_failures_set_the_exit_code(monkeypatch, tmp_path, change):
+    """It is 1 after a wrong result of any peer, or when ferrodist was not measured."""
     assert run(monkeypatch, tmp_path, lambda report: filled(report, **change))[0] == 1
 
 
-def test_an_interrupted_run_keeps_what_it_has(monkeypatch, tmp_path):
+def test_an_interrupted_run_writes_its_partial_report(monkeypatch, tmp_path):
     """Ctrl-C writes the report, which says that it is not complete."""
 
     def behave(report):
@@ -214,7 +214,7 @@ def test_an_interrupted_run_keeps_what_it_has(monkeypatch, tmp_path):
     assert (code, report["is_complete"], len(report["cases"])) == (130, False, 1)
 
 
-def test_lines_stay_and_only_a_terminal_gets_a_bar():
+def test_printed_lines_stay_and_only_a_terminal_gets_a_bar():
     files = [io.StringIO(), io.StringIO()]
     consoles = [Console(file=files[0]), Console(file=files[1], force_terminal=True, width=90)]
     for console in consoles:

@@ -1,4 +1,4 @@
-"""How work is put on streams: what waits for what, what is kept, and how communicators end; over recorded fakes."""
+"""Enqueuing on streams: order, lifetimes of tensors, ends of communicators, the watchdog; over recorded fakes."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def _cpu_tensors_for_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture(autouse=True)
 def no_watch_left() -> Iterator[None]:
-    """A test leaves no thread that watches a GPU."""
+    """A test leaves no watchdog thread."""
     yield
     gc.collect()
     left = [thread for thread in threading.enumerate() if thread.name.startswith("ferrodist-nccl")]
@@ -48,12 +48,12 @@ def alone(**named: object) -> fd.HybridBackend:
 
 
 def streams_of(group: fd.HybridBackend) -> FakeStreams:
-    """The fake that a group was made with."""
+    """The fake streams that a group was made with."""
     return group.fake_streams
 
 
 def test_a_call_is_ordered_between_what_comes_before_and_after_it() -> None:
-    """The group's stream waits for the caller's, then the caller's for it: the caller sees one order."""
+    """The group's stream waits for the caller's, then the caller's for the group's."""
     group = alone()
     fd.allreduce(torch.ones(3), group=group)
     streams = streams_of(group)
@@ -69,7 +69,7 @@ def test_a_call_is_ordered_between_what_comes_before_and_after_it() -> None:
 
 
 def test_an_asynchronous_call_is_waited_for_by_wait() -> None:
-    """The caller's stream is not held up before wait(), and each wait orders the stream of its thread."""
+    """The caller's stream does not wait before wait(), and each wait() orders its thread's stream."""
     group = alone(nccl=FakeNccl(is_lazy=True))
     pending = fd.async_allreduce(torch.ones(3), group=group)
     streams = streams_of(group)
@@ -84,7 +84,7 @@ def test_an_asynchronous_call_is_waited_for_by_wait() -> None:
 
 
 def test_asynchronous_calls_keep_their_tensors_until_they_are_done() -> None:
-    """Memory that the GPU still reads is not given to others, even when the handle is dropped."""
+    """Memory that the GPU still reads is not reused, even when the handle is dropped."""
 
     def program(group: fd.Backend) -> None:
         fd.allreduce(torch.ones(1))
@@ -108,7 +108,7 @@ def test_asynchronous_calls_keep_their_tensors_until_they_are_done() -> None:
 
 
 def test_synchronous_calls_keep_nothing() -> None:
-    """Memory of what was called synchronously is free when the caller lets go: its stream is behind the work."""
+    """A synchronous call's memory is free when the caller frees it: the caller's stream is behind the work."""
 
     def program(group: fd.Backend) -> None:
         fd.allreduce(torch.ones(1))
@@ -125,8 +125,8 @@ def test_synchronous_calls_keep_nothing() -> None:
     run_ranks(program, 2, backend=partial(fake_groups, nccl=FakeNccl(is_lazy=True)))
 
 
-def test_a_result_that_is_taken_over_on_another_stream_is_kept_for_that() -> None:
-    """The allocator is told of a stream on which an asynchronous result is used, when it was made for another."""
+def test_results_used_on_another_stream_are_kept_for_it() -> None:
+    """The allocator learns of a stream that uses an asynchronous result allocated on another."""
     group = alone(nccl=FakeNccl(is_lazy=True))
     streams = streams_of(group)
     tensor = torch.ones(3)
@@ -140,8 +140,8 @@ def test_a_result_that_is_taken_over_on_another_stream_is_kept_for_that() -> Non
     group.close()
 
 
-def test_tensors_of_what_has_failed_are_kept_for_the_groups_stream() -> None:
-    """What the group's stream may still work on when a launch breaks off or the group ends is not used again before."""
+def test_tensors_of_failed_operations_are_kept_for_the_groups_stream() -> None:
+    """Memory that the group's stream may still use after a failed launch or group is not reused before."""
 
     def program(group: fd.Backend) -> None:
         streams = streams_of(group)
@@ -169,8 +169,8 @@ def test_tensors_of_what_has_failed_are_kept_for_the_groups_stream() -> None:
     run_ranks(program, 2, backend=partial(fake_groups, nccl=FakeNccl(is_lazy=True)))
 
 
-def test_exchanges_of_one_rank_leave_nothing_behind() -> None:
-    """With nobody to compare counts with, none are remembered."""
+def test_a_single_rank_keeps_no_split_sizes() -> None:
+    """Without other ranks to compare with, no counts are kept."""
     group = alone()
     assert fd.all_to_all_single_uneven(torch.ones(2), [2], [2], group=group).tolist() == [1, 1]
     group.synchronize()
@@ -178,8 +178,8 @@ def test_exchanges_of_one_rank_leave_nothing_behind() -> None:
     group.close()
 
 
-def test_a_given_stream_is_used_and_not_waited_for_by_itself() -> None:
-    """With stream= the group's work goes there; on that very stream nothing has to wait."""
+def test_a_given_stream_is_used_and_does_not_wait_for_itself() -> None:
+    """With stream= the group's work is enqueued there, and calls on that stream itself don't wait."""
     mine = FakeStream("mine")
     (control,) = fd.SimulatedBackend.create_group(1)
     streams = FakeStreams()
@@ -195,7 +195,7 @@ def test_a_given_stream_is_used_and_not_waited_for_by_itself() -> None:
 
 
 def test_a_captured_graph_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Inside a CUDA graph's capture there is an error, not a graph that nobody watches; the group goes on."""
+    """During the capture of a CUDA graph calls raise, and the group stays usable."""
     group = alone()
     cuda = torch.device("cuda", 0)
     monkeypatch.setattr(select, "is_capturing", lambda: True)
@@ -209,7 +209,7 @@ def test_a_captured_graph_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_rank_has_one_gpu_in_a_group() -> None:
-    """A tensor on another GPU than the first is refused, and says what to do."""
+    """A tensor on another GPU than the first is refused, with advice."""
     group = alone()
     fd.allreduce(torch.ones(1), group=group)
     other = SimpleNamespace(device=torch.device("cuda", 1))
@@ -219,8 +219,8 @@ def test_a_rank_has_one_gpu_in_a_group() -> None:
     group.close()
 
 
-def test_a_given_stream_is_on_the_tensors_gpu() -> None:
-    """A stream= of another GPU than a tensor's is refused, before a communicator is made for the wrong one."""
+def test_a_given_stream_on_another_gpu_is_refused() -> None:
+    """A stream= on another GPU than the tensor is refused, before a communicator is made."""
     mine = FakeStream("mine")
     mine.device = torch.device("cuda", 1)
     (control,) = fd.SimulatedBackend.create_group(1)
@@ -232,8 +232,8 @@ def test_a_given_stream_is_on_the_tensors_gpu() -> None:
     group.close()
 
 
-def test_closing_completes_what_was_sent() -> None:
-    """Closing a group finalizes its communicator, then lets it go; once."""
+def test_closing_completes_sends() -> None:
+    """Closing a group finalizes its communicator, then destroys it; once."""
     group = alone()
     fd.allreduce(torch.ones(1), group=group)
     (communicator,) = group.shared.opened
@@ -242,8 +242,8 @@ def test_closing_completes_what_was_sent() -> None:
     assert communicator.log == ["all_reduce", "finalize", "destroy"]
 
 
-def test_closing_gives_up_on_what_is_never_taken(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A communicator that can't be completed in time is aborted."""
+def test_closing_aborts_sends_that_are_never_received(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A communicator that can't be finalized in time is aborted."""
     monkeypatch.setattr(communicator_module, "_FINALIZE_SECONDS", 0.05)
     group = alone()
     fd.allreduce(torch.ones(1), group=group)
@@ -256,7 +256,7 @@ def test_closing_gives_up_on_what_is_never_taken(monkeypatch: pytest.MonkeyPatch
 
 
 def test_sub_groups_end_with_their_communicators() -> None:
-    """A sub-group has a communicator of its own, which goes when it is closed, dropped, or its group closed."""
+    """A sub-group's communicator ends when it is closed or dropped, or its group is closed."""
 
     def program(group: fd.Backend) -> None:
         closed, dropped, left = (fd.new_group([1, 0]) for _ in range(3))
@@ -279,7 +279,7 @@ def test_sub_groups_end_with_their_communicators() -> None:
 
 
 def test_a_forked_child_leaves_nccl_alone() -> None:
-    """In a child process a call raises, and closing touches nothing of NCCL's."""
+    """In a child process a call raises, and closing does not call NCCL."""
     group = alone()
     fd.allreduce(torch.ones(1), group=group)
     (communicator,) = group.shared.opened
@@ -292,8 +292,8 @@ def test_a_forked_child_leaves_nccl_alone() -> None:
     group._watchdog.close()  # the parent's
 
 
-def test_a_child_that_closes_a_failed_group_asks_nothing_of_cuda() -> None:
-    """What the parent had under way is not kept for its stream in a child process, where CUDA does not work."""
+def test_a_child_that_closes_a_failed_group_does_not_call_cuda() -> None:
+    """The parent's outstanding tensors are not kept for its stream in a child process, where CUDA does not work."""
     group = alone(nccl=FakeNccl(is_lazy=True))
     group._watchdog.watch = lambda executor: None  # it is the parent's
     fd.async_allreduce(torch.ones(1), group=group)
@@ -306,8 +306,8 @@ def test_a_child_that_closes_a_failed_group_asks_nothing_of_cuda() -> None:
     assert not group._executor.has_outstanding
 
 
-def test_a_group_that_a_child_drops_is_left_alone() -> None:
-    """Garbage collection in a child process touches nothing of NCCL's; in its own process it aborts."""
+def test_a_communicator_dropped_by_a_child_is_left_alone() -> None:
+    """Garbage collection aborts a communicator in its own process, and does not call NCCL in a child."""
     for process, is_aborted in ((os.getpid() + 1, False), (os.getpid(), True)):
         (control,) = fd.SimulatedBackend.create_group(1)
         nccl = FakeNccl()
@@ -320,8 +320,8 @@ def test_a_group_that_a_child_drops_is_left_alone() -> None:
         control.close()
 
 
-def test_a_communicator_that_was_aborted_is_never_ready() -> None:
-    """A thread that still waits for one finds that it is not there, and does not ask it."""
+def test_an_aborted_communicator_is_never_ready() -> None:
+    """A thread that still waits for it does not call NCCL."""
     (control,) = fd.SimulatedBackend.create_group(1)
     made = communicator_module.CommunicatorHandle(control, FakeNccl)
     made.begin(torch.device("cpu"), CollectiveSignature(operation="x"), Deadline(5.0))
@@ -332,8 +332,8 @@ def test_a_communicator_that_was_aborted_is_never_ready() -> None:
     control.close()
 
 
-def test_time_counts_from_when_the_gpu_has_come_to_it() -> None:
-    """A deadline begins when the stream has come to the operation, however long it was queued."""
+def test_a_timeout_counts_from_when_the_gpu_reaches_the_operation() -> None:
+    """Time in the stream's queue does not count."""
     before, work = FakeWork("x", (), (), 1.0), FakeWork("x", (), (), 1.0)
     info = OpInfo(what="x", timeout=2.0)
     launched = InFlightOp(info, FakeStreams(), start=FakeEvent([before]), end=FakeEvent([work]), kept=(), caller=0)
@@ -345,8 +345,8 @@ def test_time_counts_from_when_the_gpu_has_come_to_it() -> None:
     assert launched.is_overdue(202.1)
 
 
-def test_a_gpu_that_is_lost_ends_the_group() -> None:
-    """When CUDA can't be asked any more the watch does not die of it: the group fails, with the reason."""
+def test_a_lost_gpu_ends_the_group() -> None:
+    """An exception of CUDA does not end the watchdog: the group fails, with the reason."""
     group = alone(nccl=FakeNccl(is_lazy=True))
 
     def refuse(*_: object) -> None:
@@ -368,7 +368,7 @@ def test_a_gpu_that_is_lost_ends_the_group() -> None:
     assert not group._executor.has_outstanding
 
 
-def test_the_watch_sleeps_without_work_and_ends() -> None:
+def test_the_watchdog_thread_starts_with_work_and_ends() -> None:
     """A watchdog starts its thread with the first operation, calls ``prepare`` in it, and ends it when closed."""
     watchdog = Watchdog("watchdog of a test", lambda: prepared.append(threading.current_thread()))
     prepared: list[threading.Thread] = []
@@ -387,8 +387,8 @@ def test_the_watch_sleeps_without_work_and_ends() -> None:
     assert not thread.is_alive()
 
 
-def test_the_watch_sees_what_comes_while_it_looks() -> None:
-    """Work that is launched after a look has found nothing, and before the watch sleeps, is looked at."""
+def test_the_watchdog_polls_operations_launched_during_a_poll() -> None:
+    """An operation launched after a poll found none, and before the watchdog sleeps, is polled."""
     seen = threading.Event()
 
     class Busy:

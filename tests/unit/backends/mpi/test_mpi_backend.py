@@ -1,4 +1,4 @@
-"""What of the MPI backend needs no MPI: whether there is one, and what is said in frames."""
+"""The MPI backend without an MPI: unavailable libraries, starting and finalizing, frames, verification; over fakes."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def no_mpi(monkeypatch):
 
 @pytest.mark.usefixtures("no_mpi")
 def test_without_an_mpi():
-    """Where no MPI loads, the question is answered with no, and a group with the reason and what to install."""
+    """Without an MPI is_mpi_available() is False, and making a group raises the reason, with what to install."""
     assert not fd.is_mpi_available()
     with pytest.raises(BackendUnavailable, match=rf"libmpi\.so: not there.*{re.escape(how_to_install('mpi'))}"):
         fd.init_process_group("mpi")
@@ -50,15 +50,15 @@ def test_without_an_mpi():
         fd.MpiBackend()
 
 
-def test_the_answer_is_kept(no_mpi, monkeypatch):
-    """An MPI is looked for once."""
+def test_loading_is_tried_once(no_mpi, monkeypatch):
+    """A failure to load MPI is remembered."""
     assert not fd.is_mpi_available()
     monkeypatch.setattr(runtime, "_import", lambda: pytest.fail("looked again"))
     assert not fd.is_mpi_available()
 
 
 def test_an_mpi_without_threads_is_refused(monkeypatch):
-    """An MPI that only one thread may call is refused, with what to do."""
+    """An MPI without MPI_THREAD_MULTIPLE is refused, with advice."""
     mpi = SimpleNamespace(
         Is_finalized=lambda: False,
         Is_initialized=lambda: True,
@@ -72,8 +72,8 @@ def test_an_mpi_without_threads_is_refused(monkeypatch):
         fd.MpiBackend()
 
 
-def test_an_mpi_that_has_ended_is_refused(monkeypatch):
-    """After MPI_Finalize there are no more groups."""
+def test_a_finalized_mpi_is_refused(monkeypatch):
+    """After MPI_Finalize no group can be made."""
     monkeypatch.setattr(runtime, "_process", None)
     monkeypatch.setattr(runtime, "_module", SimpleNamespace(Is_finalized=lambda: True))
     with pytest.raises(BackendUnavailable, match="MPI has ended in this process"):
@@ -81,7 +81,7 @@ def test_an_mpi_that_has_ended_is_refused(monkeypatch):
 
 
 class _SlowLibrary:
-    """The symbols of an MPI whose start and end wait for others, until `come`."""
+    """An MPI library whose MPI_Init_thread and MPI_Finalize block until ``come`` is set."""
 
     def __init__(self):
         self.come = threading.Event()
@@ -95,8 +95,8 @@ class _SlowLibrary:
     MPI_Finalize = MPI_Init_thread
 
 
-def test_nobody_waits_for_mpi_longer_than_they_want(monkeypatch):
-    """MPI's start and its end are given up at their deadlines, go on, and are called by one thread."""
+def test_starting_and_finalizing_mpi_have_deadlines(monkeypatch):
+    """Waits for MPI's start and end return at their deadlines; both go on, and are called by one thread."""
     slow = _SlowLibrary()
     monkeypatch.setattr(runtime.ctypes, "CDLL", lambda _path: slow)
     communicator = SimpleNamespace(Set_errhandler=lambda _handler: None)
@@ -135,8 +135,8 @@ class _Open:
 
 
 @pytest.mark.parametrize(("has_failed", "kept", "patience"), [(False, 0, None), (True, 0, 5.0), (False, 1, 5.0)])
-def test_how_long_a_process_waits_for_the_end(monkeypatch, has_failed, kept, patience):
-    """MPI's end is waited for without limit, unless some rank may not come to it."""
+def test_finalizing_has_a_limit_only_after_a_failure(monkeypatch, has_failed, kept, patience):
+    """MPI_Finalize is waited for without limit, unless some rank may never call it."""
     monkeypatch.setattr(runtime, "_module", SimpleNamespace(Is_finalized=lambda: False))
     monkeypatch.setattr(runtime, "_groups", set())
     monkeypatch.setattr(runtime, "_has_lost", False)
@@ -152,8 +152,8 @@ def test_how_long_a_process_waits_for_the_end(monkeypatch, has_failed, kept, pat
     assert group.is_closed
 
 
-def test_an_mpi_that_can_not_start(monkeypatch):
-    """What MPI's start returns is an error, and there is nothing to end."""
+def test_an_mpi_that_cannot_start(monkeypatch):
+    """An error status of MPI_Init_thread is raised, and MPI is not finalized."""
     monkeypatch.setattr(runtime.ctypes, "CDLL", lambda _path: SimpleNamespace(MPI_Init_thread=lambda *_: 15))
     one = runtime.MpiRuntime(SimpleNamespace(__file__="", THREAD_MULTIPLE=3))
     with pytest.raises(RuntimeError, match="MPI_Init_thread returned 15"):
@@ -174,8 +174,8 @@ def some_mpi(monkeypatch):
 @pytest.mark.parametrize(
     "name", ["WORLD_SIZE", "PMI_SIZE", "OMPI_COMM_WORLD_SIZE", "MV2_COMM_WORLD_SIZE", "SLURM_STEP_NUM_TASKS"]
 )
-def test_ranks_that_are_alone_and_should_not_be(name):
-    """What another MPI's launcher has started is no group of one rank each, unless that was asked for."""
+def test_ranks_started_by_another_mpis_launcher(name):
+    """Ranks started by another MPI's launcher raise, unless a world size of 1 was asked for."""
     with pytest.raises(fd.InvalidWorldSizeError, match=rf"to be 4 \({name}\), but Some MPI 1\.2 .* one of 1: it was"):
         check_job(_ALONE, variables={name: "4"})
     check_job(_ALONE, world_size=1, variables={name: "4"})
@@ -183,8 +183,8 @@ def test_ranks_that_are_alone_and_should_not_be(name):
     check_job(_ALONE, variables={})
 
 
-def test_a_group_of_the_world_asks_the_launcher(monkeypatch):
-    """`MpiBackend()` is no group of one rank where the launcher has started more."""
+def test_the_world_is_checked_against_the_launcher(monkeypatch):
+    """`MpiBackend()` raises when MPI has one rank and the launcher has started more."""
     mpi = SimpleNamespace(
         Is_finalized=lambda: False,
         Is_initialized=lambda: True,
@@ -201,8 +201,8 @@ def test_a_group_of_the_world_asks_the_launcher(monkeypatch):
 
 
 @pytest.mark.usefixtures("some_mpi")
-def test_a_world_that_mpi_does_not_have():
-    """A rank or world size that is not MPI's is an error; what launchers say is not asked where MPI has ranks."""
+def test_a_rank_or_world_size_that_is_not_mpis():
+    """A rank or world size other than MPI's raises; launchers' variables are ignored when MPI has several ranks."""
     pair = SimpleNamespace(Get_size=lambda: 2, Get_rank=lambda: 1)
     with pytest.raises(fd.InvalidWorldSizeError, match="to be 7, but Some MPI"):
         check_job(pair, world_size=7)
@@ -212,15 +212,15 @@ def test_a_world_that_mpi_does_not_have():
 
 
 def test_the_mpi_of_a_parent_is_refused(monkeypatch):
-    """A forked process has no MPI of its own, and its parent's is not for it."""
+    """A forked process can't use its parent's MPI."""
     monkeypatch.setattr(runtime, "_module", SimpleNamespace())
     monkeypatch.setattr(runtime, "_process", -1)
     with pytest.raises(BackendUnavailable, match="the process that this one was forked from"):
         fd.MpiBackend()
 
 
-def test_arguments_that_mpi_has_no_use_for():
-    """An address to meet at is refused: MPI's ranks have met."""
+def test_arguments_that_do_not_apply_to_mpi():
+    """An address is refused: MPI's ranks are connected already."""
     with pytest.raises(ValueError, match="leave init_method='env://' out"):
         fd.init_process_group("mpi", init_method="env://")
     with pytest.raises(ValueError, match="there is a backend 'mpi' already"):
@@ -233,8 +233,8 @@ def test_importing_ferrodist_does_not_load_mpi():
     subprocess.run([sys.executable, "-c", code], check=True)
 
 
-def test_frames_survive_the_way():
-    """What is packed is unpacked, for every kind."""
+def test_frames_round_trip():
+    """Frames of every type are unpacked as they were packed."""
     for kind in FrameType:
         size = {FrameType.EAGER: 5, FrameType.DATA: 5}.get(kind, 0)
         frame = Frame(kind, 2**40, 2**63 + 1, 2**64 - 1, size, 0)
@@ -254,14 +254,14 @@ def test_frames_survive_the_way():
         (Frame(FrameType.DATA, size_bytes=1 << 30).pack() + bytes(MAX_PAYLOAD + 1), "DATA frame"),
     ],
 )
-def test_what_is_no_frame(data, words):
-    """Bytes that no rank sends are refused."""
+def test_malformed_frames_are_refused(data, words):
+    """Bytes that no rank sends raise ProtocolError."""
     with pytest.raises(ProtocolError, match=words):
         Frame.unpack(memoryview(data))
 
 
 class _DataPlane:
-    """MPI's collectives end at once."""
+    """A data plane whose operations end at once."""
 
     def __init__(self):
         self.sequencer = Sequencer(lambda: False)
@@ -275,8 +275,8 @@ class _DataPlane:
 
 
 @pytest.mark.parametrize("gave_up", [False, True])
-def test_a_late_rank_hears_that_others_gave_up(gave_up):
-    """A collective that others have given up raises on the rank that comes late, though MPI has ended it there."""
+def test_a_late_rank_raises_when_others_gave_up(gave_up):
+    """A collective that others gave up raises on the late rank, though MPI completes it there."""
     group = SimpleNamespace(rank=1, world_size=2, name="world", failure=None, abort=lambda _: None)
 
     def look():
@@ -292,8 +292,8 @@ def test_a_late_rank_hears_that_others_gave_up(gave_up):
 
 
 @pytest.mark.parametrize(("rank", "late", "speaks"), [(0, (1,), True), (1, (0,), True), (1, (2,), False)])
-def test_a_long_wait_names_who_is_late(rank, late, speaks, monkeypatch, caplog):
-    """The first rank that waits says who has not called; another one leaves it to that."""
+def test_a_long_wait_names_late_ranks(rank, late, speaks, monkeypatch, caplog):
+    """The first waiting rank logs which ranks have not called; others don't."""
     monkeypatch.setattr("ferrodist.deadline.LONG_WAIT_SECONDS", 0.0)
     group = SimpleNamespace(rank=rank, world_size=2, name="world", failure=None)
     MpiVerifier(group, _DataPlane(), lambda _sequence: late, lambda: None).verify(
@@ -311,8 +311,8 @@ def _group_of_two(aborts):
     return SimpleNamespace(rank=0, world_size=2, name="world", failure=None, attachments={}, abort=aborts.append)
 
 
-def test_an_interrupted_agreement_ends_the_group():
-    """A rank that leaves the comparison of calls by Ctrl-C is out of step: the others are told."""
+def test_an_interrupted_verification_ends_the_group():
+    """When Ctrl-C breaks off a rank's verification, the group is aborted."""
     aborts, plane = [], _DataPlane()
     plane.wait_for = _interrupt
     agreement = MpiVerifier(_group_of_two(aborts), plane, lambda _sequence: (), lambda: None)
@@ -322,7 +322,7 @@ def test_an_interrupted_agreement_ends_the_group():
 
 
 def test_an_interrupted_collective_ends_the_group():
-    """So does one that leaves in the middle of the data."""
+    """When Ctrl-C breaks off a rank's data movement, the group is aborted."""
     aborts, plane = [], _DataPlane()
     group = _group_of_two(aborts)
     group.data_plane, group.verifier = plane, MpiVerifier(group, plane, lambda _sequence: (), lambda: None)
@@ -337,7 +337,7 @@ def test_an_interrupted_collective_ends_the_group():
 
 
 class _NoMessages:
-    """A communicator of two ranks that takes what is sent and has nothing to receive."""
+    """A communicator of two ranks that accepts sends and has nothing to receive."""
 
     def __init__(self):
         self.sent = []
@@ -354,8 +354,8 @@ class _NoMessages:
         return None
 
 
-def test_what_mpi_is_not_given_can_be_taken_back():
-    """MPI gets a few MiB for a rank at a time, and more when it has sent those; what is urgent does not wait for it."""
+def test_frames_beyond_the_window_can_be_dropped():
+    """MPI gets one window of frames per rank, and more when these are sent; urgent frames don't wait."""
     communicator = _NoMessages()
     communicator.has_room = False
     transport = FrameTransport(SimpleNamespace(Status=object, BYTE=0, ANY_SOURCE=-1), communicator, lambda *_: None)
@@ -374,8 +374,8 @@ def test_what_mpi_is_not_given_can_be_taken_back():
     assert transport.is_idle()
 
 
-def test_a_messenger_that_has_ended_leaves_its_communicator_alone():
-    """After its end nothing is sent or looked for, whoever still asks: the communicator may be gone."""
+def test_a_closed_transport_does_not_use_its_communicator():
+    """After close nothing is sent or received: the communicator may have been freed."""
     communicator = _NoMessages()
     transport = FrameTransport(SimpleNamespace(Status=object, BYTE=0, ANY_SOURCE=-1), communicator, lambda *_: None)
     transport.push(1, QueuedFrame(Frame(FrameType.PING)))
@@ -387,8 +387,8 @@ def test_a_messenger_that_has_ended_leaves_its_communicator_alone():
     assert not transport.poll()
 
 
-def test_a_collective_that_is_left_keeps_what_is_under_way(monkeypatch):
-    """When a reduction ends in the middle, MPI keeps the buffers of the segment that was on its way ahead of it."""
+def test_a_failed_collective_abandons_pending_requests(monkeypatch):
+    """When a reduction fails, the request of the next segment is abandoned, which keeps its buffers."""
     aborts, plane, abandoned, started = [], _DataPlane(), [], []
     group = _group_of_two(aborts)
     group.data_plane, group.verifier = plane, MpiVerifier(group, plane, lambda _sequence: (), lambda: None)
@@ -420,8 +420,8 @@ def test_a_collective_that_is_left_keeps_what_is_under_way(monkeypatch):
     assert len(aborts) == 1
 
 
-def test_a_piece_out_of_its_order_is_refused():
-    """A piece of a message that was not granted, or not the next one, is no rank's of this version."""
+def test_a_data_frame_out_of_order_is_refused():
+    """A DATA frame that was not granted, or is not the next one, raises ProtocolError."""
     mailbox = SimpleNamespace(write=lambda *_: pytest.fail("it was written"))
     messages = IncomingMessages(mailbox, lambda _message: True, lambda *_: None)
     messages.on_offer(1, Frame(FrameType.OFFER, 7, size_bytes=1 << 20), memoryview(b""))
@@ -438,7 +438,7 @@ def test_a_piece_out_of_its_order_is_refused():
 
 
 class _RefusingMpi:
-    """An MPI that takes nothing."""
+    """An MPI that refuses everything."""
 
     BYTE = 0
 
@@ -459,8 +459,8 @@ def _make_plane(mpi, explained, *, cannot_complete=True):
     return MpiDataPlane(mpi, mpi, lambda: cannot_complete, explained.append, lambda: 0.0)
 
 
-def test_what_mpi_refuses_ends_the_group():
-    """A collective that MPI does not start raises nothing of MPI's own: the group fails, and waits are vain."""
+def test_an_operation_that_mpi_refuses_ends_the_group():
+    """An operation that MPI refuses raises no exception of MPI's: the group fails, and waits return False."""
     explained = []
     plane = _make_plane(_RefusingMpi(), explained)
     before = num_leaked()
@@ -469,8 +469,8 @@ def test_what_mpi_refuses_ends_the_group():
     assert num_leaked() == before, "MPI has nothing that this process must not end with"
 
 
-def test_a_communicator_that_is_freed_is_given_no_collective():
-    """A thread that comes to a group whose communicator is gone does not touch it."""
+def test_a_closed_data_plane_starts_nothing():
+    """After close no operation is started: the communicator may have been freed."""
     explained = []
     plane = _make_plane(_RefusingMpi(), explained)
     plane.close()
@@ -478,8 +478,8 @@ def test_a_communicator_that_is_freed_is_given_no_collective():
     assert explained == []
 
 
-def test_a_communicator_with_something_under_way_is_not_freed():
-    """A group that is closed in the middle of a collective leaves its communicator to that."""
+def test_a_communicator_with_pending_operations_is_not_freed():
+    """A group that is closed during a collective does not free its communicator."""
     has_ended = []
     mpi = _RefusingMpi()
     mpi.Iallgather = lambda *_arguments: SimpleNamespace(Test=lambda: bool(has_ended))
@@ -492,7 +492,7 @@ def test_a_communicator_with_something_under_way_is_not_freed():
 
 
 class _Coming(_NoMessages):
-    """A communicator that has begun to receive messages, by (source, whether it has come or raises, data)."""
+    """A communicator that is receiving messages, given as (source, test of the request, data)."""
 
     def __init__(self, *messages):
         super().__init__()
@@ -515,8 +515,8 @@ def _raise():
     raise _RefusingMpi.Exception("the process has failed")
 
 
-def test_half_a_frame_of_a_rank_that_died_holds_up_nobody():
-    """What a rank was sending when it died is dropped, and no frame; other ranks' frames come through."""
+def test_an_incomplete_frame_of_a_dead_rank_is_dropped():
+    """An incomplete frame of a dead rank is dropped; other ranks' frames are handled."""
     frame = Frame(FrameType.PING).pack()
     half_come, raises, whole = (0, lambda: False, frame), (0, _raise, frame), (1, lambda: True, frame)
     mpi = SimpleNamespace(Status=SimpleNamespace, BYTE=0, ANY_SOURCE=-1, Exception=_RefusingMpi.Exception)

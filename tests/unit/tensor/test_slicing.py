@@ -1,4 +1,4 @@
-"""Operators that cut and join dims, on distributed tensors."""
+"""Operators that slice, split and join dims, on distributed tensors."""
 
 import copy
 
@@ -42,8 +42,8 @@ from ferrodist.testing import run_ranks
     ],
     ids=str,
 )
-def test_one_tensor_to_one(function):
-    """Of every placement, forward and backward."""
+def test_operators_with_one_input_and_output(function):
+    """With every placement, forward and backward."""
     check_everywhere(function, [make(4, 5)])
 
 
@@ -63,8 +63,8 @@ def test_one_tensor_to_one(function):
     ],
     ids=str,
 )
-def test_one_tensor_to_several(function):
-    """All outputs lie alike; gradients come back where only some outputs are used, too."""
+def test_operators_with_several_outputs(function):
+    """All outputs have the same placements; gradients are right if only some outputs are used."""
     check_everywhere(function, [make(4, 6)])
 
 
@@ -84,13 +84,13 @@ def test_one_tensor_to_several(function):
     ],
     ids=str,
 )
-def test_two_tensors_to_one(function):
-    """Of every pair of placements."""
+def test_operators_with_two_inputs(function):
+    """With every pair of placements."""
     check_everywhere(function, [make(4, 6), make(4, 6, seed=1)], meshes=[(2,)])
 
 
-def test_cat_of_empty_and_of_other_dtypes():
-    """Empty tensors of one dim are left out; what is cast is folded before it is cast."""
+def test_cat_of_empty_tensors_and_mixed_dtypes():
+    """Empty tensors of one dim are left out; partial tensors are reduced before a cast."""
 
     def check(group):
         mesh = DeviceMesh(group, (2,))
@@ -109,8 +109,8 @@ def test_cat_of_empty_and_of_other_dtypes():
     run_ranks(check, 2)
 
 
-def test_dims_that_are_not_cut_stay_divided():
-    """Nothing is moved where the dim that is divided is another, or is taken whole."""
+def test_uncut_dims_stay_sharded():
+    """Nothing is sent if another dim is sharded, or if all of the sharded dim is taken."""
 
     def check(group):
         mesh = DeviceMesh(group, (2,))
@@ -125,8 +125,8 @@ def test_dims_that_are_not_cut_stay_divided():
     run_ranks(check, 2)
 
 
-def test_parts_of_a_joined_linear_layer():
-    """Queries, keys and values of one layer that is divided by columns: whatever it costs, they are right."""
+def test_splits_of_a_fused_linear_layer():
+    """Queries, keys and values of one column-parallel layer are right, whatever has to be sent."""
 
     def check(group, shape, placements):
         mesh = DeviceMesh(group, shape)
@@ -143,8 +143,8 @@ def test_parts_of_a_joined_linear_layer():
     run_ranks(check, 4, (2, 2), [[Replicate(), Replicate()], [Shard(0), Shard(0)]])
 
 
-def test_pieces_that_are_blocks_are_cut_and_joined_where_they_lie():
-    """Equal divided tensors one after the other are blocks, and those are cut without anything sent."""
+def test_blocks_are_split_and_joined_without_communication():
+    """Equal sharded tensors are joined as blocks, and blocks are split, with nothing sent."""
 
     def check(group, shape, before, after):
         mesh = DeviceMesh(group, shape)
@@ -162,8 +162,8 @@ def test_pieces_that_are_blocks_are_cut_and_joined_where_they_lie():
     run_ranks(check, 4, (2, 2), [Replicate(), Shard(1)], (Replicate(), Shard(1, blocks=3)))
 
 
-def test_other_folds_stay_where_they_were():
-    """A maximum is taken after a cut as well as before it."""
+def test_partial_maxima_are_sliced_before_they_are_reduced():
+    """A maximum commutes with a slice."""
 
     def check(group):
         mesh = DeviceMesh(group, (2,))
@@ -190,8 +190,8 @@ OPERATIONS = {
 
 @settings(max_examples=12, deadline=None)
 @given(st.data())
-def test_any_shape_on_two_axes(data):
-    """Cuts of tensors of three dims, with dims of one or of fewer elements than ranks, placed in any way."""
+def test_random_slices_on_two_axes(data):
+    """Tensors of three dims, with dims of one element or fewer elements than ranks, and any placements."""
     shape = data.draw(st.tuples(*[st.integers(1, 5)] * 3))
     names = data.draw(st.lists(st.sampled_from(sorted(OPERATIONS)), min_size=2, max_size=3, unique=True))
     placements = data.draw(st.lists(st.sampled_from(placements_of(3, 2)), min_size=3, max_size=4))
@@ -206,8 +206,8 @@ def test_any_shape_on_two_axes(data):
 
 
 @pytest.mark.parametrize("size", [3, 6, 9, 12])
-def test_pieces_of_a_dim_in_blocks(size):
-    """Also where a rank has nothing of them."""
+def test_splits_of_a_dim_in_blocks(size):
+    """Also if a rank's shard of them is empty."""
 
     def check(group):
         mesh = DeviceMesh(group, (2,))
@@ -217,8 +217,8 @@ def test_pieces_of_a_dim_in_blocks(size):
     run_ranks(check, 2)
 
 
-def test_what_is_written_to_a_view_is_in_the_tensor():
-    """Where the view's part is a view of the tensor's part; also through a view of a view."""
+def test_writes_to_a_view_reach_the_tensor():
+    """If the view's shard is a view of the tensor's shard; also through a view of a view."""
 
     def check(group):
         mesh = DeviceMesh(group, (2,))
@@ -240,8 +240,8 @@ def test_what_is_written_to_a_view_is_in_the_tensor():
     run_ranks(check, 2)
 
 
-def test_what_would_be_written_to_a_copy_is_refused():
-    """A view whose parts had to be moved can't be written, and says so; nothing changes."""
+def test_writes_to_redistributed_views_are_refused():
+    """The error says so, and nothing changes."""
 
     def check(group):
         mesh = DeviceMesh(group, (2,))
@@ -266,8 +266,8 @@ def test_what_would_be_written_to_a_copy_is_refused():
     run_ranks(check, 2)
 
 
-def test_gradients_through_what_was_written_to_a_view():
-    """Autograd knows where in the tensor the view starts."""
+def test_gradients_through_writes_to_a_view():
+    """Autograd knows the view's offset in the tensor."""
 
     def write(x, y):
         z = x * 2
@@ -287,8 +287,8 @@ def test_gradients_through_what_was_written_to_a_view():
     run_ranks(check, 2)
 
 
-def test_views_of_memory_are_refused():
-    """as_strided knows nothing of parts."""
+def test_as_strided_of_sharded_tensors_is_refused():
+    """as_strided is of memory, which local shards don't have in common."""
 
     def check(group):
         mesh = DeviceMesh(group, (2,))

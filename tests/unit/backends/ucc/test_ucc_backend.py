@@ -1,4 +1,4 @@
-"""What of the UCC backend needs no UCC: whether there is one, and how ranks end that can't use it."""
+"""The UCC backend without a UCC library: unavailable libraries, failed starts, and fakes of teams."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from ferrodist.testing import run_ranks
 
 
 def _errors(program, world_size=2):
-    """What making a group ends with on every rank."""
+    """The error of making a group, or None, by rank."""
     errors = [None] * world_size
 
     def run(group):
@@ -37,7 +37,7 @@ def _errors(program, world_size=2):
 
 
 def test_without_a_library(monkeypatch, tmp_path):
-    """Where no UCC loads, the question is answered with no, and a group with the reason and what to do."""
+    """Without a UCC library is_ucc_available() is False, and making a group raises the reason, with advice."""
     path = str(tmp_path / "libucc.so.1")
     monkeypatch.setenv("FERRODIST_UCC_LIBRARY", path)
     assert not fd.is_ucc_available()
@@ -46,15 +46,15 @@ def test_without_a_library(monkeypatch, tmp_path):
     assert not fd.is_initialized()
 
 
-def test_a_library_that_is_no_ucc(monkeypatch):
-    """Another library is not taken for UCC."""
+def test_a_library_that_is_not_ucc(monkeypatch):
+    """Another library is refused."""
     monkeypatch.setenv("FERRODIST_UCC_LIBRARY", torch._C.__file__)
     assert not fd.is_ucc_available()
     assert "ucc_get_version" in (library.why_no_ucc() or "")
 
 
-def test_a_version_that_is_not_known(monkeypatch):
-    """A UCC whose structures may be others is refused."""
+def test_an_unknown_version_of_ucc(monkeypatch):
+    """A UCC whose structures may differ is refused."""
 
     class Other:
         version = (2, 0, 0)
@@ -72,7 +72,7 @@ def test_a_version_that_is_not_known(monkeypatch):
 
 
 def test_one_rank_without_a_library(monkeypatch):
-    """Where one rank has no UCC all raise, and name it and its reason."""
+    """When one rank has no UCC all raise, with the rank and its reason."""
 
     def load():
         if fd.default_group().rank == 1:
@@ -87,7 +87,7 @@ def test_one_rank_without_a_library(monkeypatch):
 
 
 def test_ranks_with_different_versions(monkeypatch):
-    """Ranks whose UCCs differ raise, with both versions."""
+    """Ranks with different versions of UCC raise, with both versions."""
     monkeypatch.setattr(backend, "load", lambda: f"UCC 1.{fd.default_group().rank}.0")
     for error in _errors(fd.UccBackend):
         assert isinstance(error, BackendUnavailable)
@@ -95,7 +95,7 @@ def test_ranks_with_different_versions(monkeypatch):
 
 
 class _Team:
-    """A team of which rank 1 can't start, or never is ready."""
+    """A team that can't start on rank 1, or is never ready."""
 
     refuses = True
 
@@ -108,7 +108,7 @@ class _Team:
 
 
 def test_a_rank_on_which_ucc_does_not_start(monkeypatch):
-    """It says why, and the others raise with its reason at once."""
+    """The rank raises the reason, and the others raise with its reason at once."""
     monkeypatch.setattr(backend, "load", lambda: "UCC 1.8.0")
     monkeypatch.setattr(backend, "Team", _Team)
     other, own = _errors(fd.UccBackend)
@@ -118,8 +118,8 @@ def test_a_rank_on_which_ucc_does_not_start(monkeypatch):
         assert "can't be used on rank 1: UCC 1.8.0 failed in ucc_context_create: No resource" in error.message
 
 
-def test_a_control_that_is_no_group():
-    """It is asked for."""
+def test_a_control_that_is_not_a_group():
+    """Another object as control group raises TypeError."""
     with pytest.raises(TypeError, match="takes a group of the same ranks, such as a TcpBackend, not None"):
         fd.UccBackend(None)
 
@@ -134,7 +134,7 @@ def test_a_team_that_is_never_ready(monkeypatch):
 
 
 def test_a_group_is_made_on_all_ranks_at_once(monkeypatch):
-    """No rank has its group before UCC has connected all: one that left again would take its part along."""
+    """No rank has its group before UCC has connected all ranks: others would depend on it."""
     is_made = threading.Event()
     seen = []
 
@@ -172,7 +172,7 @@ def test_a_group_is_made_on_all_ranks_at_once(monkeypatch):
 
 
 def _failing_team(monkeypatch, oob):
-    """A team on a library that only begins an exchange, and fails when that does."""
+    """A team on a fake library that only begins an exchange, and fails when that does."""
 
     class Only:
         version = (1, 8, 0)
@@ -194,8 +194,8 @@ def _failing_team(monkeypatch, oob):
 
 
 @pytest.mark.parametrize("kind", [KeyboardInterrupt, GroupAbortedError])
-def test_what_an_exchange_raises(kind, monkeypatch):
-    """It is raised as it is, an interruption too, though UCC is between."""
+def test_errors_of_an_exchange_are_raised_unchanged(kind, monkeypatch):
+    """An error or interruption in a callback of UCC's is raised as it is."""
 
     class Oob:
         def begin(self, _data):
@@ -206,7 +206,7 @@ def test_what_an_exchange_raises(kind, monkeypatch):
 
 
 def test_an_exchange_goes_on_outside_of_ucc(monkeypatch):
-    """Nor does what going on with an exchange raises pass through UCC, which would read what has not come."""
+    """Errors of polling an exchange don't pass through UCC, which would read missing data."""
 
     class Oob:
         def begin(self, _data):
@@ -221,8 +221,8 @@ def test_an_exchange_goes_on_outside_of_ucc(monkeypatch):
         team.is_ready()
 
 
-def test_quiet_in_several_threads(monkeypatch):
-    """Threads that open UCC at once leave the environment as it was."""
+def test_log_settings_in_several_threads(monkeypatch):
+    """Threads that open UCC at the same time leave the environment unchanged."""
     monkeypatch.delenv("UCC_LOG_LEVEL", raising=False)
     monkeypatch.delenv(team_module._LOG_VARIABLE, raising=False)
     is_second = threading.Event()
@@ -247,7 +247,7 @@ def test_quiet_in_several_threads(monkeypatch):
 
 
 class _Broken:
-    """A team whose collectives start and fail."""
+    """A team whose collectives fail after they have started."""
 
     is_busy = True
 
@@ -265,8 +265,8 @@ class _Broken:
         return type("Transfer", (), {"status": -4})()
 
 
-def test_a_collective_that_ucc_fails_in(monkeypatch):
-    """An error of UCC's that no rank's end explains ends the group, with its text; nothing is released."""
+def test_an_error_of_ucc_in_a_collective(monkeypatch):
+    """An error of UCC that no lost rank explains ends the group, with UCC's text; transfers are kept."""
     monkeypatch.setattr("ferrodist.backends.ucc.collectives._REASON_SECONDS", 0.05)
     (control, other) = SimulatedBackend.create_group(2)
     data_plane = UccDataPlane(_Broken(), control, 0)
@@ -283,7 +283,7 @@ def test_a_collective_that_ucc_fails_in(monkeypatch):
 
 
 class _Working(_Broken):
-    """A team whose collectives end a while after they were started."""
+    """A team whose collectives end some time after they have started."""
 
     def __init__(self):
         super().__init__()
@@ -315,7 +315,7 @@ def test_progress_while_nobody_waits():
 
 
 def test_a_farewell_after_a_long_wait():
-    """A wait that has looked for farewells leaves those that come later to the next one."""
+    """A wait that has received farewells leaves later ones to the next wait."""
     control, other = SimulatedBackend.create_group(2)
     data_plane = UccDataPlane(_Working(), control, 0)
     assert data_plane.wait_for(data_plane.broadcast(memoryview(b""), 0), Deadline(10))
@@ -327,8 +327,8 @@ def test_a_farewell_after_a_long_wait():
     control.close()
 
 
-def test_ranks_that_exchange_nothing():
-    """They are named at the deadline."""
+def test_ranks_missing_from_an_exchange_are_named():
+    """At the deadline the missing ranks are named."""
     control, other = SimulatedBackend.create_group(2)
     oob = OobAllgather(control, Deadline(0.0))
     exchange = oob.begin(b"address")
@@ -339,8 +339,8 @@ def test_ranks_that_exchange_nothing():
     other.close()
 
 
-def test_a_team_that_does_not_end():
-    """Leaving gives up waiting for UCC in time, and a collective that comes late is refused, not kept waiting."""
+def test_leaving_while_ucc_does_not_end():
+    """Leaving waits for UCC for a limited time, and later collectives are refused."""
     may_end = threading.Event()
 
     class Lasting(_Broken):
@@ -365,8 +365,8 @@ def test_a_team_that_does_not_end():
     other.close()
 
 
-def test_what_has_been_started_is_kept():
-    """UCC has its buffers from before the start until the end, whatever becomes of the call that started it."""
+def test_buffers_of_started_transfers_are_kept():
+    """UCC's buffers live from before a transfer starts until it ends, whatever happens to the call."""
 
     class Only:
         def __init__(self):

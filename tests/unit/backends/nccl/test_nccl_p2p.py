@@ -1,4 +1,4 @@
-"""Tensors from GPU to GPU, over a fake of NCCL that matches by order alone, as NCCL does."""
+"""Point-to-point messages of GPU tensors, over a fake of NCCL that matches by order alone, as NCCL does."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def _cpu_tensors_for_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def receive(shape: tuple[int, ...], src: int, *, tag: int = 0, timeout: float | None = None) -> torch.Tensor:
-    """A float32 tensor from a rank."""
+    """Receive a float32 tensor."""
     tensor = torch.full(shape, -1.0)
     fd.recv_into(tensor, src, tag=tag, timeout=timeout)
     return tensor
@@ -30,8 +30,8 @@ def receive(shape: tuple[int, ...], src: int, *, tag: int = 0, timeout: float | 
 
 @pytest.mark.parametrize("world_size", [2, 3])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_every_dtype_goes_round(dtype: torch.dtype, world_size: int) -> None:
-    """Tensors of every dtype, layout and size go round a ring whole."""
+def test_every_dtype_goes_around_a_ring(dtype: torch.dtype, world_size: int) -> None:
+    """Tensors of every dtype, layout and size come around a ring unchanged."""
 
     def program(group: fd.Backend) -> None:
         right, left = (group.rank + 1) % world_size, (group.rank - 1) % world_size
@@ -47,8 +47,8 @@ def test_every_dtype_goes_round(dtype: torch.dtype, world_size: int) -> None:
 
 
 @pytest.mark.parametrize("world_size", [2, 4])
-def test_tags_keep_messages_apart(world_size: int) -> None:
-    """A receive gets the tensor of its tag, though NCCL matches by order alone; those of one tag keep theirs."""
+def test_receives_match_by_tag(world_size: int) -> None:
+    """A receive gets the next tensor with its tag, though NCCL matches by order alone."""
 
     def program(group: fd.Backend) -> None:
         if group.rank == 0:
@@ -61,8 +61,8 @@ def test_tags_keep_messages_apart(world_size: int) -> None:
     run_ranks(program, world_size, backend=fake_groups)
 
 
-def test_a_tensor_that_does_not_fit_is_an_error_and_the_next_is_right() -> None:
-    """Another shape or dtype raises, naming both; it is lost, and nothing is written; the next message is whole."""
+def test_a_tensor_that_does_not_fit_is_dropped_with_an_error() -> None:
+    """Another shape or dtype raises, naming both, and writes nothing; the next message is received."""
 
     def program(group: fd.Backend) -> None:
         if group.rank == 0:
@@ -82,8 +82,8 @@ def test_a_tensor_that_does_not_fit_is_an_error_and_the_next_is_right() -> None:
     run_ranks(program, 2, backend=fake_groups)
 
 
-def test_any_source_tells_who_sent() -> None:
-    """A receive from any rank takes what is there and tells whose it is."""
+def test_a_receive_from_any_rank_returns_the_sender() -> None:
+    """A receive from any rank takes the first tensor and returns its sender."""
 
     def program(group: fd.Backend) -> None:
         if group.rank:
@@ -101,7 +101,7 @@ def test_any_source_tells_who_sent() -> None:
 
 
 def test_tensors_of_any_strides() -> None:
-    """Elements go from and into tensors that are not contiguous, and no others are touched."""
+    """Non-contiguous tensors are sent and received, and no other memory is written."""
 
     def program(group: fd.Backend) -> None:
         if group.rank == 0:
@@ -115,8 +115,8 @@ def test_tensors_of_any_strides() -> None:
 
 
 @pytest.mark.parametrize("world_size", [2, 3, 5])
-def test_batches_of_all_with_all(world_size: int) -> None:
-    """Every rank exchanges with every other at the same time; the peers come back in the order of the operations."""
+def test_batches_between_all_ranks(world_size: int) -> None:
+    """Every rank exchanges with every other at the same time; peers are returned in the order of the operations."""
 
     def program(group: fd.Backend) -> None:
         others = [rank for rank in range(world_size) if rank != group.rank]
@@ -150,8 +150,8 @@ def test_only_the_two_ranks_of_a_message_take_part() -> None:
     run_ranks(program, 4, backend=fake_groups)
 
 
-def test_what_does_not_come_is_said_and_may_come_later() -> None:
-    """A receive of nothing times out, naming the rank; the group is still good."""
+def test_a_receive_that_times_out_can_be_repeated() -> None:
+    """A receive without a message times out, naming the rank; the group stays usable."""
 
     def program(group: fd.Backend) -> None:
         if group.rank == 0:
@@ -169,8 +169,8 @@ def test_what_does_not_come_is_said_and_may_come_later() -> None:
     run_ranks(program, 2, backend=fake_groups)
 
 
-def test_receives_that_give_up_lose_nothing() -> None:
-    """When one of a batch does not come, what has come for the others is there for the next receives."""
+def test_a_batch_that_times_out_loses_no_messages() -> None:
+    """When one message of a batch does not come, those that came are there for the next receives."""
 
     def program(group: fd.Backend) -> None:
         if group.rank == 0:
@@ -189,7 +189,7 @@ def test_receives_that_give_up_lose_nothing() -> None:
     run_ranks(program, 2, backend=partial(fake_groups, nccl=FakeNccl(is_lazy=True)))
 
 
-def test_what_is_not_received_ends_the_pair() -> None:
+def test_a_send_that_is_not_received_ends_the_pair() -> None:
     """A send that nobody receives is a timeout that names the receiver, once the two are connected.
 
     Messages between the two are over then, and collectives go on.
@@ -218,7 +218,7 @@ def test_what_is_not_received_ends_the_pair() -> None:
 
 
 def test_messages_and_collectives_of_two_ranks_dont_wait_for_each_other() -> None:
-    """A group of two has a communicator and a stream for messages, too: it may have a collective under way."""
+    """A group of two ranks has a separate communicator and stream for messages."""
 
     def program(group: fd.Backend) -> None:
         pending = fd.async_allreduce(torch.ones(1))
@@ -235,8 +235,8 @@ def test_messages_and_collectives_of_two_ranks_dont_wait_for_each_other() -> Non
     run_ranks(program, 2, backend=partial(fake_groups, nccl=FakeNccl(is_lazy=True)))
 
 
-def test_messages_with_several_ranks_are_under_way_at_once() -> None:
-    """The caller's stream waits when all of a batch has been put on the streams, and not between."""
+def test_messages_with_several_ranks_overlap() -> None:
+    """The caller's stream waits only when a whole batch has been enqueued."""
 
     def program(group: fd.Backend) -> None:
         rooms = [torch.empty(2), torch.empty(2)]
@@ -251,8 +251,8 @@ def test_messages_with_several_ranks_are_under_way_at_once() -> None:
     run_ranks(program, 3, backend=partial(fake_groups, nccl=FakeNccl(is_lazy=True)))
 
 
-def test_what_was_kept_is_taken_over_on_the_receivers_stream() -> None:
-    """A tensor that came before it was asked for is copied behind its arrival, and its memory kept for that."""
+def test_unclaimed_elements_are_ordered_before_the_receivers_stream() -> None:
+    """Elements that came before their receive are copied after their arrival, and their memory is kept until then."""
 
     def program(group: fd.Backend) -> None:
         if group.rank == 0:
@@ -271,8 +271,8 @@ def test_what_was_kept_is_taken_over_on_the_receivers_stream() -> None:
 
 
 @pytest.mark.parametrize("step", [1, 2])
-def test_tensors_of_inference_mode_take_messages_outside_of_it(step: int) -> None:
-    """Contiguous or not, what was made in inference mode is received into, as on the CPU."""
+def test_inference_tensors_are_received_into_outside_inference_mode(step: int) -> None:
+    """Tensors made in inference mode, contiguous or not, can be received into, as on the CPU."""
 
     def program(group: fd.Backend) -> None:
         if group.rank == 0:
@@ -286,8 +286,8 @@ def test_tensors_of_inference_mode_take_messages_outside_of_it(step: int) -> Non
     run_ranks(program, 2, backend=fake_groups)
 
 
-def test_autograd_learns_that_a_receive_has_written() -> None:
-    """A tensor that a backward needs and a receive writes over is an error of autograd's, as on the CPU."""
+def test_autograd_detects_that_a_receive_has_written() -> None:
+    """Receiving into a tensor that a backward needs is an error of autograd, as on the CPU."""
 
     def program(group: fd.Backend) -> None:
         if group.rank == 0:
@@ -302,7 +302,7 @@ def test_autograd_learns_that_a_receive_has_written() -> None:
     run_ranks(program, 2, backend=fake_groups)
 
 
-def test_a_rank_that_leaves_is_told_to_who_waits() -> None:
+def test_a_receive_from_a_rank_that_leaves_raises() -> None:
     """A receive from a rank that has closed the group raises PeerLostError at once."""
 
     def program(group: fd.Backend) -> None:
@@ -315,8 +315,8 @@ def test_a_rank_that_leaves_is_told_to_who_waits() -> None:
     run_ranks(program, 2, backend=fake_groups)
 
 
-def test_threads_take_their_own() -> None:
-    """Receives of several threads, each with a tag of its own, get their tensors in any order of sending."""
+def test_threads_receive_by_tag() -> None:
+    """Several threads, each with its own tag, receive their tensors in any order of sending."""
 
     def program(group: fd.Backend) -> None:
         if group.rank == 0:

@@ -1,4 +1,4 @@
-"""Operators without a rule, on whole tensors; and those that write to ``out``, or return what they don't write."""
+"""Operators without a rule, and those that write to ``out``, or write what they don't return."""
 
 import pytest
 import torch
@@ -25,7 +25,7 @@ def on_two(check):
 
 
 def positive(*shape, **named):
-    """A matrix that has an inverse, and all that."""
+    """A well-conditioned matrix."""
     x = make(*shape, **named)
     return x @ x.mT + 3 * torch.eye(shape[-1], dtype=x.dtype)
 
@@ -39,8 +39,8 @@ def positive(*shape, **named):
         lambda x: functional.rrelu(x, 0.1, 0.1, training=False, inplace=True),
     ],
 )
-def test_what_an_operator_writes_is_not_what_it_returns(function):
-    """A leaky ReLU of random slopes writes the slopes, and returns something else."""
+def test_writes_that_are_not_returned(function):
+    """A leaky ReLU with random slopes writes the slopes, and returns its output."""
 
     def check(mesh):
         for where in placements_of(2, 1):
@@ -77,8 +77,8 @@ def zeros(*shape):
         ),
     ],
 )
-def test_operators_that_write_to_what_they_do_not_return(operator, arguments, named):
-    """All of torch's: what they write is written, and what they return is returned."""
+def test_all_operators_with_unreturned_writes(operator, arguments, named):
+    """All of torch's: their writes are done, and their results returned."""
 
     def fresh(place=lambda one: one.clone()):
         def of(one):
@@ -103,8 +103,8 @@ def test_operators_that_write_to_what_they_do_not_return(operator, arguments, na
     on_two(check)
 
 
-def test_no_operator_is_unknown_that_writes_to_what_it_does_not_return():
-    """Others than those above would need a look: whether they are computed rightly here."""
+def test_no_other_operator_has_unreturned_writes():
+    """Operators of a newer torch would need a look."""
     found = set()
     for name in dir(aten):
         packet = getattr(aten, name)
@@ -118,8 +118,8 @@ def test_no_operator_is_unknown_that_writes_to_what_it_does_not_return():
     assert found <= {*known, "rrelu_with_noise", "rrelu_with_noise_", "_flash_attention_forward_no_dropout_inplace"}
 
 
-def test_random_operators_draw_alike_or_say_that_they_would_not():
-    """What has no rule draws from this rank's generator, which must be in the state that all others are in."""
+def test_random_operators_without_a_rule_compare_generators():
+    """They draw from each rank's generator, which must be in the same state on all ranks."""
 
     def program(group):
         mesh = DeviceMesh(group, (2,))
@@ -150,8 +150,8 @@ def test_random_operators_draw_alike_or_say_that_they_would_not():
         (lambda x, out: torch.linalg.slogdet(x, out=out), [(), ()]),
     ],
 )
-def test_out_of_what_has_no_rule(function, shapes):
-    """What is written may be several tensors, and others that torch makes itself; they are what is returned."""
+def test_out_arguments_without_a_rule(function, shapes):
+    """Several tensors may be written, and tensors that torch makes itself; they are the results."""
     expected = function(positive(4, 4), None if len(shapes) > 1 else torch.empty(shapes[0], dtype=torch.float64))
 
     def check(mesh):
@@ -182,8 +182,8 @@ def test_out_of_what_has_no_rule(function, shapes):
         (lambda x, out: torch.kron(x, x, out=out), [(16, 36)]),
     ],
 )
-def test_out_of_what_has_one(function, shapes):
-    """Several tensors too, and products that torch computes in another shape; or it is refused, on all ranks alike."""
+def test_out_arguments_with_a_rule(function, shapes):
+    """Several tensors too, and products that torch computes in another shape; or all ranks refuse."""
     dtypes = [torch.float64, torch.int64]
 
     def plain():
@@ -215,8 +215,8 @@ def test_out_of_what_has_one(function, shapes):
 @pytest.mark.filterwarnings(
     "ignore:An output with one or more elements was resized"
 )  # torch 2.15's, of what it was given
-def test_out_that_does_not_fit():
-    """Of another shape, or of a dtype that would cut the result: an error, with nothing written."""
+def test_out_arguments_that_do_not_fit():
+    """Another shape, or a dtype that would truncate the result, is an error, with nothing written."""
 
     def check(mesh):
         x = spread(make(4, 6), mesh, Shard(0))
@@ -235,8 +235,8 @@ def test_out_that_does_not_fit():
     on_two(check)
 
 
-def test_memory_of_another_tensor():
-    """``set_`` shares it, takes the way that it lies, and its shape."""
+def test_set():
+    """``set_`` shares the other tensor's memory, and takes its placements and shape."""
 
     def check(mesh):
         x, other = spread(make(4, 6), mesh, Shard(0)), spread(make(4, 6, seed=1), mesh, Shard(1))
@@ -247,8 +247,8 @@ def test_memory_of_another_tensor():
         assert_same(x * 2, make(5, 3) * 2, "of another shape")
 
 
-def test_empty_out():
-    """It takes the result's shape, as torch's does."""
+def test_empty_out_arguments():
+    """They take the result's shape, as in torch."""
 
     def check(mesh):
         x, out = spread(make(4, 6), mesh, Shard(0)), spread(torch.zeros(0, dtype=torch.float64), mesh, Replicate())
@@ -262,8 +262,8 @@ def test_empty_out():
     on_two(check)
 
 
-def test_views_by_operators_without_a_rule_are_not_written_in_vain():
-    """They are copies: writing to one is refused, and so is reading it when the tensor was written."""
+def test_views_by_operators_without_a_rule():
+    """They are copies: a write to one is refused, and so is a read after a write to the tensor."""
 
     def check(mesh):
         x = fd.distribute(torch.complex(make(4, 6), make(4, 6, seed=1)), mesh, Shard(0))
@@ -277,8 +277,8 @@ def test_views_by_operators_without_a_rule_are_not_written_in_vain():
     on_two(check)
 
 
-def test_plain_tensors_are_refused_there_too():
-    """What every rank computes from its own tensor is no tensor; numbers and what is only written are."""
+def test_plain_tensors_without_a_rule_are_refused():
+    """Scalars are taken, and tensors that are only written."""
 
     def check(mesh):
         x = spread(positive(4, 4), mesh, Shard(0))
@@ -292,7 +292,7 @@ def test_plain_tensors_are_refused_there_too():
 
 
 def test_gradient_formulas_that_write_in_place():
-    """To a tensor of their own, of which the ranks have parts of a sum: that is folded first."""
+    """To a partial tensor of their own, which is reduced first."""
 
     def check(mesh):
         for where in (Shard(0), Shard(1), Replicate(), Partial()):

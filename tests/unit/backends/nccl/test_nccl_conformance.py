@@ -1,4 +1,4 @@
-"""The conformance suite of collectives on NCCL's engine, over a fake of NCCL that works on tensors of the CPU."""
+"""The conformance suite of collectives on NCCL's engine, over a fake of NCCL for CPU tensors."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ _OF_ANOTHER_KIND = {
     "groups_that_were_closed_are_refused": "the same",
     "aborts_reach_messages": "the same",
 }
-"""Checks that are about what NCCL does not do, by name, with the reason; tests of our own take their place."""
+"""Checks that don't apply to NCCL, by name, with the reason; other tests take their place."""
 
 _CHECKS = [check for check in COLLECTIVE_CHECKS if check.__name__ not in _OF_ANOTHER_KIND]
 
@@ -44,7 +44,7 @@ _CHECKS = [check for check in COLLECTIVE_CHECKS if check.__name__ not in _OF_ANO
 @pytest.mark.parametrize("world_size", [1, 2, 3])
 @pytest.mark.parametrize("check", _CHECKS, ids=lambda check: check.__name__)
 def test_collectives_conform(world_size: int, check: CollectiveCheck, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every check that holds for NCCL passes on its engine."""
+    """Every check that applies to NCCL passes on its engine."""
     send_cpu_tensors_to_nccl(monkeypatch)
     monkeypatch.setattr(oracle, "check_bits", partial(check_bits, any_nan=True))  # which NaN is the GPU's choice
     run_ranks(check, world_size, backend=partial(fake_groups, timeout=30.0), timeout=60.0)

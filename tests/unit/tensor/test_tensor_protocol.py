@@ -1,4 +1,4 @@
-"""What Python and modules do with tensors: copies, parameters, numbers, comparisons, states."""
+"""DTensor in Python and in modules: copies, parameters, numbers, comparisons, state dicts."""
 
 import copy
 
@@ -17,7 +17,7 @@ def on_two(check):
 
 
 def test_deepcopy():
-    """A copy has elements of its own, the same layout, and is a parameter where the other is."""
+    """A copy has memory of its own, the same spec, and is a parameter if the original is."""
 
     def check(mesh):
         parameter = torch.nn.Parameter(fd.distribute(make(4, 5), mesh, Shard(0)))
@@ -42,15 +42,15 @@ def test_deepcopy():
 
 
 def layer(mesh, *placements, seed=0):
-    """A linear layer of divided parameters."""
+    """A linear layer with sharded parameters."""
     module = torch.nn.Linear(5, 4)
     module.weight = torch.nn.Parameter(fd.distribute(make(4, 5, dtype=torch.float32, seed=seed), mesh, placements[0]))
     module.bias = torch.nn.Parameter(fd.distribute(make(4, dtype=torch.float32, seed=seed), mesh, placements[1]))
     return module
 
 
-def test_modules_of_other_dtypes():
-    """Module.to and its kin change parameters, which stay the same objects."""
+def test_module_conversions():
+    """Module.to and the like change parameters, which stay the same objects."""
 
     def check(mesh):
         module = layer(mesh, Shard(0), Shard(0))
@@ -75,7 +75,7 @@ def test_modules_of_other_dtypes():
 
 
 def test_data():
-    """``.data`` is the tensor without history, and can be set to another divided tensor, not to a plain one."""
+    """``.data`` is the tensor without history, and can be set to another DTensor, not to a plain tensor."""
 
     def check(mesh):
         parameter = torch.nn.Parameter(fd.distribute(make(4, 5), mesh, Shard(0)))
@@ -90,8 +90,8 @@ def test_data():
     on_two(check)
 
 
-def test_states_are_loaded_into_other_layouts():
-    """And plain tensors are refused by an error that says so."""
+def test_states_are_loaded_into_other_placements():
+    """Plain tensors are refused by an error that says so."""
 
     def check(mesh):
         source, target = layer(mesh, Shard(0), Shard(0), seed=1), layer(mesh, Shard(1), Replicate())
@@ -108,8 +108,8 @@ def test_states_are_loaded_into_other_layouts():
     on_two(check)
 
 
-def test_numbers():
-    """A tensor of one element is its number on every rank, however it lies."""
+def test_item():
+    """A tensor of one element is its number on every rank, under all placements."""
 
     def check(mesh):
         for placements in placements_of(0, 1):
@@ -133,8 +133,8 @@ def test_numbers():
     on_two(check)
 
 
-def test_comparisons_of_all_elements():
-    """torch.equal and torch.allclose say the same on all ranks, where only one has what differs, too."""
+def test_equal_and_allclose():
+    """They return the same on all ranks, also if only one rank has a difference."""
 
     def check(mesh):
         one, other = make(4, 5), make(4, 5)
@@ -156,7 +156,7 @@ def test_comparisons_of_all_elements():
     on_two(check)
 
 
-def test_sequences():
+def test_sequence_protocol():
     """len, iteration, unpacking and printing."""
 
     def check(mesh):
@@ -172,8 +172,8 @@ def test_sequences():
     on_two(check)
 
 
-def test_running_sums():
-    """A plain number may be added to."""
+def test_sums_in_a_python_loop():
+    """A plain number may be the start."""
 
     def check(mesh):
         for placement in (Replicate(), Partial()):
@@ -186,8 +186,8 @@ def test_running_sums():
     on_two(check)
 
 
-def test_parts_of_any_placement_are_put_together():
-    """Without a shape given, and on three axes; other placements on some ranks are an error on all."""
+def test_from_local_with_all_placements():
+    """Without a given shape, and on three axes; different placements on ranks are an error on all."""
 
     def check(group):
         mesh = DeviceMesh(group, (1, 2, 1))

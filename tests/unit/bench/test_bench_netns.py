@@ -1,4 +1,4 @@
-"""The two hosts of ferrodist bench, and what iperf3 says of the link between them."""
+"""The two emulated hosts of ferrodist bench, and the link between them as iperf3 measures it."""
 
 import json
 import os
@@ -16,20 +16,20 @@ from ferrodist.bench.targets import Iperf3Runner, Iperf3Target, parse_iperf3_rat
 
 @pytest.fixture
 def named():
-    """Hosts that are names only."""
+    """Hosts without network namespaces."""
     hosts = EmulatedHosts.__new__(EmulatedHosts)
     hosts._names, hosts.addresses = ["a", "b"], ["10.0.0.1", "10.0.0.2"]
     return hosts
 
 
 def test_the_first_ranks_are_on_the_first_host():
-    """Also where their number is odd."""
+    """Of an odd number of ranks, the first host has one more."""
     assert [host_index(rank, 4) for rank in range(4)] == [0, 0, 1, 1]
     assert [host_index(rank, 3) for rank in range(3)] == [0, 0, 1]
 
 
 @pytest.mark.parametrize(("user", "program", "reason"), [(1, "/sbin/ip", "need root"), (0, None, "the program ip")])
-def test_hosts_that_can_not_be_had(monkeypatch, user, program, reason):
+def test_unavailable_hosts_raise_the_reason(monkeypatch, user, program, reason):
     """The reason says what is missing."""
     monkeypatch.setattr(os, "geteuid", lambda: user)
     monkeypatch.setattr(netns.shutil, "which", lambda name: program)
@@ -37,8 +37,8 @@ def test_hosts_that_can_not_be_had(monkeypatch, user, program, reason):
         EmulatedHosts()
 
 
-def test_hosts_are_removed_when_they_can_not_be_made(monkeypatch):
-    """What ip says is the reason, and nothing is left."""
+def test_hosts_are_removed_when_their_creation_fails(monkeypatch):
+    """The reason is the output of ip, and nothing stays behind."""
     commands = []
 
     def run(command, **_):
@@ -53,7 +53,7 @@ def test_hosts_are_removed_when_they_can_not_be_made(monkeypatch):
     assert [command[1:3] for command in commands[-2:]] == [["netns", "delete"]] * 2
 
 
-def test_the_agent_starts_a_command_on_the_host_of_an_address(monkeypatch, tmp_path, named):
+def test_the_remote_shell_runs_a_command_on_the_host_of_an_address(monkeypatch, tmp_path, named):
     """As ssh would: options are skipped, and the words of the command are joined for a shell."""
     monkeypatch.setattr(EmulatedHosts, "command_prefix", lambda self, host: ["env", f"HOST={host}"])
     agent = tmp_path / "agent"
@@ -71,8 +71,8 @@ def received(seconds, size=10**9):
     return {"bytes": size, "seconds": seconds}
 
 
-def test_rates():
-    """What arrived counts; of two directions the slower one."""
+def test_the_iperf3_rate_is_that_of_the_slower_direction():
+    """Received bytes count, not sent ones."""
     assert parse_iperf3_rate(json.dumps({"end": {"sum_received": received(2)}})) == 5e8
     both = {"sum_received": received(2), "sum_received_bidir_reverse": received(4)}
     assert parse_iperf3_rate(json.dumps({"end": both})) == 2.5e8
@@ -87,14 +87,14 @@ def test_rates():
         (json.dumps({"end": {"sum_received": received(1, 0)}}), "moved nothing"),
     ],
 )
-def test_reports_without_a_rate(text, reason):
-    """They fail the peer, with the reason."""
+def test_iperf3_reports_without_a_rate_fail_the_peer(text, reason):
+    """The reason is in the error."""
     with pytest.raises(PeerFailedError, match=reason):
         parse_iperf3_rate(text)
 
 
-def test_the_link_is_asked_as_the_operation_uses_it(monkeypatch, named):
-    """An allreduce sends and receives at once, a message goes one way; a rate is not asked for a few bytes."""
+def test_iperf3_transfers_in_the_directions_of_the_operation(monkeypatch, named):
+    """An allreduce sends and receives at once, a message goes one way; small sizes are unsupported."""
     monkeypatch.setattr("ferrodist.bench.targets.shutil.which", lambda name: None)
     with pytest.raises(PeerFailedError, match="apt-get install iperf3"):
         Iperf3Target(named)

@@ -1,4 +1,4 @@
-"""Which of the ways of computing an operator is taken: the one of the fewest bytes."""
+"""Selection of the strategy that moves the fewest bytes."""
 
 import pytest
 import torch
@@ -30,7 +30,7 @@ from ferrodist.testing import run_ranks
         (torch.add, [(4, 6), (4, 6)], [Partial(), Replicate()], Partial(), [RedistributeKind.MAKE_PARTIAL]),
     ],
 )
-def test_the_fewest_bytes(function, shapes, placements, result, moves):
+def test_the_strategy_with_the_fewest_bytes_is_selected(function, shapes, placements, result, moves):
     def compute(group):
         mesh = DeviceMesh(group, (2,))
         inputs = [spread(make(*shape), mesh, where) for shape, where in zip(shapes, placements, strict=True)]

@@ -1,4 +1,4 @@
-"""What goes wrong between ranks on GPUs becomes errors: mismatches, lateness, deaths; over a fake of NCCL."""
+"""Errors of ranks on GPUs: mismatched calls, late ranks, dead ranks, failures of NCCL; over a fake of NCCL."""
 
 from __future__ import annotations
 
@@ -27,26 +27,26 @@ def _cpu_tensors_for_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def lazy_groups(world_size: int) -> list[fd.HybridBackend]:
-    """Groups whose operations are on their streams at once, and done when all ranks have come."""
+    """Groups whose operations are enqueued at once, and done when all ranks have called."""
     return fake_groups(world_size, nccl=FakeNccl(is_lazy=True))
 
 
 def begin(group: fd.Backend) -> None:
-    """Make the communicator, and be sure that all have."""
+    """Make the communicator on all ranks."""
     fd.allreduce(torch.ones(2), group=group)
     group.synchronize()
     group.barrier()
 
 
 def go_on(group: fd.Backend) -> NoReturn:
-    """Call until an error comes."""
+    """Call until an error is raised."""
     while True:
         fd.allreduce(torch.ones(2), group=group)
         group.synchronize()
 
 
 def error_of(group: fd.Backend, kind: type[fd.DistributedError], call: object) -> fd.DistributedError:
-    """What a call and the waits after it raise; it must be of one kind, and stay."""
+    """The error of a call and the waits after it, which must be the same."""
 
     def call_and_wait() -> None:
         call()
@@ -83,7 +83,7 @@ _DIFFERENCES = {
 @pytest.mark.parametrize("difference", _DIFFERENCES)
 @pytest.mark.parametrize("is_lazy", [False, True], ids=["at once", "lazily"])
 def test_different_calls_end_the_group_on_all_ranks(difference: str, odd: int, is_lazy: bool) -> None:
-    """Whatever rank calls something else, all raise the mismatch, which names both calls."""
+    """Whichever rank makes a different call, all raise the mismatch, which names both calls."""
     usual, other = _DIFFERENCES[difference]
 
     def program(group: fd.Backend) -> tuple[str, tuple[int, ...]]:
@@ -100,8 +100,8 @@ def test_different_calls_end_the_group_on_all_ranks(difference: str, odd: int, i
         assert "disagree about operation 1 on GPU tensors" in message
 
 
-def test_a_wait_with_a_timeout_tells_of_different_calls() -> None:
-    """An asynchronous call is not done before it has been compared, so a wait on the host raises what is wrong."""
+def test_a_wait_with_a_timeout_raises_a_mismatch() -> None:
+    """An asynchronous call is not done before it has been compared, so a wait on the host raises the mismatch."""
 
     def program(group: fd.Backend) -> None:
         begin(group)
@@ -112,8 +112,8 @@ def test_a_wait_with_a_timeout_tells_of_different_calls() -> None:
     run_ranks(program, 2, backend=lazy_groups)
 
 
-def test_a_difference_is_raised_before_the_watch_has_seen_it() -> None:
-    """synchronize() raises what a comparison has found, however busy the thread is that ends the group."""
+def test_a_mismatch_is_raised_before_the_watchdog_acts() -> None:
+    """synchronize() raises a mismatch that was found, even if the watchdog's thread is busy."""
 
     def program(group: fd.Backend) -> None:
         begin(group)
@@ -126,7 +126,7 @@ def test_a_difference_is_raised_before_the_watch_has_seen_it() -> None:
 
 
 def test_a_call_that_others_have_not_made_is_not_done() -> None:
-    """A broadcast's root needs nobody on the GPU; it is done when its call has been compared, all the same."""
+    """A broadcast's root needs no other rank on the GPU, but is done only when its call has been compared."""
 
     def program(group: fd.Backend) -> None:
         begin(group)
@@ -164,8 +164,8 @@ def test_the_communicators_of_a_failed_group_are_aborted(groups) -> None:
     run_ranks(program, 2, backend=groups)
 
 
-def test_a_launch_that_breaks_off_leaves_nothing_on_the_gpu() -> None:
-    """When NCCL waits for a rank that does not come, the communicator is gone by the time of the error."""
+def test_a_failed_launch_leaves_nothing_on_the_gpu() -> None:
+    """When NCCL waits for a rank that never calls, the communicator is aborted before the error is raised."""
 
     def program(group: fd.Backend) -> None:
         begin(group)
@@ -205,8 +205,8 @@ def test_late_ranks_are_named(groups, late: tuple[int, ...]) -> None:
     assert run_ranks(program, 3, backend=groups) == [late] * 3
 
 
-def test_a_rank_that_was_never_on_a_gpu_is_late_for_the_first_operation() -> None:
-    """The first operation connects the ranks: a rank that does not come is named by what compares their calls."""
+def test_a_rank_that_is_late_for_the_first_operation_is_named() -> None:
+    """The first operation connects the ranks: the verification of calls names a missing rank."""
 
     def program(group: fd.Backend) -> tuple[int, ...]:
         if group.rank == 1:
@@ -220,8 +220,8 @@ def test_a_rank_that_was_never_on_a_gpu_is_late_for_the_first_operation() -> Non
     assert run_ranks(program, 2, backend=fake_groups) == [(1,), (1,)]
 
 
-def test_ranks_of_which_one_calls_on_the_cpu_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A rank whose tensor is on the CPU, where the others' are on GPUs, is found by the first operation."""
+def test_a_rank_that_calls_on_the_cpu_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A rank whose tensor is on the CPU, while the others' are on GPUs, is found by the first operation."""
     monkeypatch.undo()
 
     def program(group: fd.Backend) -> None:
@@ -236,8 +236,8 @@ def test_ranks_of_which_one_calls_on_the_cpu_are_told(monkeypatch: pytest.Monkey
     run_ranks(program, 2, backend=fake_groups)
 
 
-def test_nccls_own_failure_ends_the_group() -> None:
-    """An error of NCCL on one rank is raised on all, with what NCCL says and the rank."""
+def test_an_error_of_nccl_ends_the_group() -> None:
+    """An error of NCCL on one rank is raised on all, with NCCL's message and the rank."""
 
     def program(group: fd.Backend) -> None:
         begin(group)
@@ -251,7 +251,7 @@ def test_nccls_own_failure_ends_the_group() -> None:
 
 
 def test_a_communicator_that_cannot_be_made_ends_the_group() -> None:
-    """What NCCL says to a communicator that it refuses reaches all ranks."""
+    """NCCL's error for a refused communicator reaches all ranks."""
     nccl = FakeNccl()
     nccl.refusal = "Duplicate GPU detected"
 
@@ -262,8 +262,8 @@ def test_a_communicator_that_cannot_be_made_ends_the_group() -> None:
     run_ranks(program, 2, backend=partial(fake_groups, nccl=nccl))
 
 
-def test_a_rank_without_nccl_is_named_on_all() -> None:
-    """Before anything is sent all ranks learn that one has no NCCL, and why; the group goes on."""
+def test_a_rank_without_nccl_is_named_by_the_first_operation() -> None:
+    """Before anything is sent all ranks learn that one has no NCCL, and why; the group stays usable."""
 
     def groups(world_size: int) -> list[fd.HybridBackend]:
         made = fake_groups(world_size)
@@ -286,8 +286,8 @@ def test_a_rank_without_nccl_is_named_on_all() -> None:
     run_ranks(program, 3, backend=groups)
 
 
-def test_a_dead_rank_is_reported_and_left_out() -> None:
-    """When a rank dies the others raise PeerLostError, and go on in a group without it."""
+def test_shrink_leaves_out_a_dead_rank() -> None:
+    """When a rank dies the others raise PeerLostError, and continue in a group without it."""
 
     def program(group: fd.Backend) -> str:
         begin(group)
@@ -307,8 +307,8 @@ def test_a_dead_rank_is_reported_and_left_out() -> None:
     assert run_ranks(program, 3, backend=lazy_groups) == ["[2.0, 2.0]", "[2.0, 2.0]", "dead"]
 
 
-def test_shrink_needs_to_know_who_is_lost() -> None:
-    """Without a dead rank there is nobody to leave out."""
+def test_shrink_without_a_lost_rank_raises() -> None:
+    """Without a dead rank shrink asks for lost=."""
 
     def program(group: fd.Backend) -> None:
         with pytest.raises(fd.InvalidRankError, match="pass lost="):
@@ -319,8 +319,8 @@ def test_shrink_needs_to_know_who_is_lost() -> None:
     run_ranks(program, 3, backend=fake_groups)
 
 
-def test_counts_of_an_exchange_are_compared_by_pairs() -> None:
-    """A rank whose own counts are even takes part in the comparison of those whose are not."""
+def test_split_sizes_are_compared_pairwise() -> None:
+    """A rank with even counts takes part in the comparison with ranks whose counts are uneven."""
 
     def program(group: fd.Backend) -> list[int]:
         counts = {0: [1, 1, 1], 1: [1, 1, 5], 2: [1, 5, 1]}[group.rank]
@@ -341,8 +341,8 @@ def test_counts_of_an_exchange_are_compared_by_pairs() -> None:
     ],
     ids=["more is sent", "more is expected", "both"],
 )
-def test_counts_that_do_not_fit_end_the_group(send_counts, recv_counts) -> None:
-    """Of an exchange whose counts differ a rank with uneven ones moves nothing, and all ranks are told which."""
+def test_split_sizes_that_differ_end_the_group(send_counts, recv_counts) -> None:
+    """A rank with uneven counts moves nothing when counts differ, and all ranks raise which do."""
 
     def program(group: fd.Backend) -> None:
         begin(group)
@@ -360,8 +360,8 @@ def test_counts_that_do_not_fit_end_the_group(send_counts, recv_counts) -> None:
     run_ranks(program, 2, backend=lazy_groups)
 
 
-def test_threads_launch_in_the_order_of_their_places() -> None:
-    """Operations of several threads go out in the order in which their places were taken."""
+def test_threads_launch_in_the_order_of_sequence_numbers() -> None:
+    """Operations of several threads are launched in the order in which they were reserved."""
 
     def program(group: fd.Backend) -> None:
         engine = group.engine("cuda")
@@ -385,7 +385,7 @@ def test_threads_launch_in_the_order_of_their_places() -> None:
 
 
 def test_an_interrupted_launch_ends_the_group(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A rank that leaves a call by an exception of its own is out of step: the others hear why."""
+    """When an exception breaks off a rank's call, the others raise with the reason."""
 
     def program(group: fd.Backend) -> None:
         begin(group)

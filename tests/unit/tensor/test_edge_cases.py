@@ -1,4 +1,4 @@
-"""What a program may do that once went wrong without a word: casts of parts, blocks within blocks, shared gradients."""
+"""Uses that once went wrong silently: casts of partial sums, blocks within blocks, shared gradients."""
 
 import pytest
 import torch
@@ -15,8 +15,8 @@ def alone():
     return DeviceMesh(fd.SimulatedBackend.create_group(1)[0], (1,))
 
 
-def test_parts_are_added_before_their_fractions_are_cut_off():
-    """Two halves are one, whatever casts them to whole numbers: an argument of a sum, or the tensor that is written."""
+def test_partial_sums_are_reduced_before_a_cast_to_integers():
+    """Two halves are one, whether an argument of a sum or the target of a write casts them."""
 
     def program(group):
         mesh = DeviceMesh(group, (2,))
@@ -31,8 +31,8 @@ def test_parts_are_added_before_their_fractions_are_cut_off():
     run_ranks(program, 2)
 
 
-def test_parts_of_bools():
-    """They are folded by "or", and numbers made of them are not."""
+def test_partial_bools():
+    """They are reduced by "or", and numbers made of them are not."""
 
     def program(group):
         mesh = DeviceMesh(group, (2,))
@@ -47,8 +47,8 @@ def test_parts_of_bools():
     run_ranks(program, 2)
 
 
-def test_blocks_within_what_other_axes_leave():
-    """One axis must not cut a dim so that the blocks of the next one don't come out even."""
+def test_blocks_of_shards_stay_even():
+    """One axis must not split a dim so that the blocks of the next one are uneven."""
 
     def program(group):
         mesh = DeviceMesh(group, (2, 2))
@@ -64,8 +64,8 @@ def test_blocks_within_what_other_axes_leave():
 
 
 @pytest.mark.parametrize(("op", "whole"), [(ReduceOp.MIN, [3, 4]), (ReduceOp.MAX, [-3, -4])])
-def test_what_loses_against_every_number_is_not_added_up(op, whole):
-    """Integers that stand for nothing would overflow if the parts of a sum along another axis were added first."""
+def test_identities_of_extrema_are_not_summed(op, whole):
+    """The smallest integers would overflow if partial sums along another axis were reduced first."""
 
     def program(group):
         mesh = DeviceMesh(group, (2, 2))
@@ -78,8 +78,8 @@ def test_what_loses_against_every_number_is_not_added_up(op, whole):
     run_ranks(program, 4)
 
 
-def test_parts_of_sums_and_of_maxima_do_not_meet():
-    """A slice of a divided dim may be the part of a sum, but not where another axis has parts of a maximum."""
+def test_partial_sums_and_maxima_are_not_mixed():
+    """A slice of a sharded dim may be a partial sum, but not if another axis has partial maxima."""
 
     def program(group):
         mesh = DeviceMesh(group, (2, 2))
@@ -90,8 +90,8 @@ def test_parts_of_sums_and_of_maxima_do_not_meet():
     run_ranks(program, 4)
 
 
-def test_gradients_of_local_parts_have_memory_of_their_own():
-    """Also where the caller gave the gradient, or two parts have one, or it is one number for all elements."""
+def test_gradients_of_local_shards_own_their_memory():
+    """Also if the caller passed the gradient, if two shards share one, or if it is an expanded scalar."""
     mesh = alone()
     one, other = (fd.distribute(torch.ones(4), mesh, Shard(0)).requires_grad_() for _ in range(2))
     given = torch.ones(4)
@@ -109,8 +109,8 @@ def test_gradients_of_local_parts_have_memory_of_their_own():
     assert one.grad.mul_(2).full_tensor().tolist() == [4.0] * 4
 
 
-def test_writes_to_what_redistribute_left_as_it_was():
-    """It shares memory, which autograd knows: it refuses what it would compute wrongly."""
+def test_writes_to_an_unchanged_redistribution():
+    """It shares memory, which autograd knows: it refuses gradients that would be wrong."""
     mesh = alone()
     tensor, weight = (fd.distribute(torch.ones(4), mesh, Shard(0)) for _ in range(2))
     product = (tensor * weight.requires_grad_()).sum()
@@ -122,7 +122,7 @@ def test_writes_to_what_redistribute_left_as_it_was():
 
 
 def test_gradient_of_a_product_with_zeros():
-    """Its formula joins tensors with plain ones."""
+    """The formula joins distributed tensors with plain ones."""
 
     def program(group):
         mesh = DeviceMesh(group, (2,))
@@ -137,7 +137,7 @@ def test_gradient_of_a_product_with_zeros():
 
 @pytest.mark.parametrize("normalise", [functional.batch_norm, functional.instance_norm])
 def test_ranks_without_channels(normalise):
-    """Torch's kernels for batches refuse tensors without elements, or divide by their number."""
+    """torch's kernels for batches refuse empty tensors, or divide by their number of elements."""
 
     def program(group):
         mesh = DeviceMesh(group, (3,))
@@ -159,8 +159,8 @@ def test_ranks_without_channels(normalise):
     run_ranks(program, 3)
 
 
-def test_group_norm_of_parts_that_lie_in_another_order():
-    """Torch's kernel reads memory in order, and its callers see to that by the stride of the whole."""
+def test_group_norm_of_noncontiguous_shards():
+    """torch's kernel needs contiguous memory, and its callers check the full tensor's strides alone."""
     mesh = alone()
     whole = make(4, 4, 4)
     parts = whole.transpose(0, 2).contiguous().transpose(0, 2)
@@ -171,8 +171,8 @@ def test_group_norm_of_parts_that_lie_in_another_order():
     torch.testing.assert_close(tensor.grad.full_tensor(), whole.grad)
 
 
-def test_what_is_no_tensor_in_memory():
-    """It has no memory of its own to give away; asking for it must not end the process."""
+def test_wrappers_without_memory():
+    """A wrapper has no memory to hand out; asking for it must not end the process."""
     tensor = fd.distribute(torch.ones(4), alone(), Shard(0))
     for refused in (
         tensor.share_memory_,
@@ -190,8 +190,8 @@ def test_what_is_no_tensor_in_memory():
 @pytest.mark.parametrize("kind", ["nested", "sparse"])
 @pytest.mark.parametrize("src", [0, None])
 @pytest.mark.filterwarnings("ignore:.*nested tensor.*")
-def test_tensors_without_strides_are_not_distributed(kind, src):
-    """They are refused in the words of the collectives, before anything is sent; none becomes a rank's part."""
+def test_nonstrided_tensors_are_not_distributed(kind, src):
+    """They are refused with the collectives' messages, before anything is sent."""
 
     def body(group):
         nested = torch.nested.nested_tensor([torch.ones(2), torch.ones(3)])
@@ -209,7 +209,7 @@ def test_tensors_without_strides_are_not_distributed(kind, src):
 @pytest.mark.parametrize("src", [0, None])
 @pytest.mark.filterwarnings("ignore:.*quantiz.*")
 def test_quantized_tensors_are_not_distributed(src):
-    """No rank holds a part that it could not send."""
+    """No rank gets a shard that it could not send."""
 
     def body(group):
         tensor = torch.quantize_per_tensor(torch.ones(2), 1.0, 0, torch.qint8)
@@ -223,7 +223,7 @@ def test_quantized_tensors_are_not_distributed(src):
     assert run_ranks(body, 2) == [2.0, 2.0]
 
 
-def test_a_number_selected_into_a_tensor():
+def test_select_scatter_of_a_scalar():
     """The gradient of select_scatter writes a plain zero."""
 
     def program(group):
@@ -238,7 +238,7 @@ def test_a_number_selected_into_a_tensor():
 
 
 def test_inference_mode():
-    """Views of what was made outside of it, which are no inference tensors, as those of plain ones are none."""
+    """Views of tensors made outside of it are no inference tensors, as in torch."""
     mesh = alone()
     tensor = fd.distribute(make(4, 6), mesh, Shard(0))
     with torch.inference_mode():
@@ -251,8 +251,8 @@ def test_inference_mode():
     assert (tensor.requires_grad_() * 2).sum().requires_grad
 
 
-def test_the_default_dtype_of_floats():
-    """Quotients of whole numbers have it: a call before it was another must not decide."""
+def test_default_dtype_is_part_of_the_cache_key():
+    """Quotients of integers have it: a call before a change must not decide."""
     tensor = fd.distribute(torch.arange(4), alone(), Shard(0))
     assert (tensor / 2).dtype is (tensor * 1.5).dtype is tensor.sin().dtype is torch.float32
     torch.set_default_dtype(torch.float64)
@@ -265,7 +265,7 @@ def test_the_default_dtype_of_floats():
 
 @pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated:DeprecationWarning")  # which torch.func.jvp calls
 def test_forward_mode_is_refused():
-    """Redistributing would lose the tangents."""
+    """Redistribution would lose the tangents."""
     tensor = fd.distribute(make(4), alone(), Shard(0))
     with fd.allow_replication():
         with pytest.raises(UnsupportedOpError, match=r"not differentiated forward .*: use backward\(\)"):
@@ -277,8 +277,8 @@ def test_forward_mode_is_refused():
     assert torch.is_same_size(tensor, tensor.redistribute(Replicate()))
 
 
-def test_several_results_of_a_quick_call():
-    """Where an output is not asked for there is None in its place, also when the call is known."""
+def test_cached_calls_with_several_results():
+    """An output that is not requested is None, also in a cached call."""
     mesh = alone()
     whole, weight = make(3, 4), make(4, seed=1)
     for _ in range(2):
@@ -291,7 +291,7 @@ def test_several_results_of_a_quick_call():
 
 
 def test_conjugates():
-    """Of complex numbers, which gradients of products ask for; a part is never marked as one still to be conjugated."""
+    """Gradients of complex products need them; a shard never has the conjugate bit."""
 
     def program(group):
         mesh = DeviceMesh(group, (2,))

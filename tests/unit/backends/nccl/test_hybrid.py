@@ -1,4 +1,4 @@
-"""Groups with NCCL as groups: what the host's backend does in them, and what is refused; NCCL itself is a fake."""
+"""Hybrid and NCCL groups as groups: control groups, refused calls, unavailable NCCL; over a fake of NCCL."""
 
 from __future__ import annotations
 
@@ -47,13 +47,13 @@ def native_hybrids(world_size: int) -> list[fd.HybridBackend]:
 
 @pytest.mark.skipif(not fd.is_native_available(), reason="this installation was built without the native engine")
 @pytest.mark.parametrize("check", COLLECTIVE_CHECKS, ids=lambda check: check.__name__)
-def test_cpu_tensors_are_the_control_groups(check) -> None:
-    """Collectives and messages of CPU tensors are the native engine's, with all that it promises."""
+def test_cpu_tensors_use_the_control_group(check) -> None:
+    """Collectives and messages of CPU tensors pass the native engine's conformance checks."""
     run_ranks(check, 2, backend=native_hybrids, timeout=60.0)
 
 
-def test_bytes_go_through_the_control_group() -> None:
-    """Bytes, barriers and errors are those of the host's group."""
+def test_bytes_use_the_control_group() -> None:
+    """Bytes, barriers and errors are the control group's."""
 
     def program(group: fd.HybridBackend) -> None:
         if group.rank == 0:
@@ -72,8 +72,8 @@ def test_bytes_go_through_the_control_group() -> None:
     run_ranks(program, 2, backend=fake_groups)
 
 
-def test_getters_are_groups() -> None:
-    """What `nccl` and `tcp` give may be a ``group=``, in any turn with the group itself; each is what its name says."""
+def test_nccl_and_tcp_of_a_hybrid_group_are_groups() -> None:
+    """`nccl` and `tcp` can be passed as ``group=``, interleaved with the group itself, and have the named classes."""
 
     def program(group: fd.HybridBackend) -> None:
         assert isinstance(group.nccl, fd.NcclBackend)
@@ -94,8 +94,8 @@ def test_getters_are_groups() -> None:
 
 
 @pytest.mark.parametrize("kind", [fd.HybridBackend, fd.NcclBackend])
-def test_a_group_is_not_made_without_nccl(kind: type[fd.HybridBackend | fd.NcclBackend]) -> None:
-    """Without NCCL or a GPU the constructor says why, as `init_process_group` does, and leaves the control group."""
+def test_constructors_raise_without_nccl(kind: type[fd.HybridBackend | fd.NcclBackend]) -> None:
+    """Without NCCL or a GPU the constructor raises the reason, and leaves the control group open."""
     (control,) = fd.SimulatedBackend.create_group(1)
     if fd.is_nccl_available():
         pytest.skip("this machine has NCCL and a GPU")
@@ -106,15 +106,15 @@ def test_a_group_is_not_made_without_nccl(kind: type[fd.HybridBackend | fd.NcclB
 
 @pytest.mark.parametrize("kind", [fd.HybridBackend, fd.NcclBackend])
 @pytest.mark.parametrize("stream", ["x", 0, object()])
-def test_a_stream_is_one_of_cudas(kind: type[fd.HybridBackend | fd.NcclBackend], stream: object) -> None:
-    """What is no stream is refused when the group is made, not when a GPU is first used."""
+def test_a_stream_that_is_not_cudas_is_refused(kind: type[fd.HybridBackend | fd.NcclBackend], stream: object) -> None:
+    """Another object is refused when the group is made, not when a GPU is first used."""
     (control,) = fd.SimulatedBackend.create_group(1)
     with pytest.raises(TypeError, match=rf"{kind.__name__} takes a torch.cuda.Stream as stream, or None, not"):
         kind(control, stream=stream, library=FakeNccl)
 
 
-def test_nccls_group_refuses_bytes() -> None:
-    """An NcclBackend has no send and recv, and says what to do; all else is carried, and the group goes on."""
+def test_nccl_groups_refuse_bytes() -> None:
+    """An NcclBackend's send and recv raise, with advice; everything else works, and the group stays usable."""
 
     def program(group: fd.NcclBackend) -> None:
         other = 1 - group.rank
@@ -166,12 +166,12 @@ def _run_pipeline(group: fd.Backend) -> None:
     [partial(_train, wrap=fd.DDP), partial(_train, wrap=fd.FSDP), _run_pipeline],
     ids=["DDP", "FSDP", "Pipeline"],
 )
-def test_models_are_made_in_nccls_groups(program) -> None:
-    """What ranks tell each other on the host to train goes by an NcclBackend's control group."""
+def test_models_train_in_nccl_groups(program) -> None:
+    """The metadata of training travels over an NcclBackend's control group."""
     run_ranks(program, 2, backend=partial(fake_groups, kind=fd.NcclBackend))
 
 
-def test_groups_say_what_they_are() -> None:
+def test_attributes_are_the_control_groups() -> None:
     """Rank, size, name and timeout are the control group's."""
     (group,) = fake_groups(1, timeout=12.5)
     assert (group.rank, group.world_size, group.timeout, group.name) == (0, 1, 12.5, "world")
@@ -191,8 +191,8 @@ def test_the_best_backend_is_hybrid_where_all_have_nccl(reason: str | None, monk
     group.close()
 
 
-def test_a_rank_without_nccl_is_named_on_all(monkeypatch: pytest.MonkeyPatch) -> None:
-    """All ranks learn who has no NCCL and why, in one step."""
+def test_reasons_without_nccl_reach_all_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All ranks learn in one step which ranks lack NCCL and why."""
     own = threading.local()
     monkeypatch.setattr(nccl_group, "why_no_nccl", lambda: own.reason)
 
@@ -207,7 +207,7 @@ def test_a_rank_without_nccl_is_named_on_all(monkeypatch: pytest.MonkeyPatch) ->
 
 
 @pytest.mark.parametrize("name", ["nccl", "hybrid"])
-def test_without_nccl_the_backends_say_why(name: str, monkeypatch: pytest.MonkeyPatch, tmp_path) -> None:
+def test_named_backends_raise_the_reason_without_nccl(name: str, monkeypatch: pytest.MonkeyPatch, tmp_path) -> None:
     """Where NCCL can't be used, naming its backends raises the reason and leaves nothing behind."""
     monkeypatch.setattr(nccl_group, "why_no_nccl", lambda: "no GPU is there")
     with pytest.raises(fd.BackendUnavailable, match=r"no GPU is there.*ferrodist doctor"):
@@ -216,7 +216,7 @@ def test_without_nccl_the_backends_say_why(name: str, monkeypatch: pytest.Monkey
 
 
 class _Reasons:
-    """What loading may meet."""
+    """A loader that raises, or returns a fake."""
 
     @staticmethod
     def no_binding() -> FakeNccl:
@@ -240,8 +240,8 @@ class _Reasons:
         (FakeNccl, None),
     ],
 )
-def test_the_reason_for_no_nccl_is_said(opener, said: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What is missing is named, with what to do."""
+def test_reasons_why_nccl_cannot_be_loaded(opener, said: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The reason names the missing part, with advice."""
     monkeypatch.setattr(communicator, "_loaded", None)
     monkeypatch.setattr(communicator, "why_no_gpu", lambda: None)
     reason = communicator.why_no_nccl(opener)
@@ -254,8 +254,8 @@ def test_the_reason_for_no_nccl_is_said(opener, said: str | None, monkeypatch: p
         communicator.load_nccl()
 
 
-def test_no_gpu_is_a_reason(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A torch without CUDA, and one that sees no GPU, are two reasons."""
+def test_reasons_for_a_missing_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A torch without CUDA and a torch that sees no GPU have different reasons."""
     monkeypatch.setattr(torch.version, "cuda", None)
     assert "built without CUDA" in communicator.why_no_gpu()
     monkeypatch.setattr(torch.version, "cuda", "13.0")
@@ -266,7 +266,7 @@ def test_no_gpu_is_a_reason(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_unique_ids() -> None:
-    """A unique id is 128 bytes, which its text does not tell."""
+    """A unique id has 128 bytes, and its repr does not reveal them."""
     made = NcclUniqueId.create(FakeNccl())
     assert len(bytes(made)) == 128
     assert fd.NcclUniqueId(made.internal) == made
@@ -278,13 +278,13 @@ def test_unique_ids() -> None:
 
 
 @pytest.mark.parametrize("check", BACKEND_CHECKS, ids=lambda check: check.__name__)
-def test_hybrid_groups_keep_the_contract_of_backends(check) -> None:
-    """A hybrid group is a backend in all that the public suite asks."""
+def test_hybrid_groups_conform(check) -> None:
+    """A hybrid group passes the public conformance suite of backends."""
     check(fake_groups, 3)
 
 
-def test_the_want_of_the_engine_is_told_once(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
-    """By rank 0, where nobody asked for the slow way; a group of one has nobody to wait for."""
+def test_a_missing_engine_is_logged_once(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    """Rank 0 warns where TCP was not asked for; a group of one rank does not."""
     native_backend._warn_of_slow_collectives.cache_clear()
     monkeypatch.setattr(native_backend, "is_native_available", lambda: False)
     monkeypatch.setattr(native_backend, "why_no_native", lambda: "No module named 'ferrodist._native'")

@@ -1,4 +1,4 @@
-"""What NCCL is given for each reduction, and what comes of it, over a fake of NCCL."""
+"""Recipes of reductions and their results, over a fake of NCCL."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _NCCL_NUMBERS = {
     "float64": 8,
     "bfloat16": 9,
 }
-"""Of nccl.h."""
+"""ncclDataType_t of nccl.h."""
 
 _HALF = fd.premultiplied_sum(0.5)
 _THIRD = fd.premultiplied_sum(1 / 3)
@@ -44,13 +44,13 @@ def _name(value: object) -> str:
     return str(value).removeprefix("torch.")
 
 
-def test_dtypes_have_ncclss_numbers() -> None:
-    """The numbers of dtypes are those of nccl.h, and no other dtype is left to NCCL."""
+def test_dtypes_have_nccls_numbers() -> None:
+    """Dtypes have the numbers of nccl.h."""
     assert {_name(dtype): number for dtype, number in NCCL_DTYPES.items()} == _NCCL_NUMBERS
 
 
 def test_operations_have_nccls_numbers() -> None:
-    """Operations have the numbers of nccl.h; what NCCL has none for says so."""
+    """Reductions have the numbers of nccl.h, or raise where NCCL lacks them."""
     numbers = {"sum": 0, "product": 1, "max": 2, "min": 3, "mean": 4}
     for op in fd.ReduceOp:
         if str(op) in numbers:
@@ -65,8 +65,8 @@ def test_operations_have_nccls_numbers() -> None:
 
 
 @pytest.mark.parametrize(("dtype", "op"), _defined(), ids=_name)
-def test_every_recipe_is_something_nccl_can_do(dtype: torch.dtype, op: object) -> None:
-    """What goes to NCCL has one of its dtypes and operations."""
+def test_every_recipe_uses_dtypes_and_operations_of_nccl(dtype: torch.dtype, op: object) -> None:
+    """NCCL gets one of its dtypes and operations."""
     for world_size in (1, 2, 3):
         recipe = recipe_of(dtype, op, world_size)
         if recipe.encoding is Encoding.GATHERED:
@@ -77,8 +77,8 @@ def test_every_recipe_is_something_nccl_can_do(dtype: torch.dtype, op: object) -
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=_name)
-def test_inexact_factors_of_small_floats_are_taken_in_float32(dtype: torch.dtype) -> None:
-    """NCCL multiplies by factors in the elements' type: where that can't hold one, float32 does."""
+def test_inexact_factors_of_small_floats_use_float32(dtype: torch.dtype) -> None:
+    """NCCL multiplies by factors in the elements' dtype: where that can't represent one, float32 is used."""
     assert recipe_of(dtype, fd.ReduceOp.MEAN, 2).carrier is dtype
     assert recipe_of(dtype, fd.ReduceOp.MEAN, 3).carrier is torch.float32
     assert recipe_of(dtype, _HALF, 2).carrier is dtype
@@ -93,7 +93,7 @@ def _expected(op: object, inputs: list[torch.Tensor]) -> torch.Tensor:
 
 
 def _assert_same(actual: torch.Tensor, expected: torch.Tensor, what: str) -> None:
-    """The same numbers; of 0.0 and -0.0 either, and small floats up to their roundings."""
+    """Check for equal values: 0.0 equals -0.0, and small floats may differ by rounding."""
     if not (actual.is_floating_point() or actual.is_complex()):
         assert torch.equal(actual, expected), what
         return
@@ -104,10 +104,10 @@ def _assert_same(actual: torch.Tensor, expected: torch.Tensor, what: str) -> Non
 
 @pytest.mark.parametrize("world_size", [1, 2, 3])
 @pytest.mark.parametrize(("dtype", "op"), _defined(), ids=_name)
-def test_reductions_give_the_fold(
+def test_reductions_equal_the_fold(
     dtype: torch.dtype, op: object, world_size: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Every operation on every dtype gives the fold's numbers, in every form, and leaves its input alone."""
+    """Every reduction of every dtype equals the fold, in every encoding, and leaves its input unchanged."""
     send_cpu_tensors_to_nccl(monkeypatch)
     inputs = [elements(dtype, 53, rank, 1) for rank in range(world_size)]
     expected = _expected(op, inputs)
@@ -132,8 +132,8 @@ def test_reductions_give_the_fold(
 
 @pytest.mark.parametrize("op", [fd.ReduceOp.MIN, fd.ReduceOp.MAX], ids=_name)
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.float16, torch.bfloat16], ids=_name)
-def test_a_nan_wins(dtype: torch.dtype, op: fd.ReduceOp, monkeypatch: pytest.MonkeyPatch) -> None:
-    """In minima and maxima a NaN of any rank wins, as on other backends; NCCL would drop it."""
+def test_minima_and_maxima_propagate_nan(dtype: torch.dtype, op: fd.ReduceOp, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Minima and maxima propagate a NaN of any rank, as on other backends; NCCL would drop it."""
     send_cpu_tensors_to_nccl(monkeypatch)
     nan, inf = float("nan"), float("inf")
     inputs = [torch.tensor([nan, 1, inf, -inf, -0.5], dtype=dtype), torch.tensor([2, nan, -1, 3, -2], dtype=dtype)]
@@ -147,8 +147,8 @@ def test_a_nan_wins(dtype: torch.dtype, op: fd.ReduceOp, monkeypatch: pytest.Mon
     run_ranks(program, 2, backend=fake_groups)
 
 
-def test_each_rank_has_its_own_factor(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A premultiplied sum is NCCL's own, made with this rank's factor and given back."""
+def test_premultiplied_sums_use_each_ranks_factor(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A premultiplied sum is NCCL's own operation, made with this rank's factor and released."""
     send_cpu_tensors_to_nccl(monkeypatch)
 
     def program(group: fd.Backend) -> int:
@@ -161,8 +161,8 @@ def test_each_rank_has_its_own_factor(monkeypatch: pytest.MonkeyPatch) -> None:
     assert run_ranks(program, 2, backend=fake_groups) == [1, 1]
 
 
-def test_tensors_without_elements_ask_nothing_of_nccl(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Operations on no elements are compared, and move nothing."""
+def test_empty_tensors_do_not_call_nccl(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Operations on empty tensors are compared, and move nothing."""
     send_cpu_tensors_to_nccl(monkeypatch)
     empty = torch.empty(0, 3)
 
