@@ -103,7 +103,7 @@ def test_a_killed_rank_is_named_and_left_out(tmp_path: Path) -> None:
 
 @needs_mpi
 def test_ranks_that_leave_slowly_or_never_come(tmp_path: Path) -> None:
-    """A slow close reaches all ranks; MPI's start and making a group keep their deadlines, and name the missing rank."""
+    """A slow close reaches all ranks; MPI's start and making a group have deadlines, and name the missing rank."""
     answers = work("mpich", ["meet", str(tmp_path)], 3, tmp_path)
     assert [answers[rank].get("ranks") for rank in range(3)] == [[1], None, [1]]
     # Of the 0.3 s some are gone by then.
