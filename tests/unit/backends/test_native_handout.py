@@ -91,7 +91,7 @@ def test_other_users_are_turned_away(monkeypatch):
     found = {}
     with _meeting() as (name, listener):
         thread = _fetch_in_thread(name, 1, found)
-        with pytest.raises(DistributedTimeoutError, match="rank 1 did not meet rank 0"):
+        with pytest.raises(DistributedTimeoutError, match="rank 1 did not connect to rank 0"):
             _hand_out(listener, [1], users={os.geteuid() + 1}, timeout=0.3)
         thread.join()
     assert isinstance(found[1], ConnectionError)
