@@ -142,8 +142,8 @@ def _unreadable_error(failed: _Failed) -> DistributedError:
     # A rank that is ending may look the same for a moment.
     return _await_failure(failed.group, _NOTICE_SECONDS) or BackendUnavailable(
         f"{failed.where}: the system no longer lets rank {own} read the memory of rank {peer}, as it did when the"
-        f" group was made (process_vm_readv: {os.strerror(number)}, errno {number}). Ranks that change their user or who may trace"
-        " them (setuid, prctl) must do so before they make a group.",
+        f" group was made (process_vm_readv: {os.strerror(number)}, errno {number}). Ranks that change their user or"
+        " who may trace them (setuid, prctl) must do so before they make a group.",
         ranks=failed.ranks,
     )
 
