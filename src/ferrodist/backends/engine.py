@@ -1,7 +1,7 @@
-"""What carries a group's data: engines and point-to-point by type of device, a data plane, a compiled fast path.
+"""The objects that carry a group's data: engines and point-to-point by type of device, a data plane, a fast path.
 
 A group is a control plane, that is the methods of `Backend`: liveness, abort, bytes from rank to rank, sub-groups. A
-backend may add any of the objects that are described here. Where it adds none, the group's bytes carry everything.
+backend may add any of the objects that are described here. If it adds none, the group's bytes carry everything.
 """
 
 from __future__ import annotations

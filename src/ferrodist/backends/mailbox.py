@@ -96,7 +96,7 @@ class Message:
     Args:
         source: The sending rank.
         tag: The message's tag.
-        size_bytes: Its length.
+        size_bytes: The message's length.
         grant: For an offered message: called once a receive is posted for it.
     """
 

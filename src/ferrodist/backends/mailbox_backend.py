@@ -108,7 +108,7 @@ class GroupObserver:
         return set()
 
     def num_sent(self, rank: int) -> int:
-        """How many frames this rank has sent to another by this path, which a notice of its exit may overtake."""
+        """The number of frames sent to a rank by this path, which a notice of this rank's exit may overtake."""
         del rank
         return 0
 
@@ -301,7 +301,7 @@ class MailboxBackend(NonBlockingBackend):
 
     @property
     def is_over(self) -> bool:
-        """Whether nothing works here any more: this rank has closed the group, or is a forked child."""
+        """Whether this rank has closed the group, or is a forked child."""
         return self._ended is not None
 
     def exit_error(self, group_id: int, rank: int, departure: PeerExit) -> DistributedError:

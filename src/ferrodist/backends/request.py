@@ -78,7 +78,7 @@ class StragglerFinder(Protocol):
     """A group, or a request that asks its group for stragglers."""
 
     def find_stragglers(self, peers: tuple[int, ...], within: float) -> Stragglers:
-        """See `Backend.find_stragglers`."""
+        """Find the ranks that are responsible for a wait that timed out; see `Backend.find_stragglers`."""
 
 
 def wait_all(

@@ -142,7 +142,7 @@ class NativeBackend(ControlPlaneBackend):
         )
 
     def _own_address(self) -> str:
-        """Where other hosts reach this rank: on the interface that leads to rank 0, unless the user names one."""
+        """This rank's address for other hosts: on the interface that leads to rank 0, unless the user names one."""
         interface = os.environ.get("FERRODIST_SOCKET_IFNAME")
         return address_of_interface(interface) if interface else self._control.local_host()
 
@@ -329,7 +329,7 @@ def open_host_group(membership: Membership, timeout: float, deadline: Deadline) 
 
 @functools.cache
 def _warn_of_slow_collectives() -> None:
-    """Warn, once, of what the lack of the native engine costs."""
+    """Warn, once, of the cost of having no native engine."""
     _log.warning(
         "this installation of ferrodist has no native engine (%s): all that ranks say goes through rank 0 over TCP, and"
         " a small allreduce takes hundreds of times as long. With a C++ compiler, install it again without"

@@ -1,4 +1,4 @@
-"""How the ranks of a group open the native engine: shared memory on each host, and connections between hosts.
+"""The opening of the native engine by the ranks of a group: shared memory on each host, and connections between hosts.
 
 The lowest rank of each host creates an anonymous memory and listens on a Unix socket. It announces the socket's name
 and a nonce to the group, in a collective call over the group's authenticated messages. The other ranks of its host

@@ -80,7 +80,7 @@ def public_error(group: Backend, failure: Exception, call: CollectiveSignature, 
 
 def abort_record(error: DistributedError) -> bytes:
     """Encode an error for the other ranks of this host."""
-    return pack_reason(error, letters=_MAX_CHARACTERS, ranks=_MAX_RANKS)
+    return pack_reason(error, max_characters=_MAX_CHARACTERS, max_ranks=_MAX_RANKS)
 
 
 def queued_error(group: Backend, call: CollectiveSignature, elapsed: Elapsed) -> DistributedTimeoutError:

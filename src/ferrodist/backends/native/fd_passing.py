@@ -1,4 +1,4 @@
-"""How the lowest rank of a host passes the descriptor of an anonymous shared memory to the others: over a Unix socket.
+"""Passing the descriptor of an anonymous shared memory from a host's lowest rank to the others, over a Unix socket.
 
 Any process of the host can find the socket and connect to it, and can take its name once it is closed. So both sides
 accept only processes of the users that ranks have announced as their own, and the descriptor goes to a process that

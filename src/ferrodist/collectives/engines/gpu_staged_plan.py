@@ -114,12 +114,12 @@ class StagedOp:
 
         source, out = self._source, self._out
         return Segment(
-            down=source.within(window),
-            near_count=source.count_within(window) if self._in_place or source.tensor is not None else 0,
-            far_count=out.count_within(window) if not self._in_place and out.tensor is not None else 0,
+            inputs=source.within(window),
+            in_count=source.count_within(window) if self._in_place or source.tensor is not None else 0,
+            out_count=out.count_within(window) if not self._in_place and out.tensor is not None else 0,
             work=work,
-            up=out.within(window),
-            is_far=not self._in_place,
+            outputs=out.within(window),
+            in_place=self._in_place,
         )
 
     def _on_host(
