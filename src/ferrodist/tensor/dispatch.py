@@ -270,7 +270,7 @@ def _find_exception(
 
 
 class _NoStrategyError(UnsupportedOpError):
-    """No strategy of an operator leaves the placements of what it writes to."""
+    """No strategy of an operator keeps the placements of its written arguments."""
 
 
 def _reduce_written_first(func: torch._ops.OpOverload, cls: Any, refusal: str, /, *args: Any, **kwargs: Any) -> Any:

@@ -130,12 +130,12 @@ class DTensorSpec:
     def sizes_along(self, axes: Sequence[int], dim: int) -> list[int]:
         """The local size of a dim on each rank of `mesh_along` some axes, in row-major order."""
         mesh = self.mesh
-        here = list(self.coordinate)
+        coordinate = list(self.coordinate)
         found = []
-        for coordinates in itertools.product(*[range(mesh.shape[axis]) for axis in axes]):
-            for axis, index in zip(axes, coordinates, strict=True):
-                here[axis] = index
-            found.append(local_sizes(self.shape, self.placements, mesh.shape, here)[dim])
+        for indices in itertools.product(*[range(mesh.shape[axis]) for axis in axes]):
+            for axis, index in zip(axes, indices, strict=True):
+                coordinate[axis] = index
+            found.append(local_sizes(self.shape, self.placements, mesh.shape, coordinate)[dim])
         return found
 
     def __repr__(self) -> str:
@@ -216,7 +216,7 @@ def check_placements(
         shape: The shape of the full tensor.
 
     Raises:
-        TypeError: An element is no placement.
+        TypeError: An element is not a placement.
         ValueError: The number of placements is not that of the axes, or blocks don't divide a dim evenly.
         IndexError: The tensor has no such dim.
     """

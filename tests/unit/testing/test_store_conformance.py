@@ -143,7 +143,7 @@ BROKEN = [
 @pytest.mark.parametrize(("store", "rule"), BROKEN, ids=lambda value: getattr(value, "__name__", value))
 def test_broken_store_is_found(store, rule, monkeypatch):
     """A store that breaks one rule fails the check of that rule."""
-    monkeypatch.setattr("ferrodist.testing.conformance.store.PATIENCE", 1.0)
+    monkeypatch.setattr("ferrodist.testing.conformance.store.TIMEOUT", 1.0)
     shared = store()
     with pytest.raises((AssertionError, DistributedTimeoutError)):
         CHECKS[rule](lambda: [shared] * 3)

@@ -43,7 +43,7 @@ if TYPE_CHECKING:
 
 
 class Reduction(IntEnum):
-    """The ``reduction`` of a loss, in the numbers of torch's operators."""
+    """The ``reduction`` of a loss, as torch's operators encode it."""
 
     NONE = 0
     MEAN = 1
@@ -51,7 +51,7 @@ class Reduction(IntEnum):
 
 
 def _loss_pattern(call: OpCall) -> EinsumPattern:
-    """The pattern of an elementwise loss: the inputs are broadcast, and reduced unless there is no reduction."""
+    """The pattern of an elementwise loss: the inputs are broadcast, and reduced unless the reduction is NONE."""
     shapes = [spec.shape for spec in call.inputs]
     ndim = max(map(len, shapes))
     is_elementwise = call["reduction"] == Reduction.NONE
@@ -167,7 +167,7 @@ class _LocalClasses:
         """For each target whether it counts, whether its class is local, and the local index of its class.
 
         Raises:
-            IndexError: A target is no class.
+            IndexError: A target is out of bounds.
         """
         counts = target != ignore_index
         wrong = counts & ((target < 0) | (target >= self._num_classes))

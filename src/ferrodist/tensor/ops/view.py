@@ -164,7 +164,7 @@ def _reshape_strategies(call: OpCall, axis: int) -> list[OpStrategy]:
 
 
 def _reshape_sharding(call: OpCall, axis: int, placement: Shard, result: list[int]) -> Shard | None:
-    """The view's sharding given its input's, or None if there is none; see [Note: views of sharded dims]."""
+    """The view's sharding given its input's, or None if it has no sharding; see [Note: views of sharded dims]."""
     shape = list(call.inputs[0].shape)
     found = [group for group in _dim_groups(shape, result) if placement.dim in group[0]]
     if not found:
@@ -220,7 +220,7 @@ def _reshape_alias(tensor: Any, size: Sequence[int], stride: Sequence[int]) -> A
 
 
 def _as_strided(tensor: Any, size: Sequence[int], stride: Sequence[int], storage_offset: int | None = None) -> Any:
-    """A view of memory: autograd takes views of replicated tensors, for the gradient of what is written to a view."""
+    """A view of memory: autograd takes views of replicated tensors, for the gradient of writes to a view."""
     spec: DTensorSpec = tensor._spec
     local = tensor._local
     if any(placement != Replicate() for placement in spec.placements) or (
