@@ -281,7 +281,7 @@ def test_violations_that_rank_0_relays_name_their_sender(violation: str) -> None
 
 
 def test_huge_offers_cost_nothing() -> None:
-    """A message of 2**47 bytes is only announced: it takes memory once a receive is posted, which cannot happen by mistake."""
+    """A message of 2**47 bytes is only announced: only a receive takes memory, and none is posted by mistake."""
     with check_leaks(), _job() as job, ExitStack() as stack:
         tracemalloc.start()
         stack.callback(tracemalloc.stop)

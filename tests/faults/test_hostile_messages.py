@@ -116,7 +116,7 @@ def test_a_frame_that_none_sends_is_refused(sent):
 
 
 def test_half_a_message_is_none():
-    """A connection that ends within a frame leaves its receive waiting, until the reason for the rank's end is known."""
+    """A connection that ends in a frame leaves its receive waiting, until the reason of the rank's end is known."""
     with _messenger() as (messenger, peer, told):
         request = messenger.start_recv(bytearray(1000), 1, 0, 0)
         peer.sendall(_frame(_EAGER, bytes(1000))[:500])

@@ -315,7 +315,7 @@ def test_symmetric_is_ordinary_elsewhere():
 
 
 def test_a_late_rank_learns_of_the_failure_over_the_connections():
-    """A collective that has failed elsewhere fails for a rank that comes late, also before another notice reaches it."""
+    """A collective that has failed elsewhere fails for a rank that comes late, even before a notice reaches it."""
     has_failed = threading.Event()
 
     def program(group):

@@ -206,7 +206,7 @@ def test_tags_of_65_bits_and_more_keep_apart(backend):
 
 @_either_way
 def test_a_message_outlives_its_sender(backend):
-    """Messages that a rank sent before it closed the group are received, on all paths; then follows that it has left."""
+    """Messages that a rank sent before it closed the group are received, on all paths; then its leaving is seen."""
     closed = threading.Event()
 
     def program(group):
@@ -233,7 +233,7 @@ def test_a_message_outlives_its_sender(backend):
 
 @pytest.mark.parametrize("backend", ["native", "gloo"])
 def test_a_forked_child_has_no_messages(backend):
-    """In a forked child every call raises that the group is the parent's, and so does a request from before the fork."""
+    """In a forked child every call raises that the group is the parent's, and so does an older request."""
 
     def program(group):
         peer = 1 - group.rank
@@ -285,7 +285,7 @@ def test_closing_leaves_nothing_behind(backend):
 
 @_either_way
 def test_messages_of_a_subgroup_come_before_the_notice_of_its_end(backend):
-    """However many are on their way when a rank leaves a sub-group, they are received; then follows that it has left."""
+    """However many are on their way when a rank leaves a sub-group, they are received; then its leaving is seen."""
     num_messages = 40
 
     def program(group):

@@ -105,7 +105,7 @@ def test_wrong_secret_is_reported_at_once_on_all_ranks():
     ],
 )
 def test_wrong_facts_are_reported_to_the_rank_that_has_them(rank, world_size, options, kind, word):
-    """Another world size, job or group is refused with the two values that differ, and rank 0 names the rank that it refused."""
+    """Another world size, job or group is refused with the two values that differ; rank 0 names the refused rank."""
     hub, wrong = meet((0, 2, {}), (rank, world_size, options))
     assert isinstance(wrong, kind)
     assert word in str(wrong)
