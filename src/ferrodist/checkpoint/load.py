@@ -55,21 +55,7 @@ def read_on_rank0(
     group: Backend,
     deadline: Deadline,
 ) -> None:
-    """Fill tensors on all ranks with data that rank 0 reads; every rank calls this.
-
-    Args:
-        reader: The reader; used on rank 0 only.
-        manifest: The checkpoint's manifest.
-        wanted: Boxes of saved tensors, and this rank's memory that they fill.
-        where: The checkpoint, for messages.
-        group: The ranks.
-        deadline: When all must be done.
-
-    Raises:
-        DistCheckpointError: A rank has no memory for it; or, after everything was sent, a read failed on rank 0 or data
-            doesn't fit.
-        DistributedError: A rank was lost or is late.
-    """
+    """Fill tensors on all ranks with data that rank 0 reads; every rank calls this."""
     own: dict[ReadRequest, list[torch.Tensor]] = {}
     for key, box, view in wanted:
         if box.numel:

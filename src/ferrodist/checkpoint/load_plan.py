@@ -71,15 +71,7 @@ def _make_on_cpu(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
 
 @dataclass
 class LoadPlanner:
-    """Matches a saved tree with what it is loaded into.
-
-    Args:
-        manifest: The checkpoint's manifest.
-        rank: This rank.
-        world_size: The number of ranks that load.
-        shards: The sharding of plain tensors.
-        make: Allocates a tensor of a shape and dtype where ``into`` has none.
-    """
+    """Matches a saved tree with what it is loaded into."""
 
     manifest: Manifest
     rank: int
@@ -98,13 +90,7 @@ class LoadPlanner:
     """Tensors allocated here, by key."""
 
     def match(self, node: Any, into: Any, path: tuple[object, ...] = ()) -> Builder:
-        """Match a node with ``into`` and return a builder of the loaded value.
-
-        Raises:
-            DistCheckpointError: The node and ``into`` don't fit.
-            TypeError: An optimizer outside of `OptimizerState`.
-            ValueError: ``into`` contains itself.
-        """
+        """Match a node with ``into`` and return a builder of the loaded value."""
         check_depth(path)
         matchers: tuple[tuple[type | tuple[type, ...], Callable[[Any, Any, tuple[object, ...]], Builder]], ...] = (
             (torch.Tensor, self._add_tensor),

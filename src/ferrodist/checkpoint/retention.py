@@ -37,11 +37,7 @@ _logger = logging.getLogger(__name__)
 
 
 def read_manifest(storage: Storage) -> Manifest:
-    """Read the manifest of the checkpoint in a folder.
-
-    Raises:
-        DistCheckpointError: The manifest is missing or damaged.
-    """
+    """Read the manifest of the checkpoint in a folder."""
     where = f"{storage.url}/{MANIFEST_NAME}"
     try:
         data = storage.get(MANIFEST_NAME)
@@ -98,11 +94,7 @@ def _explain_missing(storage: Storage) -> str:
 
 
 def check_owned(storage: Storage) -> None:
-    """Refuse to save into a folder with files of tensors that no save of ferrodist wrote.
-
-    Raises:
-        DistCheckpointError: The folder has such files.
-    """
+    """Refuse to save into a folder with files of tensors that no save of ferrodist wrote."""
     names = storage.list_names()
     if MANIFEST_NAME in names:
         return
@@ -144,11 +136,7 @@ def next_commit_time_ns(storage: Storage) -> int:
 
 
 def remove_uncommitted(storage: Storage) -> None:
-    """Remove the leftovers of saves that were never committed, unless the folder has a checkpoint.
-
-    Raises:
-        OSError: The storage failed, or another save is being committed.
-    """
+    """Remove the leftovers of saves that were never committed, unless the folder has a checkpoint."""
     with storage.exclusive(Deadline(0.0)):
         if MANIFEST_NAME in storage.list_names():
             return

@@ -259,17 +259,7 @@ def open_and_collect(
 
 
 class Save:
-    """One save of a group: its ranks agree on a plan in the constructor, `run` writes and commits it.
-
-    Args:
-        collected: The state as `open_and_collect` returns it.
-        storage: The checkpoint's folder.
-        group: All ranks that hold a shard of the state.
-        max_file_bytes: The size from which files are split, between tensors.
-        check_replicas: Whether to compare replicas of a tensor.
-        shards: The sharding of plain tensors.
-        deadline: When all ranks must be done.
-    """
+    """One save of a group: its ranks agree on a plan in the constructor, `run` writes and commits it."""
 
     def __init__(
         self,
@@ -354,17 +344,7 @@ class Save:
         group: Backend | None = None,
         deadline: Deadline | None = None,
     ) -> None:
-        """Write this rank's files and commit with the other ranks.
-
-        Args:
-            get_data: As for `write`.
-            group: Another group of the same ranks, for a call from another thread; None is the group of the save.
-            deadline: When all ranks must be done; None is the save's.
-
-        Raises:
-            DistCheckpointError: On all ranks: one of them could not write. Nothing was committed.
-            DistributedError: A rank was lost or is late.
-        """
+        """Write this rank's files and commit with the other ranks."""
         self._deadline = deadline or self._deadline
         exchange = Rank0Exchange(self._storage.url, group or self._group, self._deadline)
         try:

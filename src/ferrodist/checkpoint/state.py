@@ -106,11 +106,7 @@ class OptimizerState:
         return {"state": state, "param_groups": groups}
 
     def targets(self, shapes: Mapping[str, Mapping[str, tuple[tuple[int, ...], torch.dtype]]]) -> dict[str, Any]:
-        """Allocate the tensors that saved ones are loaded into, also before the optimizer's first step.
-
-        Args:
-            shapes: The shapes and dtypes of each parameter's saved tensors, by names.
-        """
+        """Allocate the tensors that saved ones are loaded into, also before the optimizer's first step."""
         names = self._parameter_names()
         wholes = {name: full_shape(parameter) for parameter, name in names.items()}
         # For scalar parameters, shapes don't tell per-element state from scalars; other parameters' state does.
@@ -140,11 +136,7 @@ class OptimizerState:
         return [[names[parameter] for parameter in group["params"]] for group in self._optimizer.param_groups]
 
     def check_groups(self, saved: Sequence[Sequence[Any]], where: str) -> None:
-        """Check that the saved parameter groups are the optimizer's, or contain them if it has a part of the model.
-
-        Raises:
-            DistCheckpointError: The groups differ.
-        """
+        """Check that the saved parameter groups are the optimizer's, or contain them if it has a part of the model."""
         own = self._groups()
         if len(own) == len(saved) and all(
             set(mine) == set(theirs) or (self._is_partial and set(mine) <= set(theirs))

@@ -40,13 +40,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FileShard:
-    """A box of a tensor, row-major in a file.
-
-    Args:
-        box: The elements.
-        file: The file's name.
-        start: The first byte in the file.
-    """
+    """A box of a tensor, row-major in a file."""
 
     box: Box
     file: str
@@ -55,12 +49,7 @@ class FileShard:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LazyShard:
-    """A box of a tensor that is loaded whole when it is needed.
-
-    Args:
-        box: The elements.
-        load: Returns them.
-    """
+    """A box of a tensor that is loaded whole when it is needed."""
 
     box: Box
     load: Callable[[], torch.Tensor]
@@ -68,13 +57,7 @@ class LazyShard:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExternalTensor:
-    """A tensor in files of another format; stands for it in a state.
-
-    Args:
-        shape: The full tensor's shape.
-        dtype: torch's name of its dtype.
-        parts: Shards that cover the tensor, all of one kind.
-    """
+    """A tensor in files of another format; stands for it in a state."""
 
     shape: tuple[int, ...]
     dtype: str
@@ -104,12 +87,7 @@ def _first_line(error: Exception) -> str:
 
 
 def make_rewrite_source(state: Any, storage: Storage) -> RewriteSource:
-    """Return a state that may have `ExternalTensor` leaves as a source for `rewrite`.
-
-    Raises:
-        TypeError, ValueError: A part of it can't be saved.
-        DistCheckpointError: A tensor's shards don't cover it.
-    """
+    """Return a state that may have `ExternalTensor` leaves as a source for `rewrite`."""
     external: dict[int, ExternalTensor] = {}
     encoder = Encoder(0)
     tree = encoder.encode(_with_placeholders(state, external))

@@ -81,15 +81,7 @@ class DcpTensor:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DcpItem:
-    """The position of a chunk or a value.
-
-    Args:
-        name: The name of the tensor or value.
-        file: The file's name.
-        offset: The item's first byte in the file.
-        length: The item's size in bytes.
-        transforms: The names of transforms of its bytes.
-    """
+    """The position of a chunk or a value."""
 
     name: str
     file: str
@@ -100,13 +92,7 @@ class DcpItem:
 
 @dataclass(slots=True, kw_only=True)
 class DcpMetadata:
-    """The contents of a folder.
-
-    Args:
-        tensors: Tensors by name; None for a value.
-        paths: The path of each in the state, where it is known.
-        items: Items by name, and for a chunk its offsets.
-    """
+    """The contents of a folder."""
 
     tensors: dict[str, DcpTensor | None] = field(default_factory=dict)
     paths: dict[str, tuple[str | int, ...]] = field(default_factory=dict)
@@ -114,11 +100,7 @@ class DcpMetadata:
 
 
 def decode_metadata(data: bytes) -> DcpMetadata:
-    """Decode ``.metadata``. Nothing is called or changed by it, and memory is proportional to its size.
-
-    Raises:
-        ValueError: The bytes are something else, or name an unexpected class.
-    """
+    """Decode ``.metadata``. Nothing is called or changed by it, and memory is proportional to its size."""
     try:
         value = read_pickle(io.BytesIO(data), len(data), _check_allowed)
         check_expansion(value, len(data))  # chunks that many tensors share are made for each

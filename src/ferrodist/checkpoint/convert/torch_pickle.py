@@ -44,22 +44,14 @@ _LATIN_1_NAMES = ("latin1", "latin-1")
 
 
 def load_checked(file: IO[bytes], size_bytes: int, **options: Any) -> Any:
-    """Check a file, then load it with `torch.load` and ``weights_only=True``.
-
-    Raises:
-        ValueError: Loading would take more memory than the file's size.
-    """
+    """Check a file, then load it with `torch.load` and ``weights_only=True``."""
     check_pickles(file, size_bytes)
     file.seek(0)
     return torch.load(file, weights_only=True, **options)
 
 
 def check_pickles(file: IO[bytes], size_bytes: int) -> None:
-    """Check that loading a file takes memory in proportion to its size.
-
-    Raises:
-        ValueError: Loading would take more, or the file is not one of `torch.save`.
-    """
+    """Check that loading a file takes memory in proportion to its size."""
     start = file.read(4)
     file.seek(0)
     if start != b"PK\x03\x04":

@@ -96,11 +96,7 @@ def check_depth(path: Sequence[object]) -> None:
 
 @dataclass
 class Encoder:
-    """Encodes a state as a node, and collects its tensors.
-
-    Args:
-        rank: This rank.
-    """
+    """Encodes a state as a node, and collects its tensors."""
 
     rank: int
     tensors: dict[str, torch.Tensor] = field(default_factory=dict)
@@ -117,12 +113,7 @@ class Encoder:
     """Whether the current value is within a `PerRank`."""
 
     def encode(self, value: Any, path: tuple[object, ...] = ()) -> Node:
-        """Encode a value.
-
-        Raises:
-            TypeError: A part of it can't be saved; names its path.
-            ValueError: The state is nested too deeply, or two tensors would have one name.
-        """
+        """Encode a value."""
         check_depth(path)
         if isinstance(value, (torch.Tensor, SavedElsewhere)):
             return {"tensor": self._add_tensor(value, path)}
@@ -297,11 +288,7 @@ _BRANCHES = frozenset({"dict", "pairs", "tuple", "set", "frozenset", "size", "te
 
 
 def decode_leaf(node: Node, depth: int = 0) -> Any:
-    """Return the value of a leaf node.
-
-    Raises:
-        ValueError: The node is invalid.
-    """
+    """Return the value of a leaf node."""
     if not isinstance(node, dict):
         return node
     if len(node) != 1:
@@ -344,11 +331,7 @@ def _decode_counter(pairs: list[list[Node]], depth: int) -> Counter[Any]:
 
 
 def check_collisions(values: Iterable[Any], where: str = "it") -> list[Any]:
-    """Return hashable values as a list; ``where`` is for messages.
-
-    Raises:
-        ValueError: Many have one hash: a set or dict of them would take quadratic time.
-    """
+    """Return hashable values as a list; ``where`` is for messages."""
     found = list(values)
     if max(Counter(map(hash, found)).values(), default=0) > _MAX_SAME_HASH:
         raise ValueError(f"{where} has more than {_MAX_SAME_HASH} members or keys with one hash")
@@ -388,16 +371,7 @@ def referenced_keys(node: Any) -> Iterator[str]:
 
 
 def check_tree(node: Node, keys: Collection[str], depth: int = 0) -> None:
-    """Check that a tree is as `Encoder` and `merge_trees` make it.
-
-    Args:
-        node: The tree.
-        keys: The keys of known tensors.
-        depth: The depth of the node.
-
-    Raises:
-        ValueError: The tree is invalid.
-    """
+    """Check that a tree is as `Encoder` and `merge_trees` make it."""
     if depth > MAX_DEPTH:
         raise ValueError("a state that is nested too deeply")
     if isinstance(node, dict) and len(node) != 1:

@@ -32,11 +32,7 @@ def join_path(path: str, name: str) -> str:
 
 
 def parent_path(path: str) -> str:
-    """Return the parent of a folder.
-
-    Raises:
-        ValueError: The folder has no parent.
-    """
+    """Return the parent of a folder."""
     parent, _, name = path.rpartition("/")
     if not name or parent.endswith(":/"):
         raise ValueError(f"{path} lies in no folder, in which other checkpoints could be: save to a folder in it")

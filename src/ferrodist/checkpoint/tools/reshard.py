@@ -102,14 +102,7 @@ _UPLOAD_BYTES = 32 << 20
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RewriteSource:
-    """The contents of a new checkpoint.
-
-    Args:
-        tree: The state tree.
-        tensors: Shapes and dtype names, by key.
-        source: The source of the elements.
-        world_size: The number of ranks with `PerRank` values in the tree.
-    """
+    """The contents of a new checkpoint."""
 
     tree: Any
     tensors: Mapping[str, tuple[tuple[int, ...], str]]
