@@ -18,6 +18,7 @@ from ferrodist.checkpoint.format.tree import (
     is_leaf_node,
     path_text,
     referenced_keys,
+    split_node,
     tensor_identity,
     tensor_key,
 )
@@ -117,9 +118,7 @@ class LoadPlanner:
         if (members := _keys_and_nodes(node)) is not None:
             builders = {key: self.decode(each, (*path, key)) for key, each in members.items()}
             return lambda: {key: build() for key, build in builders.items()}
-        mark: str
-        content: Any
-        mark, content = ("list", node) if isinstance(node, list) else next(iter(node.items()))
+        mark, content = split_node(node)
         if mark in ("tensor", "array"):
             tensor = self._new_tensor(content, path)
             return tensor.numpy if mark == "array" else lambda: tensor

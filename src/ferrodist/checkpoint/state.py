@@ -190,12 +190,7 @@ def collect_state(value: Any, path: tuple[object, ...] = ()) -> Any:
         value = _module_state_to_save(value)
     elif isinstance(value, Stateful) and not isinstance(value, type):
         return collect_state(value.state_dict(), (*path, "state_dict()"))
-    if isinstance(value, Mapping) and not isinstance(value, Counter):
-        return {key: collect_state(each, (*path, key)) for key, each in value.items()}
-    if isinstance(value, (list, tuple)) and not isinstance(value, torch.Size):
-        members = [collect_state(each, (*path, place)) for place, each in enumerate(value)]
-        return members if isinstance(value, list) else tuple(members)
-    return value
+    return map_members(value, lambda key, each: collect_state(each, (*path, key)))
 
 
 def reduce_partials(collected: Any) -> Any:
@@ -204,12 +199,17 @@ def reduce_partials(collected: Any) -> Any:
         return _reduce_partial(collected)
     if isinstance(collected, PerRank):
         return PerRank(reduce_partials(collected.value), resize=collected.resize)
-    if isinstance(collected, dict) and not isinstance(collected, Counter):
-        return {key: reduce_partials(each) for key, each in collected.items()}
-    if isinstance(collected, (list, tuple)) and not isinstance(collected, torch.Size):
-        members = [reduce_partials(each) for each in collected]
-        return members if isinstance(collected, list) else tuple(members)
-    return collected
+    return map_members(collected, lambda _, each: reduce_partials(each))
+
+
+def map_members(value: Any, function: Callable[[Any, Any], Any]) -> Any:
+    """Return a dict, list or tuple with the function's results for each key and member; other values as they are."""
+    if isinstance(value, Mapping) and not isinstance(value, Counter):
+        return {key: function(key, each) for key, each in value.items()}
+    if isinstance(value, (list, tuple)) and not isinstance(value, torch.Size):
+        members = [function(index, each) for index, each in enumerate(value)]
+        return members if isinstance(value, list) else tuple(members)
+    return value
 
 
 def refuse_optimizer(path: Sequence[object]) -> NoReturn:

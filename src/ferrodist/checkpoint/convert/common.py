@@ -19,7 +19,7 @@ import torch
 from ferrodist.checkpoint.format.coverage import covers_once
 from ferrodist.checkpoint.format.dtypes import dtype_from_name, dtype_name
 from ferrodist.checkpoint.format.manifest import MAX_DIMS, FileEntry, Manifest, ShardEntry, TensorEntry
-from ferrodist.checkpoint.format.tree import Encoder
+from ferrodist.checkpoint.format.tree import Encoder, map_children, split_node
 from ferrodist.checkpoint.load_plan import LoadPlanner
 from ferrodist.checkpoint.reader import CheckpointReader
 from ferrodist.checkpoint.retention import read_manifest
@@ -275,17 +275,11 @@ def _mmap_tensor(file: Path, shape: tuple[int, ...], dtype: torch.dtype) -> torc
 
 def _portable_tree(node: Any) -> Any:
     """Replace nodes that other formats don't support."""
-    if isinstance(node, list):
-        return [_portable_tree(each) for each in node]
-    if not isinstance(node, dict):
-        return node
-    ((mark, content),) = node.items()
-    if mark in ("array", "number"):
-        return {"tensor": content} if mark == "array" else content[1]
-    if mark in ("dict", "per_rank"):
-        return {"dict": {key: _portable_tree(each) for key, each in content.items()}}
-    if mark == "pairs":
-        content = [[key, _portable_tree(each)] for key, each in content]
-    elif mark in ("tuple", "set", "frozenset"):
-        content = _portable_tree(content)
-    return {mark: content}
+    mark, content = split_node(node)
+    if mark == "array":
+        return {"tensor": content}
+    if mark == "leaf" and isinstance(node, dict) and "number" in node:
+        return node["number"][1]
+    if mark == "per_rank":
+        node = {"dict": content}
+    return map_children(node, lambda _, each: _portable_tree(each))

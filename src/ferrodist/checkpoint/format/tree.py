@@ -357,17 +357,42 @@ _DECODERS: dict[str, Callable[[Any, int], Any]] = {
 }
 
 
-def referenced_keys(node: Any) -> Iterator[str]:
+def split_node(node: Node) -> tuple[str, Any]:
+    """Return a node's mark and content; the mark is ``list`` or ``leaf`` for nodes without one."""
+    if is_leaf_node(node):
+        return "leaf", node
+    return ("list", node) if isinstance(node, list) else next(iter(node.items()))
+
+
+def child_nodes(node: Node) -> list[tuple[Any, Node]]:
+    """Return a node's children with their keys: strings, indices, ranks, or the nodes of other keys."""
+    mark, content = split_node(node)
+    if mark in ("leaf", "tensor", "array"):
+        return []
+    if mark == "pairs":
+        return [(key, each) for key, each in content]
+    return list(content.items() if isinstance(content, dict) else enumerate(content))
+
+
+def map_children(node: Node, function: Callable[[Any, Node], Node]) -> Node:
+    """Return a node with each child replaced by the function's result for its key and itself."""
+    mark = split_node(node)[0]
+    changed = [(key, function(key, each)) for key, each in child_nodes(node)]
+    if mark in ("dict", "per_rank"):
+        return {mark: dict(changed)}
+    if mark == "pairs":
+        return {mark: [list(pair) for pair in changed]}
+    members = [each for _, each in changed]
+    return members if mark == "list" else {mark: members} if mark in ("tuple", "set", "frozenset") else node
+
+
+def referenced_keys(node: Node) -> Iterator[str]:
     """Yield the keys of the tensors in a tree."""
-    if isinstance(node, dict):
-        for mark, content in node.items():
-            if mark in ("tensor", "array"):
-                yield content
-            else:
-                yield from referenced_keys(list(content.values()) if isinstance(content, dict) else content)
-    elif isinstance(node, list):
-        for each in node:
-            yield from referenced_keys(each)
+    mark, content = split_node(node)
+    if mark in ("tensor", "array"):
+        yield content
+    for _, each in child_nodes(node):
+        yield from referenced_keys(each)
 
 
 def check_tree(node: Node, keys: Collection[str], depth: int = 0) -> None:
@@ -379,7 +404,7 @@ def check_tree(node: Node, keys: Collection[str], depth: int = 0) -> None:
     if is_leaf_node(node):
         decode_leaf(node)
         return
-    mark, content = ("list", node) if isinstance(node, list) else next(iter(node.items()))
+    mark, content = split_node(node)
     kind, members = _BRANCH_CHECKS[mark]
     if not isinstance(content, kind):
         raise ValueError(f"a {mark} of {str(content)[:100]}")  # noqa: TRY004 - it is no argument
