@@ -207,7 +207,7 @@ def load(
         finally:
             storage.close()
     taken = []
-    with all_or_none("take what a checkpoint has", storage.url, group, deadline, about_arguments=False):
+    with all_or_none("load the state of objects", storage.url, group, deadline, about_arguments=False):
         taken.append(build())
     return taken[0]
 
@@ -244,7 +244,7 @@ def _check_complete(planner: LoadPlanner | None, where: str, group: Backend, dea
             unexpected.pop(key, None)
     if unexpected:
         raise DistCheckpointError(
-            f"{where} has {_abbreviate(list(unexpected.values()), len(unexpected))}, for which no rank has a place:"
+            f"{where} has {_abbreviate(list(unexpected.values()), len(unexpected))}, which no rank loads:"
             " load with strict=False to leave it out"
         )
 

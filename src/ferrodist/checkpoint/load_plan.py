@@ -158,7 +158,7 @@ class LoadPlanner:
 
     def _key(self, node: Any, path: tuple[object, ...]) -> str:
         if not isinstance(node, dict) or not ({"tensor", "array"} & set(node)):
-            raise DistCheckpointError(f"{path_text(path)} is to be a tensor, but none was saved there")
+            raise DistCheckpointError(f"{path_text(path)} should be a tensor, but the saved value is not one")
         key: str = node.get("tensor") or node["array"]
         return key
 
@@ -186,7 +186,7 @@ class LoadPlanner:
 
     def _match_per_rank(self, node: Any, into: PerRank, path: tuple[object, ...], *, is_wanted: bool = True) -> Builder:
         if not isinstance(node, dict) or "per_rank" not in node:
-            raise DistCheckpointError(f"{path_text(path)} is to be PerRank, but was not saved so")
+            raise DistCheckpointError(f"{path_text(path)} should be PerRank, but was not saved as one")
         saved = node["per_rank"]
         if self.world_size == self.manifest.world_size:
             if str(self.rank) in saved:
@@ -221,7 +221,7 @@ class LoadPlanner:
         """Match a dict; ``first_names`` maps names of tied tensors to the first name of each."""
         saved = _keys_and_nodes(node)
         if saved is None:
-            raise DistCheckpointError(f"{path_text(path)} is to be a dict, but none was saved there")
+            raise DistCheckpointError(f"{path_text(path)} should be a dict, but the saved value is not one")
         builders: dict[Any, Builder] = {}
         for key, target in into.items():
             if key in saved:
@@ -247,8 +247,8 @@ class LoadPlanner:
         if not isinstance(saved, list) or len(saved) != len(into):
             found = f"{counted(len(saved), 'member')}" if isinstance(saved, list) else "something else"
             raise DistCheckpointError(
-                f"{path_text(path)} is to be {with_article(kind.__name__)} of {len(into)}, and was saved as {found}:"
-                " None in its place takes it as it was saved"
+                f"{path_text(path)} should be {with_article(kind.__name__)} of {len(into)}, and was saved as {found}:"
+                " put None there to load it as it was saved"
             )
         builders = [
             self.match(each, target, (*path, place))
@@ -308,7 +308,7 @@ class LoadPlanner:
             names = [[str(name) for name in (each["dict"] if isinstance(each, dict) else each)] for each in params]
         except (TypeError, KeyError, AttributeError):
             raise DistCheckpointError(
-                f"{path_text(path)} is to be an OptimizerState, but none was saved there"
+                f"{path_text(path)} should be an OptimizerState, but the saved value is not one"
             ) from None
         into.check_groups(names, path_text(path))
         shapes = {name: self._shapes(own) for name, own in entries.items()}

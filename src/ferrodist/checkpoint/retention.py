@@ -101,7 +101,7 @@ def check_owned(storage: Storage) -> None:
     others = [name for name in names if name.endswith(".safetensors") and save_id_of(name) is None]
     if others:
         raise DistCheckpointError(
-            f"{storage.url} has {others[0]}, which is of no checkpoint of ferrodist: save to a folder of its own"
+            f"{storage.url} has {others[0]}, which no checkpoint of ferrodist wrote: save to a folder of its own"
         )
 
 
@@ -130,7 +130,7 @@ def next_commit_time_ns(storage: Storage) -> int:
     try:
         prefixes = storage.read_beside(MANIFEST_NAME, TIME_WITHIN_BYTES)
     except OSError as error:
-        _logger.warning("what is beside %s can't be looked through, and may have a later time: %s", storage.url, error)
+        _logger.warning("checkpoints beside %s can't be listed, and may have a later time: %s", storage.url, error)
         return now
     return max(now, *(time_ns + 1 for head in prefixes if (time_ns := find_commit_time(head)) is not None), 0)
 
@@ -212,7 +212,7 @@ def list_checkpoints(
     try:
         return [found.path for found in _scan(storage.url, storage_options)]
     except OSError as error:
-        raise DistCheckpointError(f"{storage.url} can't be looked through for checkpoints: {error}") from error
+        raise DistCheckpointError(f"{storage.url} can't be searched for checkpoints: {error}") from error
 
 
 def find_latest(
@@ -243,7 +243,7 @@ def remove_old(
         others = [found for found in _scan(parent_path(saved), storage_options) if found.manifest.save_id != newest]
         others = [found for found in others if names is None or names.fullmatch(found.path.rpartition("/")[2])]
     except (OSError, DistCheckpointError) as error:
-        _logger.warning("checkpoints older than %s can't be looked for: %s", saved, error)
+        _logger.warning("checkpoints older than %s can't be listed: %s", saved, error)
         return
     for found in others[: max(0, len(others) + 1 - keep_last)]:
         _remove(found)

@@ -82,7 +82,7 @@ def _commit(storage: Storage, manifest: Manifest, single_name: str | None) -> No
         try:
             _unpublish(storage, manifest.save_id, names)
         except (OSError, DistCheckpointError) as second:
-            _logger.warning("what was published of a checkpoint at %s can't be removed: %s", storage.url, second)
+            _logger.warning("the published files of a failed save to %s can't be removed: %s", storage.url, second)
         raise
     if single_name is not None and len(names) == 1:
         try:
@@ -373,9 +373,7 @@ class Save:
                     self._storage.remove([plan.name for plan in self.files])
                 self._storage.discard(self.save_id)
             except OSError as second:
-                _logger.warning(
-                    "what was written of a checkpoint at %s can't be removed: %s", self._storage.url, second
-                )
+                _logger.warning("the files of a failed save to %s can't be removed: %s", self._storage.url, second)
         is_lost = isinstance(error, DistributedError) and not isinstance(error, DistCheckpointError)
         if is_lost and self._group.rank != 0:
             remove_dead_saves(self._storage, self.save_id)  # rank 0 may have begun it before it died

@@ -216,7 +216,7 @@ def refuse_optimizer(path: Sequence[object]) -> NoReturn:
     """Raise TypeError for an optimizer in a state."""
     raise TypeError(
         f"{path_text(path)} is an optimizer, which knows its parameters by numbers, and these are other ones when the"
-        " model is divided in another way: use OptimizerState(model, optimizer) in its place"
+        " model is sharded differently: use OptimizerState(model, optimizer) in its place"
     )
 
 

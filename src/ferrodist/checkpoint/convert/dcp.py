@@ -188,7 +188,7 @@ def _str_keyed(node: Any) -> dict[str, Any]:
 
 def _path(node: Any) -> tuple[str | int, ...]:
     if not isinstance(node, tuple) or not node or not all(type(step) in (str, int) for step in node):
-        raise ValueError("it has a path that is none")
+        raise ValueError("it has an invalid path")
     return node
 
 
@@ -203,7 +203,7 @@ def _sizes(node: Any) -> tuple[int, ...]:
 
 def _expect(node: Any, kind: Any) -> Any:
     if not isinstance(node, kind) or isinstance(node, (bool, Global)):
-        raise ValueError(f"it has {with_article(type(node).__name__)} in a place of something else")  # noqa: TRY004 - of the file
+        raise ValueError(f"it has {with_article(type(node).__name__)} in place of something else")  # noqa: TRY004 - of the file
     return node
 
 
@@ -233,7 +233,7 @@ class _View(io.RawIOBase):
     def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
         base = {os.SEEK_SET: 0, os.SEEK_CUR: self._at, os.SEEK_END: self._size_bytes}[whence]
         if base + offset < 0:
-            raise OSError("a place before the beginning of a file")
+            raise OSError("a position before the beginning of a file")
         self._at = base + offset
         return self._at
 
@@ -331,7 +331,7 @@ class _DcpReader:
         """Return the position of a value, or of a chunk of a tensor."""
         found = self._metadata.items.get((key, offsets))
         if found is None:
-            raise ValueError("it has no place in a file")
+            raise ValueError("it is in no file")
         name = found.file
         if "/" in name or "\\" in name or name in ("", ".", ".."):
             raise ValueError(f"it is in a file named {name!r}")

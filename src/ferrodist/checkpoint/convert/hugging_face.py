@@ -126,11 +126,13 @@ def _check_layout(entries: Mapping[str, HeaderEntry], size_bytes: int, where: st
         if start < min(end, stop):
             raise DistCheckpointError(f"{where} is damaged: tensors {last!r} and {name!r} lie in the same bytes")
         if stop > start > end:
-            raise DistCheckpointError(f"{where} is damaged: the bytes before tensor {name!r} are of none")
+            raise DistCheckpointError(f"{where} is damaged: the bytes before tensor {name!r} belong to no tensor")
         if stop > end:
             end, last = stop, name
     if end < size_bytes:
-        raise DistCheckpointError(f"{where} is damaged: its last {counted(size_bytes - end, 'byte')} are of no tensor")
+        raise DistCheckpointError(
+            f"{where} is damaged: its last {counted(size_bytes - end, 'byte')} belong to no tensor"
+        )
 
 
 def export_hugging_face(

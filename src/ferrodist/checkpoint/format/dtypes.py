@@ -38,7 +38,7 @@ _NAMES = {dtype: name for name, dtype in _DTYPES.items()}
 def dtype_name(dtype: torch.dtype) -> str:
     """Return a dtype's name in manifests."""
     if dtype not in _NAMES:
-        raise TypeError(f"checkpoints don't carry {dtype}: convert the tensor, or save what it is made of")
+        raise TypeError(f"checkpoints don't carry {dtype}: convert the tensor, or save its components")
     return _NAMES[dtype]
 
 

@@ -208,7 +208,7 @@ def check_tensor(tensor: torch.Tensor, path: tuple[object, ...]) -> None:
     if torch.nn.parameter.is_lazy(tensor):
         raise TypeError(f"{where} has no shape yet: run the module once before it is saved")
     if tensor.is_nested:
-        raise TypeError(f"{where} is a nested tensor, which has no one shape: save its parts, tensor.unbind()")
+        raise TypeError(f"{where} is a nested tensor, which has no single shape: save its components, tensor.unbind()")
     if tensor.layout is not torch.strided or tensor.is_quantized:
         raise TypeError(f"{where} is a {tensor.layout} tensor: save to_dense() of it")
     if hasattr(tensor, "__tensor_flatten__"):
@@ -416,7 +416,7 @@ def check_tree(node: Node, keys: Collection[str], depth: int = 0) -> None:
 
 def _check_pairs(content: list[Any]) -> list[Node]:
     if not all(isinstance(pair, list) and len(pair) == 2 for pair in content):
-        raise ValueError("pairs of a key and a node that are none")
+        raise ValueError("invalid pairs of a key and a node")
     _check_hashable([key for key, _ in content])
     return [node for _, node in content]
 
@@ -437,7 +437,7 @@ def _check_hashable(content: list[Any]) -> list[Node]:
     try:
         hash(decode_leaf({"frozenset": content}))
     except TypeError as error:
-        raise ValueError(f"what can't be a key: {str(content)[:100]}") from error
+        raise ValueError(f"an unhashable value: {str(content)[:100]}") from error
     return []
 
 

@@ -117,7 +117,7 @@ class RemoteWriter(FileWriter):
                 self._abort()
         except OSError as error:
             # Raised, it would hide the error that led here. The next save to the folder removes the file.
-            _logger.warning("what was sent of %s can't be removed: %s", self._where, error)
+            _logger.warning("the unfinished upload of %s can't be removed: %s", self._where, error)
 
     def _abort(self) -> None:
         try:
