@@ -14,7 +14,7 @@ import math
 import operator
 import threading
 from abc import ABC, abstractmethod
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, overload
 from weakref import WeakSet
 
 from typing_extensions import override
@@ -48,7 +48,7 @@ if TYPE_CHECKING:
 
     from typing_extensions import Buffer, Self
 
-    from ferrodist.backends.engine import DataPlane, FastPath
+    from ferrodist.backends.engine import CollectiveEngine, DataPlane, DeviceP2P, FastPath, HostEngine
 
 
 class Backend(ABC):
@@ -79,8 +79,8 @@ class Backend(ABC):
     _synchronizers: list[Callable[[float], None]]
     _threaded: dict[tuple[str, int], list[tuple[int, ThreadedRequest]]]
     _threaded_lock: threading.Lock
-    _engine_by_device: dict[str, Any]
-    _p2p_by_device: dict[str, Any]
+    _engine_by_device: dict[str, CollectiveEngine | None]
+    _p2p_by_device: dict[str, DeviceP2P | None]
 
     group_id: int = 0
     """Upper half of the tags of this group's messages: 0, or for a sub-group a hash of its members."""
@@ -160,15 +160,19 @@ class Backend(ABC):
         """
         return None
 
-    def engine(self, device_type: str) -> Any:
+    @overload
+    def engine(self, device_type: Literal["cpu"]) -> HostEngine | None: ...
+    @overload
+    def engine(self, device_type: str) -> CollectiveEngine | None: ...
+    def engine(self, device_type: str) -> CollectiveEngine | None:
         """The backend's own engine of collectives of tensors on "cpu" or "cuda"; None if it has none."""
         return self._engine_by_device.get(device_type)
 
-    def p2p(self, device_type: str) -> Any:
+    def p2p(self, device_type: str) -> DeviceP2P | None:
         """The backend's own point-to-point transfer of tensors on "cpu" or "cuda"; None if it has none."""
         return self._p2p_by_device.get(device_type)
 
-    def use_engine(self, device_type: str, engine: Any, p2p: Any = None) -> None:
+    def use_engine(self, device_type: str, engine: CollectiveEngine | None, p2p: DeviceP2P | None = None) -> None:
         """Set the results of `engine` and `p2p` for a type of device."""
         self._engine_by_device[device_type] = engine
         self._p2p_by_device[device_type] = p2p

@@ -96,7 +96,7 @@ class Message:
     Args:
         source: The sending rank.
         tag: The message's tag.
-        size_bytes: Its length.
+        size_bytes: The message's length.
         grant: For an offered message: called once a receive is posted for it.
     """
 
@@ -130,8 +130,7 @@ def size_error(rank: int, sender: str, size_bytes: int, room_bytes: int) -> Size
     """
     return SizeMismatchError(
         f"{sender} sent {counted(size_bytes, 'byte')}, the buffer to receive them has {room_bytes}: receive into one of"
-        " that size."
-        " The message is kept.",
+        " that size. The message stays queued.",
         ranks=(rank,),
     )
 

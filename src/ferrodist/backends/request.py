@@ -78,7 +78,7 @@ class StragglerFinder(Protocol):
     """A group, or a request that asks its group for stragglers."""
 
     def find_stragglers(self, peers: tuple[int, ...], within: float) -> Stragglers:
-        """See `Backend.find_stragglers`."""
+        """Find the ranks that are responsible for a wait that timed out; see `Backend.find_stragglers`."""
 
 
 def wait_all(
@@ -186,7 +186,7 @@ class BaseRequest:
     def add_done_callback(self, callback: Callable[[], None]) -> None:
         """Call ``callback()`` once when done, immediately if it is; it must not block or raise."""
         self._callbacks.append(callback)
-        if self._done:  # end may have looked at the list before the append
+        if self._done:  # end may have read the list before the append
             try:
                 self._callbacks.remove(callback)
             except ValueError:

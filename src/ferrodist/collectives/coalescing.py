@@ -1,4 +1,4 @@
-"""Several collectives as one: what is started inside the block travels when the block ends."""
+"""`coalesce`: collectives that are started inside a block run fused when it ends."""
 
 from __future__ import annotations
 
@@ -31,23 +31,23 @@ if TYPE_CHECKING:
 
 @contextlib.contextmanager
 def coalesce(group: Backend | None = None) -> Iterator[None]:
-    """Gather the collectives that are started inside the block and send them together when it ends.
+    """Collect the collectives that are started inside the block, and run them fused when it ends.
 
-    Neighbouring allreduces of one dtype and operation, or broadcasts of one dtype and root, become one on their
-    elements laid end to end: one agreement and one set of messages for any number of small tensors, and the same
-    bits as without. The smallest of their timeouts holds for all of them. What shares memory with another's result is
-    not joined, so tensors that share memory on one rank must on all.
+    Consecutive allreduces of one dtype and reduction, or broadcasts of one dtype and root, are fused into one on their
+    concatenated elements: one agreement and one set of messages for any number of small tensors, with the same bits as
+    without. The smallest of their timeouts holds for all. Collectives whose tensors share memory with another's result
+    are not fused, so tensors that share memory on one rank must share it on all.
     Other collectives start one after the other, in the order in which they were called.
 
-    First the ranks compare what they have collected, within the smallest timeout in the block. When their blocks
-    differ, or a rank does not come to its own, all pending operations raise that.
+    First the ranks compare their blocks, within the smallest timeout in the block. When the blocks differ, or a rank
+    does not reach the end of its block, all pending collectives raise that error.
 
-    Inside the block use the ``async_*`` forms; each gives its `PendingCollective`, which starts when the block ends.
-    When the block raises, nothing is sent and the pending operations fail with that error. Copies of the block's
-    context, as asyncio tasks made inside run in, are of no use for collectives after its end.
+    Inside the block use the ``async_*`` functions; each returns a `PendingCollective`, which starts when the block
+    ends. When the block raises, nothing is sent and the pending collectives fail with that error. Copies of the block's
+    context, such as those of asyncio tasks made inside, can't be used for collectives after its end.
 
     Args:
-        group: The group of all operations in the block; None is the default group.
+        group: The group of all collectives in the block; None is the default group.
 
     Raises:
         RuntimeError: A blocking collective was called inside the block, or one of another group, or blocks were nested;
@@ -75,7 +75,7 @@ def coalesce(group: Backend | None = None) -> Iterator[None]:
 
 
 class _Block:
-    """What the operations inside go to; see `Collector`."""
+    """The `CoalescingContext` of one block."""
 
     def __init__(self, group: Backend) -> None:
         self._group = group
@@ -91,7 +91,7 @@ class _Block:
                 " a block is for one group"
             )
         pending: QueuedCollective[object] = QueuedCollective(name, self._group.name)
-        with self._lock:  # another thread, in a copy of the context, may come when the block ends
+        with self._lock:  # another thread, in a copy of the context, may call while the block ends
             self.check_open(name)
             self._collected.append((call, pending.hold()))
         return pending
@@ -104,25 +104,25 @@ class _Block:
             )
 
     def end(self) -> list[_Collected]:
-        """Take nothing more, and give what was collected."""
+        """Refuse further calls, and return those that were collected."""
         with self._lock:
             self._has_ended = True
             return self._collected
 
 
 def _start(collected: list[_Collected], group: Backend) -> None:
-    """Compare what the ranks collected, join what can be joined, and start all of it."""
+    """Compare the ranks' blocks, fuse what can be fused, and start all calls."""
     runs = _runs(collected)
     submit(_comparison(runs, group))
     for members in runs:
         joined = submit(_fused(members))
         for _, pending in members:
-            pending.follow(joined)  # which knows when it is done on a GPU, too
+            pending.follow(joined)  # which is done only when it is done on the GPU, too
             pending.start()
 
 
 def _runs(collected: list[_Collected]) -> list[list[_Collected]]:
-    """Divide into runs that can be joined: neighbours of one kind that don't touch each other's results."""
+    """Group consecutive calls of one kind that can be fused: none touches another's result."""
     runs: list[list[_Collected]] = []
     for item in collected:
         op = item[0].op
@@ -145,17 +145,17 @@ def _runs(collected: list[_Collected]) -> list[list[_Collected]]:
 
 
 def _fusion_key(call: PreparedCall[object]) -> tuple[object, ...] | None:
-    """What is equal for calls that can be fused, with inputs and outputs laid end to end; None for other calls."""
+    """A key that is equal for calls that can be fused; None for other calls."""
     op = call.op
     if call.run is not None or op.kind not in (CollectiveKind.ALLREDUCE, CollectiveKind.BROADCAST):
         return None
-    if isinstance(op.op, PremultipliedSum):  # ranks whose factors happen to be equal would join what other ranks can't
+    if isinstance(op.op, PremultipliedSum):  # a rank whose factors happen to be equal would fuse what others can't
         return None
     return op.kind, op.tensor.dtype, op.device, op.op, op.root
 
 
 def _comparison(runs: list[list[_Collected]], group: Backend) -> PreparedCall[None]:
-    """The first call of a block: ranks that collected or joined other calls would mix up elements."""
+    """The first call of a block, which compares the blocks: ranks with different ones would mix up elements."""
     text = ", ".join("+".join(_describe(call) for call, _ in members) for members in runs)
     timeout = min(call.op.timeout for members in runs for call, _ in members)
     digest = hashlib.blake2b(text.encode(), digest_size=16).digest()
@@ -189,7 +189,7 @@ def _describe(call: PreparedCall[object]) -> str:
 
 
 def _fused(members: list[_Collected]) -> PreparedCall[None]:
-    """One call that does what all of ``members`` do and ends their pending handles."""
+    """One call that does the work of ``members`` and ends their handles."""
     calls = [call for call, _ in members]
     first = calls[0]
     ops = [call.op for call in calls]
@@ -204,20 +204,20 @@ def _fused(members: list[_Collected]) -> PreparedCall[None]:
                 first.engine.run(ops[0].replace(source=joined, out=joined, timeout=timeout), sequence)
                 pieces.extend(torch.split(joined, [op.out.numel() for op in ops]))
                 if not enqueues:
-                    take_pieces()
+                    copy_pieces()
             else:
                 run_at(first, sequence)
         except BaseException as error:
             for _, pending in members:
                 pending.fail(error)
-            if not isinstance(error, DistributedError):  # as of memory that is short: the others would wait for us
+            if not isinstance(error, DistributedError):  # such as no memory: other ranks would wait for this one
                 first.group.abort(left_reason(first.group.rank, f"a coalesced {first.op.operation}", error))
             raise
         for call, pending in members:
             pending.succeed(call.finish)
 
-    def take_pieces() -> None:
-        for op, piece in zip(ops, pieces, strict=False):  # there are none of a run of one
+    def copy_pieces() -> None:
+        for op, piece in zip(ops, pieces, strict=False):  # no pieces if there is one call
             with writing_to(op.out):
                 op.out.copy_(piece)
             record_use_on_streams(op.out)
@@ -228,5 +228,5 @@ def _fused(members: list[_Collected]) -> PreparedCall[None]:
         group=first.group,
         engine=first.engine,
         run=run,
-        finish=take_pieces if enqueues else lambda: None,  # else in the order of the stream of who waits
+        finish=copy_pieces if enqueues else lambda: None,  # in the order of the waiting thread's stream
     )

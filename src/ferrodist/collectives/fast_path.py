@@ -19,6 +19,7 @@ import time
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
+from typing_extensions import override
 
 from ferrodist.backends import process_group
 from ferrodist.backends.collective_op import CollectiveKind, CollectiveOp
@@ -138,12 +139,12 @@ class _NativeWork(PendingCollective[torch.Tensor]):
         self._started = started
         self._has_result = False
 
+    @override
     def done(self) -> bool:
-        """Whether it has ended, successfully or not; `wait` then returns or raises at once."""
         return bool(self._started.is_done())
 
+    @override
     def wait(self, timeout: float | None = None) -> torch.Tensor:
-        """Block until it has ended and return its result; see `PendingCollective.wait`."""
         self._check_process()
         try:
             has_ended = self._started.wait(math.inf if timeout is None else check_timeout(timeout))
@@ -152,7 +153,7 @@ class _NativeWork(PendingCollective[torch.Tensor]):
                 raise
             raise self._engine.error_of(failure, self._op) from None
         if not has_ended:
-            raise self._still_under_way(timeout or 0.0)
+            raise self._still_running(timeout or 0.0)
         out: torch.Tensor = self._op.out
         if not self._has_result:
             self._has_result = True

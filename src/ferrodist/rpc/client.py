@@ -41,34 +41,7 @@ _MAX_ENDED_TIMEOUTS = 1000
 
 
 class PendingCall:
-    """A call whose result has not come.
-
-    Args:
-        rank: The rank that was called.
-        name: The function's name.
-        timeout: Seconds that the caller waits.
-        future: Receives the result; or
-        event: The wait event of the calling thread, which finds the result in ``value``, or an error in ``error``.
-
-    Attributes:
-        peer: The peer whose flow-control slot this call occupies; None for internal calls.
-        transfer: The references in the call.
-    """
-
-    __slots__ = (
-        "error",
-        "event",
-        "future",
-        "has_ended",
-        "is_given_up",
-        "name",
-        "peer",
-        "rank",
-        "started",
-        "timeout",
-        "transfer",
-        "value",
-    )
+    """A call whose result has not come: its future, or the event of the thread that waits, receives it."""
 
     def __init__(
         self, rank: int, name: str, timeout: float, *, future: Future | None = None, event: WaitEvent | None = None
@@ -82,7 +55,7 @@ class PendingCall:
         self.value: Any = None
         self.error: BaseException | None = None
         self.has_ended = self.is_given_up = False
-        self.peer: Peer | None = None
+        self.peer: Peer | None = None  # whose flow-control slot this call occupies; None for internal calls
         self.transfer: ReferenceTransfer | None = None
 
     @property
@@ -122,10 +95,7 @@ class PendingCall:
 
 
 def _without_frames(error: BaseException) -> BaseException:
-    """An error for a future, which lasts: frames would keep alive all that their callers have.
-
-    Where waiting threads move messages these are a user's, with references whose end the future waits for.
-    """
+    """Strip an error of its frames, which keep alive all that a user's calling functions have: a future lasts."""
     error.__context__ = None
     each: BaseException | None = error
     while each is not None:
@@ -134,23 +104,15 @@ def _without_frames(error: BaseException) -> BaseException:
 
 
 class PendingCalls:
-    """All calls of one agent that have not been answered, by number.
+    """All calls of one agent that have not been answered, by number, and a thread for their timeouts.
 
     A call that its caller has given up stays until it is answered: until then it takes up room at the other side.
-
-    Args:
-        name: Name of the thread that ends calls by their timeouts.
-        on_give_up: Called with the number of a call that nobody waits for any more, and the call.
-
-    Attributes:
-        num_made: Calls of users.
-        num_ended: Those of them that have been answered, or will not be.
     """
 
     def __init__(self, name: str, on_give_up: Callable[[int, PendingCall], None]) -> None:
         self._on_give_up = on_give_up
         self._last_number = 0
-        self.num_made = self.num_ended = 0
+        self.num_made = self.num_ended = 0  # calls of users; those answered, or never to be
         self._calls: dict[int, PendingCall] = {}
         self._lock = threading.Lock()
         self._changed = threading.Condition(self._lock)
@@ -161,11 +123,7 @@ class PendingCalls:
         self._thread.start()
 
     def add(self, pending: PendingCall) -> int:
-        """Wait for a call's result; returns the call's number.
-
-        Raises:
-            GroupClosedError: The agent is closed.
-        """
+        """Wait for a call's result; returns the call's number."""
         with self._lock:
             if self._closed is not None:
                 raise self._closed.fresh()
@@ -178,12 +136,7 @@ class PendingCalls:
         return number
 
     def pop(self, number: int, rank: int | None = None) -> PendingCall | None:
-        """A call whose result has come, for the caller to end unless it was given up; None if there is none.
-
-        Args:
-            number: The call's number.
-            rank: Only a call to this rank.
-        """
+        """Remove a call (to this rank) whose result has come, for the caller to end unless it was given up."""
         with self._lock:
             pending = self._calls.pop(number, None)
             if pending is not None and rank is not None and pending.rank != rank:
@@ -193,7 +146,7 @@ class PendingCalls:
             return pending
 
     def give_up(self, number: int) -> PendingCall | None:
-        """A call that nobody waits for any more, for the caller to end; None if its result has come after all."""
+        """Give a call up, for the caller to end it; None if its result has come after all."""
         with self._lock:
             pending = self._calls.get(number)
             if pending is None or pending.is_given_up:
@@ -206,7 +159,7 @@ class PendingCalls:
 
     @property
     def is_closed(self) -> bool:
-        """Whether all calls have ended for good."""
+        """Whether the agent is closed."""
         return self._closed is not None
 
     @property
@@ -284,17 +237,7 @@ _RESULT_TIMEOUT_SECONDS = 10.0
 
 
 class RpcClient:
-    """Makes calls, and takes their results.
-
-    Args:
-        peers: The ranks that can be called.
-        executor: The agent's threads, which may make calls themselves.
-        codec: Packs and unpacks values.
-        metrics: Counts calls.
-
-    Attributes:
-        pending: The calls that have not been answered.
-    """
+    """Makes calls, and takes their results."""
 
     def __init__(self, peers: PeerManager, executor: Executor, codec: ValueCodec, metrics: RpcMetrics) -> None:
         self._peers = peers
@@ -342,16 +285,9 @@ class RpcClient:
         return future
 
     def notify(self, rank: int, name: str, make_arguments: Callable[[], tuple[Any, ...] | None]) -> None:
-        """Make an internal call that has no response.
+        """Make an internal call without a response; raises DistributedError if the rank is not there.
 
-        Args:
-            rank: The rank to call.
-            name: The call's name.
-            make_arguments: Makes the arguments, or None if there is nothing to send. It is called when the connection
-                is known, so that it can make those that belong to it.
-
-        Raises:
-            DistributedError: The rank is not there.
+        The arguments are made once the connection is known, so that they belong to it; None sends nothing.
         """
         peer = self._peers.get(rank, 0.0)
         arguments = make_arguments()

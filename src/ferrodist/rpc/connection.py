@@ -48,15 +48,9 @@ if TYPE_CHECKING:
 
 
 class RemotePeer(Peer):
-    """Another rank: sends messages to it, and receives from it.
+    """Another rank: sends messages to it, and receives from it, by a group of two, which it closes.
 
-    Args:
-        rank: The peer's rank.
-        options: What the agent's peers share.
-        handler: Handles the peer's messages.
-        group: A group of this rank and the peer; the peer closes it.
-        on_disconnect: Called once with the reason when nothing can be received any more, but not after `close`. It must
-            not block.
+    `on_disconnect` is called once when nothing can be received any more, but not after `close`. It must not block.
     """
 
     def __init__(

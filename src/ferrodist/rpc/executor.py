@@ -43,12 +43,7 @@ _MUST_NOT_WAIT = -1
 
 
 class EventLoop:
-    """An event loop in its own thread, started by the first coroutine.
-
-    Args:
-        name: The thread's name.
-        initialize: Called in the thread before anything else.
-    """
+    """An event loop in its own thread, started by the first coroutine."""
 
     def __init__(self, name: str, initialize: Callable[[], None]) -> None:
         self._name = name
@@ -59,11 +54,7 @@ class EventLoop:
         self._is_closed = False
 
     def run(self, coroutine: Coroutine[Any, Any, None]) -> concurrent.futures.Future[None]:
-        """Run a coroutine.
-
-        Raises:
-            RuntimeError: The loop is closed.
-        """
+        """Run a coroutine; raises RuntimeError if the loop is closed."""
         return asyncio.run_coroutine_threadsafe(coroutine, self._running())
 
     def close(self, timeout: float) -> None:
@@ -106,20 +97,13 @@ class EventLoop:
 
 
 class WaitEvents:
-    """The wait events of an agent's threads, one for each thread.
-
-    Args:
-        make: Makes a wait event; see `RpcBackend.signal`.
-
-    Attributes:
-        num_waiting: Threads that wait for their calls, and move messages meanwhile.
-    """
+    """The wait events of an agent's threads, one for each thread."""
 
     def __init__(self, make: Callable[[], WaitEvent]) -> None:
         self._make = make
         self._local = threading.local()
         self._lock = threading.Lock()
-        self.num_waiting = 0
+        self.num_waiting = 0  # threads that wait for their calls, and move messages meanwhile
 
     def current(self) -> WaitEvent:
         """This thread's event. A thread waits for one thing at a time, so one is enough."""
@@ -141,14 +125,7 @@ class WaitEvents:
 
 
 class Executor:
-    """A pool of threads that runs tasks in their order, and coroutines in an event loop.
-
-    Args:
-        num_workers: Threads that run tasks at a time.
-        name: Prefix of the threads' names.
-        wait_events: The wait events of the agent's threads.
-        initialize: Called in each worker before its first task.
-    """
+    """A pool of threads that runs tasks in their order, and coroutines in an event loop."""
 
     def __init__(
         self, num_workers: int, name: str, wait_events: WaitEvents, initialize: Callable[[], object] = lambda: None
@@ -189,11 +166,7 @@ class Executor:
                 self._wake_one()
 
     def begin_wait(self) -> bool:
-        """Note that this thread waits for a call; returns whether it is a worker, and has to `end_wait`.
-
-        Raises:
-            RuntimeError: This is the event loop's thread, in which all coroutines would wait.
-        """
+        """Note that this thread waits for a call; returns whether it is a worker, and has to `end_wait`."""
         num_waits = getattr(self._local, "num_waits", None)
         if num_waits is None:
             return False
@@ -375,11 +348,7 @@ class Executor:
 
 
 class SerialExecutor:
-    """A background thread that runs queued tasks in order.
-
-    Args:
-        name: The thread's name.
-    """
+    """A background thread that runs queued tasks in order."""
 
     def __init__(self, name: str) -> None:
         self._queue: queue.SimpleQueue[Callable[[], object] | None] = queue.SimpleQueue()

@@ -61,22 +61,7 @@ _KINDS = {int(kind): kind for kind in MessageKind}
 
 
 class Frame:
-    """A received frame.
-
-    Attributes:
-        data: Its bytes.
-        kind: The message's kind.
-        form: The content's encoding.
-        has_references: Whether the content has references, according to the sender.
-        size: Bytes of the content.
-        number: The message's number.
-        is_complete: Whether the whole message is in the frame.
-        index: The number of frames before it, where it has to wait or others wait for it.
-        is_cancelled: Whether the sender waits for no response any more.
-
-    Raises:
-        ProtocolError: The data is no frame.
-    """
+    """A received frame; raises ProtocolError for invalid data."""
 
     __slots__ = ("data", "form", "has_references", "index", "is_cancelled", "is_complete", "kind", "number", "size")
 
@@ -86,10 +71,11 @@ class Frame:
             raise ProtocolError(f"rank {peer} sent what is no message of an agent", ranks=(peer,))
         self.data = data
         self.kind = _KINDS[kind]
-        self.has_references = bool(flags)
+        self.has_references = bool(flags)  # according to the sender
+        # Whether the whole message is in the frame.
         self.is_complete = self.size <= FRAME_CONTENT_BYTES and self.form == Form.PLAIN
-        self.index = 0
-        self.is_cancelled = False
+        self.index = 0  # the number of frames before it, where it has to wait or others wait for it
+        self.is_cancelled = False  # whether the sender waits for no response any more
 
     def content(self) -> bytes:
         """The content in the frame."""
@@ -130,11 +116,8 @@ _WaitingFrames = tuple[deque[Frame], tuple[MessageKind, ...]]
 class ReceiveQueue:
     """Takes a peer's frames in the order of [Note: message order].
 
-    Args:
-        peer: The peer's rank.
-        take: Called with a frame; returns whether its message is complete and was handled. If not, `finish` is to be
-            called when it was. An exception interrupts nothing but the call itself.
-        on_error: Called with the error of an invalid frame; no more frames are taken then.
+    `take` returns whether the frame's message is complete and was handled; if not, `finish` is to be called when it
+    was. No more frames are taken after an invalid one.
     """
 
     def __init__(self, peer: int, take: Callable[[Frame], bool], on_error: Callable[[ProtocolError], None]) -> None:
@@ -152,11 +135,7 @@ class ReceiveQueue:
         self._unfinished: dict[tuple[MessageKind, int], Frame] = {}  # the same, without notices, by number
 
     def put(self, frames: list[bytes]) -> None:
-        """Queue frames, which are removed from the list, and take what may be taken.
-
-        Raises:
-            BaseException: The handler of an interruption did, after everything else was handled.
-        """
+        """Queue frames, and take those that may go; an interruption is raised in the end."""
         with self._lock:
             if not self._is_stopped:
                 self._new += frames

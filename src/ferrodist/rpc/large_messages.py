@@ -24,18 +24,7 @@ if TYPE_CHECKING:
 
 
 class LargeMessage:
-    """A message that follows its frame: the buffers of its transfers, in order, and its content at the end.
-
-    Args:
-        frame: The message's frame.
-        peer: The rank that sent it.
-        limit: Bytes that a message may have.
-        pool: Memory for large tensors.
-        tags: The codecs that values may use.
-
-    Raises:
-        ProtocolError: The content is larger than the limit.
-    """
+    """A message that follows its frame: the buffers of its transfers, in order, and its content at the end."""
 
     def __init__(self, frame: Frame, peer: int, limit: int, pool: TensorPool, tags: Sequence[str]) -> None:
         self.frame = frame
@@ -51,11 +40,7 @@ class LargeMessage:
         self._check_size(frame.size)
 
     def next_buffer(self) -> memoryview | None:
-        """The buffer of the next transfer, or None if everything has been received.
-
-        Raises:
-            ProtocolError: What follows can't be known, or there is no memory for it.
-        """
+        """The buffer of the next transfer, or None if all is there; raises ProtocolError if there can be none."""
         if self._in_band is None:
             if self.frame.size > FRAME_CONTENT_BYTES:
                 self._in_band = self._allocate(self.frame.size)

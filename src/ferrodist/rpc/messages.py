@@ -96,14 +96,7 @@ class Call:
 
 
 class Failure(msgspec.Struct, frozen=True, array_like=True):
-    """The reason why a call has no result.
-
-    Args:
-        kind: The kind of failure.
-        type_name: The exception's type.
-        text: The exception's text.
-        traceback: The exception's traceback.
-    """
+    """The reason why a call has no result: its kind, and the exception's type, text and traceback."""
 
     kind: FailureKind
     type_name: str
@@ -209,11 +202,7 @@ def pack_plain_call(call: Call) -> bytes | None:
 
 
 def pack_call(call: Call, extensions: Sequence[LeafCodec]) -> Content:
-    """Pack a call.
-
-    Raises:
-        TypeError: A value in it can't be sent; the error names it.
-    """
+    """Pack a call; raises TypeError with the position of a value that can't be sent."""
     content = pack_plain_call(call)
     if content is not None:
         return content
@@ -226,12 +215,7 @@ def pack_call(call: Call, extensions: Sequence[LeafCodec]) -> Content:
 
 
 def unpack_call(content: Content, src: int, extensions: Sequence[LeafCodec]) -> Call:
-    """Unpack a call.
-
-    Raises:
-        ProtocolError: The content is no call.
-        PeerLostError: A reference in it is refused; see `RRefTable.receive`.
-    """
+    """Unpack a call; raises ProtocolError for other content, and PeerLostError if a reference in it is refused."""
     try:
         if isinstance(content, bytes):
             call = Call(*_DECODE_CALL(content))
@@ -259,11 +243,7 @@ def pack_plain_result(value: Any) -> bytes | None:
 
 
 def pack_result(value: Any, extensions: Sequence[LeafCodec]) -> Content:
-    """Pack a function's result.
-
-    Raises:
-        TypeError: A value in it can't be sent; the error names it.
-    """
+    """Pack a function's result; raises TypeError with the position of a value that can't be sent."""
     content = pack_plain_result(value)
     return PackedValue.of(value, "the result", extensions, _check_tensor) if content is None else content
 
@@ -289,7 +269,7 @@ def pack_failure(failure: Failure) -> bytes:
 
 
 def unpack_failure(content: Content, src: int) -> Failure:
-    """Unpack a failure; raises ProtocolError if it is none."""
+    """Unpack a failure; raises ProtocolError for other content."""
     try:
         if isinstance(content, bytes):
             return _DECODE_FAILURE(content)
@@ -324,16 +304,8 @@ class ReferenceTransfer(ABC):
     ) -> OneShot[BaseException | None] | None:
         """Send the message, now or soon.
 
-        Args:
-            transmit: Sends the message.
-            on_error: Called if it could not be sent soon.
-            deadline: Until when owners may take to answer.
-
-        Returns:
-            None if it has been sent; otherwise the future reason why it could not be, or None.
-
-        Raises:
-            Exception: It could not be sent now.
+        None if it was sent now, or an exception of why not; otherwise the future error or None, and `on_error` is
+        called.
         """
 
     @abstractmethod
@@ -342,16 +314,7 @@ class ReferenceTransfer(ABC):
 
 
 class ValueCodec(ABC):
-    """Packs and unpacks values to and from each rank.
-
-    Args:
-        reference_codecs: By peer, the codec of references.
-        allow_pickle: Whether other values are pickled.
-
-    Attributes:
-        extensions: By peer, the codecs of values beside nested ones.
-        tags: The tags of these codecs.
-    """
+    """Packs and unpacks values to and from each rank."""
 
     def __init__(self, reference_codecs: Mapping[int, LeafCodec], *, allow_pickle: bool) -> None:
         arrays = ARRAY_CODEC
@@ -359,6 +322,7 @@ class ValueCodec(ABC):
         if allow_pickle:  # which takes the arrays that can't be sent as tensors
             arrays = dataclasses.replace(ARRAY_CODEC, encode=_take_array_or_leave)
             last = (_PICKLE_CODEC,)
+        # By peer, the codecs of values beside nested ones.
         self.extensions = {peer: (arrays, codec, *last) for peer, codec in reference_codecs.items()}
         self.tags = tuple(each.tag for each in (arrays, *list(reference_codecs.values())[:1], *last))
 
@@ -366,16 +330,8 @@ class ValueCodec(ABC):
     def pack(
         self, peer: int, write: Callable[[Any, Sequence[LeafCodec]], Content], value: Any
     ) -> tuple[Content, ReferenceTransfer | None]:
-        """Pack a value for a peer.
-
-        Args:
-            peer: The peer's rank.
-            write: `pack_call` or `pack_result`.
-            value: The call or the result.
+        """Pack a value for a peer by `pack_call` or `pack_result`.
 
         Returns:
             The content, and the references in it, which are to send it.
-
-        Raises:
-            TypeError: A value in it can't be sent; the error names it.
         """

@@ -26,11 +26,7 @@ class CallWindow:
     """Flow control: the number of calls to a peer that may be without a result.
 
     Waking a thread for each free slot costs more than a call, so waiting threads are woken when several slots are free.
-    For the last slots, which nobody may ever add to, they poll.
-
-    Args:
-        size: The number of slots.
-        wait_events: The wait events of the agent's threads.
+    For the last slots, which may never be joined by others, they poll.
     """
 
     def __init__(self, size: int, wait_events: WaitEvents) -> None:
@@ -91,41 +87,17 @@ class CallWindow:
 
 
 class IncomingCall:
-    """A call by a peer, until it is answered; `RpcServer` serves it.
-
-    Args:
-        peer: The caller.
-        number: The call's number among the caller's; None for a notice, which has no response.
-        content: The packed call.
-
-    Attributes:
-        call: The call once it is unpacked.
-        function: The function to call, in place of the one registered under the call's name.
-        on_result: Makes the result, or a `Failure`, an object here, and returns what is sent instead.
-        is_submitted: Whether a function of the user's is to be called.
-        is_cancelled: Whether the caller waits no more.
-    """
-
-    __slots__ = (
-        "_cancel",
-        "call",
-        "content",
-        "function",
-        "is_cancelled",
-        "is_submitted",
-        "number",
-        "on_result",
-        "peer",
-    )
+    """A call by a peer, until it is answered; `RpcServer` serves it."""
 
     def __init__(self, peer: Peer, number: int | None, content: Content) -> None:
         self.peer = peer
-        self.number = number
-        self.content: Content | None = content
-        self.call: Call | None = None
-        self.function: Callable[..., Any] | None = None
-        self.on_result: Callable[[Any], Any] | None = None
-        self.is_submitted = self.is_cancelled = False
+        self.number = number  # among the caller's calls; None for a notice, which has no response
+        self.content: Content | None = content  # the packed call, or
+        self.call: Call | None = None  # the unpacked one, until it is served
+        self.function: Callable[..., Any] | None = None  # in place of the one registered under the call's name
+        self.on_result: Callable[[Any], Any] | None = None  # makes the result an object; returns what is sent instead
+        self.is_submitted = False  # whether a function of the user's is to be called
+        self.is_cancelled = False  # whether the caller waits no more
         self._cancel: Callable[[], object] | None = None
 
     def cancel(self) -> None:
@@ -164,59 +136,34 @@ class MessageHandler(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PeerOptions:
-    """What the peers of one agent share.
-
-    Args:
-        executor: The agent's threads.
-        tensor_pool: Memory for large received tensors.
-        tags: The codecs that received values may use.
-        max_outstanding: Calls to one peer that may be without a result.
-        message_limit: Bytes that a message may have.
-    """
+    """The options and resources that the peers of one agent share."""
 
     executor: Executor
-    tensor_pool: TensorPool
-    tags: Sequence[str]
-    max_outstanding: int
-    message_limit: int
+    tensor_pool: TensorPool  # for received tensors
+    tags: Sequence[str]  # of the codecs that received values may use
+    max_outstanding: int  # calls to one peer
+    message_limit: int  # in bytes
 
 
 class Peer(ABC):
-    """A rank that is called, and makes calls here.
-
-    Args:
-        rank: The peer's rank.
-        options: What the agent's peers share.
-        handler: Handles the peer's messages.
-
-    Attributes:
-        rank: As given.
-        window: The calls to the peer that may be without a result.
-        incoming: The peer's calls that are not answered, by number.
-        internal_lock: Held while an internal call of the peer is handled.
-        internal_thread: The thread that handles one.
-        deferred: Numbers and results of internal calls, to be sent once the lock is released.
-        is_lost: Whether internal calls of the peer are handled no more.
-    """
+    """A rank that is called, and makes calls here."""
 
     def __init__(self, rank: int, options: PeerOptions, handler: MessageHandler) -> None:
         self.rank = rank
         self.window = CallWindow(options.max_outstanding, options.executor.wait_events)
-        self.incoming: dict[int, IncomingCall] = {}
-        self.internal_lock = threading.RLock()
-        self.internal_thread: int | None = None
-        self.deferred: list[tuple[int, Any]] = []
-        self.is_lost = False
+        self.incoming: dict[int, IncomingCall] = {}  # the peer's calls that are not answered, by number
+        self.internal_lock = threading.RLock()  # held while an internal call of the peer is handled
+        self.internal_thread: int | None = None  # the thread that handles one
+        self.deferred: list[tuple[int, Any]] = []  # results of internal calls, to be sent once the lock is released
+        self.is_lost = False  # whether internal calls are handled no more
         self._handler = handler
 
     @abstractmethod
     def send(self, kind: MessageKind, number: int, content: Content) -> None:
         """Send a message; its tensors must not be changed until it has arrived.
 
-        Raises:
-            ValueError: It is too large.
-            TypeError: A tensor can't be sent.
-            DistributedError: The peer was lost, or the agent is closed.
+        Raises ValueError if it is too large, TypeError if a tensor can't be sent, DistributedError if the peer was
+        lost.
         """
 
     def notify(self, name: str, *arguments: Any) -> None:
@@ -233,11 +180,7 @@ class Peer(ABC):
             self.is_lost = True
 
     def close(self, timeout: float) -> None:
-        """Cancel the peer's calls, and let go the threads that wait to call it.
-
-        Args:
-            timeout: Seconds that the peer may take to receive the goodbye.
-        """
+        """Cancel the peer's calls, and let go the threads that wait to call it; a goodbye may take that long."""
         del timeout
         self.window.close()
         for call in self.incoming.copy().values():

@@ -37,16 +37,11 @@ class PeerListener(Protocol):
         """A peer is there, for the first time or again, as this process of its rank; calls may go to it after this."""
 
     def on_lost(self, rank: int, error: PeerLostError) -> None:
-        """Nothing more will be received for what was sent to a peer until now."""
+        """A peer is gone: there will be no response to anything sent to it until now."""
 
 
 class PeerManager:
-    """The peers of one agent.
-
-    Args:
-        backend: How ranks reach each other; closed with this.
-        name: The name of this rank's agent, for its peers, or an empty one.
-    """
+    """The peers of one agent; closes the transport."""
 
     def __init__(self, backend: RpcBackend, name: str) -> None:
         self.rank = backend.rank
@@ -66,16 +61,10 @@ class PeerManager:
         self._listeners: Sequence[PeerListener] = ()
 
     def start(self, options: PeerOptions, handler: MessageHandler, listeners: Sequence[PeerListener]) -> None:
-        """Begin to look for the other ranks; waits for none.
+        """Look for the other ranks from now on, waiting for none; listeners are called in their order.
 
-        Args:
-            options: What the peers share.
-            handler: Handles what they send.
-            listeners: Called when they join and leave, in this order.
-
-        Raises:
-            RuntimeError: The backend serves another agent.
-            DistributedError: The backend can't be opened; this is closed.
+        Raises RuntimeError if the backend serves another agent, or DistributedError if it can't be opened; it is closed
+        then.
         """
         self._options, self._handler, self._listeners = options, handler, listeners
         self._peers[self.rank] = LoopbackPeer(self.rank, options, handler)
@@ -89,22 +78,15 @@ class PeerManager:
     def get(self, rank: int, timeout: float) -> Peer:
         """A peer that can be talked to; waits for one that has never been there.
 
-        Raises:
-            PeerLostError: It was there and is gone.
-            DistributedTimeoutError: It has not come in time.
-            NoConnectionError: It can't come any more.
-            GroupClosedError: The agent is closed.
+        Raises PeerLostError if it is gone, DistributedTimeoutError if it has not come, and NoConnectionError if it
+        never can.
         """
         if self._is_closed:
             raise GroupClosedError("the agent was closed")
         return self._peers.get(rank) or self._wait_to_get(rank, Deadline(timeout))
 
     def wait_for(self, rank: int, deadline: Deadline) -> None:
-        """Return when a peer is there, also one that was lost and has come again.
-
-        Raises:
-            DistributedTimeoutError, NoConnectionError, GroupClosedError: As for `get`.
-        """
+        """Return when a peer is there, also one that was lost and is there again; raises as `get`."""
         with self._changed:
             self._await(rank, lambda: self._is_closed or rank in self._peers, deadline)
             self._take(rank, deadline)
@@ -165,7 +147,7 @@ class PeerManager:
     # Called by the backend.
 
     def joined(self, peer: int, pair: Backend, version: tuple[int, int]) -> None:
-        """Take a group of this rank and another one; see `Peers`."""
+        """Take a group of this rank and another one; see `TransportListener`."""
         with self._exclusively(peer) as may_go_on:
             if may_go_on and version > self._versions.get(peer, _NO_VERSION):
                 self._versions[peer] = version

@@ -20,8 +20,8 @@ names the fork id, so that none takes more than what it means:
   O gives it when R says MET, as both know then of the connection that the counts belong to.
 - S dies before O has answered: nothing was sent, O forgets it.
 - S dies after that: only R can tell whether the message arrived. O asks: SETTLE. From then on R refuses what arrives
-  with the fork id, and its next CONFIRM says so, behind those of what arrived before. O forgets what is left. So R has
-  a reference that is counted, or a message that it does not accept, whose sender is gone.
+  with the fork id, and its next CONFIRM says so, behind those of references that arrived before. O forgets the rest.
+  So R has a reference that is counted, or a message that it does not accept, whose sender is gone.
 - S and R lose each other, and both live: S says so to the owners where it has registered R: LOST, and O asks R.
   Fork ids grow, so that what S registers for the next connection is not meant.
 - O dies: S can't register, or R has a reference to nothing; the next process of O knows no such object.
@@ -80,16 +80,7 @@ _MAX_PER_MESSAGE = 32  # which keeps messages small, whatever the limit
 
 
 class RefCountClient:
-    """An agent's reference counts, and the calls that keep those of other ranks up to date.
-
-    Args:
-        manager: The manager of the agent's references.
-        tasks: Makes the calls, one after the other.
-
-    Attributes:
-        table: The reference counts.
-        client: Makes calls to other ranks; set before the first one.
-    """
+    """An agent's reference counts, and the calls that keep those of other ranks up to date."""
 
     client: RpcClient
 
@@ -189,14 +180,7 @@ _KEY_LENGTH = 2
 
 
 class RefCountServer:
-    """Serves the calls that `RefCountClient` makes.
-
-    Args:
-        table: This rank's reference counts.
-        rank: This rank.
-        world_size: The number of ranks.
-        server: Receives the calls.
-    """
+    """Serves the calls that `RefCountClient` makes."""
 
     def __init__(self, table: RRefTable, rank: int, world_size: int, server: RpcServer) -> None:
         self._table = table

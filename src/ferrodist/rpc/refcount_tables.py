@@ -4,7 +4,7 @@
 An object's owner counts for each other rank how many references have been sent to it; each rank counts how many it has
 received. The owner knows of a reference before it is sent, and a rank whose last reference is gone gives back in one
 message as many as it had received. So the owner's count is never below the references that a rank has or that are on
-their way to it: there is no order of messages in which an object is freed too early. A rank that is lost has no
+their way to it: no order of messages frees an object too early. A rank that is lost has no
 references. References sent by third ranks are in [Note: references from third ranks] in `refcount_protocol.py`.
 """
 
@@ -40,20 +40,13 @@ def _no_handle() -> None:
 
 
 class OwnedObject:
-    """An object at its owner, or one that is being made there.
-
-    Attributes:
-        id: The object's id.
-        counts: By rank, the number of references sent to it.
-        handle: Returns this rank's own reference, while there is one.
-        value: The object, or a `Failure` that says why it could not be made.
-    """
+    """An object at its owner, or one that is being made there."""
 
     def __init__(self, id_: ReferenceId) -> None:
         self.id = id_
-        self.counts: dict[int, int] = {}
-        self.handle: Callable[[], RRef | None] = _no_handle
-        self.value: OneShot[Any] = OneShot()
+        self.counts: dict[int, int] = {}  # by rank, the number of references sent to it
+        self.handle: Callable[[], RRef | None] = _no_handle  # this rank's own reference, while there is one
+        self.value: OneShot[Any] = OneShot()  # the object, or a `Failure` that says why it could not be made
 
     def drop(self) -> None:
         """Forget the object."""
@@ -61,20 +54,12 @@ class OwnedObject:
 
 
 class UserRRef:
-    """This rank's references to an object on another rank.
-
-    Attributes:
-        id: The object's id.
-        creation: The call that makes the object, where this rank made that call.
-        count: The number of references received in one connection with the owner.
-        connection: The number of that connection.
-        handle: Returns this rank's `RRef`, while there is one.
-    """
+    """This rank's references to an object on another rank."""
 
     def __init__(self, id_: ReferenceId, creation: Future | None = None) -> None:
         self.id = id_
-        self.creation = creation
-        self.count = self.connection = 0
+        self.creation = creation  # the call that makes the object, if this rank made that call
+        self.count = self.connection = 0  # references received, in this connection with the owner
         self.handle: Callable[[], RRef | None] = _no_handle
 
     def add(self, connection: int) -> None:
@@ -108,18 +93,7 @@ def owned_object(reference: RRef) -> OwnedObject:
 
 
 class PendingFork:
-    """References in one message from a third rank, as their owner knows them until they have arrived.
-
-    Args:
-        key: The message.
-        user: The rank that it goes to.
-        incarnation: Which process of that rank.
-        counts: The number of references by object; those that have arrived are taken off.
-        respond: Takes whether the message may be sent.
-
-    Attributes:
-        must_settle: Whether the user is asked which references have arrived, for no more will.
-    """
+    """References in one message from a third rank, as their owner knows them until they have arrived."""
 
     def __init__(
         self,
@@ -133,9 +107,9 @@ class PendingFork:
         self.sender, self.fork_id = key
         self.user = user
         self.incarnation = incarnation
-        self.counts = counts
-        self.must_settle = False
-        self._respond: Callable[[Any], None] | None = respond
+        self.counts = counts  # by object; those that have arrived are taken off
+        self.must_settle = False  # whether the user is asked which have arrived, for no more will
+        self._respond: Callable[[Any], None] | None = respond  # takes whether the message may be sent
 
     @property
     def is_answered(self) -> bool:
@@ -243,13 +217,7 @@ class RefCountSender(Protocol):
 
 
 class RRefTable:
-    """All reference counts of one agent; threads share them.
-
-    Args:
-        manager: The manager of the agent's references.
-        tasks: Runs what follows from references that are gone.
-        sender: Sends what other ranks have to know.
-    """
+    """All reference counts of one agent; threads share them."""
 
     def __init__(self, manager: RRefOperations, tasks: SerialExecutor, sender: RefCountSender) -> None:
         self._manager = manager
@@ -277,15 +245,10 @@ class RRefTable:
             return self._handle_of(used)
 
     def receive(self, id_: ReferenceId, key: ForkKey | None = None, *, is_counted: bool = True) -> RRef:
-        """This rank's reference to an object, for one that was received.
+        """This rank's reference to an object, for one that was received, which the owner has counted unless this rank
+        sent it.
 
-        Args:
-            id_: The object's id.
-            key: The message, if neither the owner sent it nor this rank.
-            is_counted: Whether the owner has counted it for this rank; not if this rank has sent it to itself.
-
-        Raises:
-            PeerLostError: The owner has lost the sender, and may have freed the object.
+        Raises PeerLostError if the owner has lost the sender of a third rank's message: it may have freed the object.
         """
         with self._lock:
             if key is not None and (id_.owner, key) in self._refused:
@@ -354,11 +317,7 @@ class RRefTable:
             return self._handle_of(owned)
 
     def count(self, user: int, counts: Mapping[ReferenceId, int]) -> int:
-        """Count references to objects here before they are sent to a rank; returns the connection's number.
-
-        Raises:
-            RpcError: An object is not here.
-        """
+        """Count references to objects here before they are sent to a rank; returns the connection's number."""
         with self._lock:
             self._check_owned(counts)
             peer = self._peers[user]
@@ -388,12 +347,7 @@ class RRefTable:
     # References from third ranks: see [Note: references from third ranks].
 
     def register(self, fork: PendingFork) -> None:
-        """Register references to objects here before one rank sends them to another.
-
-        Raises:
-            RpcError: An object is not here.
-            ValueError: The fork id was used before.
-        """
+        """Register references to objects here before one rank sends them to another."""
         with self._lock:
             self._check_owned(fork.counts)
             peer = self._peers[fork.user]

@@ -29,14 +29,6 @@ class RRefTransfer(ReferenceTransfer):
     The receiver is counted at their owners before the message goes (see [Note: reference counts] and [Note: references
     from third ranks]). Where that takes a message to an owner, this one is sent when the response is there, and no
     thread waits for that: calls may be made in threads that receive responses.
-
-    Args:
-        refcounts: The reference counts of the agent that sends.
-        tasks: Sends messages whose references are registered.
-        is_loopback: Whether the message goes to this rank itself.
-        peer: The rank that it goes to.
-        references: The references, each as often as it is in the message.
-        fork_id: The message's fork id, where some owners are neither of the two.
     """
 
     def __init__(
@@ -182,12 +174,7 @@ def _given_up_error() -> RpcError:
 
 
 def _after_all(events: Sequence[Callable[[Callable[[object], None]], object]], then: Callable[[], None]) -> None:
-    """Call a function once all events have fired: now, or in the thread of the last one.
-
-    Args:
-        events: Each takes a callback, and calls it when the event fires.
-        then: Called once, after all events have fired.
-    """
+    """Call a function once, after all events have fired: now, or in the thread of the last one."""
     lock, left = threading.Lock(), len(events)
 
     def one_more(_: object) -> None:

@@ -48,12 +48,7 @@ class FunctionRegistry:
         self._functions: dict[str, Callable[..., Any]] = {}
 
     def register(self, name: str, function: Callable[..., Any]) -> None:
-        """Register a function.
-
-        Raises:
-            TypeError: The function can't be called, or the name is not a text.
-            ValueError: The name is taken, empty, or reserved for the agents.
-        """
+        """Register a function; see `RpcAgent.register`."""
         if not isinstance(name, str) or not callable(function):
             raise TypeError(f"register(name, function) takes a text and a function, not {name!r} and {function!r}")
         if not name:
@@ -64,7 +59,7 @@ class FunctionRegistry:
             raise ValueError(f"there is a function {name!r} already: take another name")
 
     def register_all(self, functions: Mapping[str, Callable[..., Any]]) -> None:
-        """Register functions by their names; raises as `register`, or TypeError for what is no mapping."""
+        """Register functions by their names; raises as `register`, and TypeError if this is not a mapping."""
         if not isinstance(functions, Mapping):
             raise TypeError(
                 f"functions are given by their names, as in {{'add': add}}, not as"
@@ -97,17 +92,7 @@ _MAX_FAILURE_CHARACTERS, _MAX_TYPE_NAME_CHARACTERS = 300, 40
 
 
 class RpcServer(MessageHandler):
-    """Handles the messages of peers: serves calls, and gives responses to the client. It is a `MessageHandler`.
-
-    Args:
-        registry: The functions that may be called.
-        executor: Calls them.
-        codec: Packs and unpacks values.
-        client: Takes responses.
-        metrics: Counts calls.
-        max_outstanding: Calls to one rank that may be without a result.
-        timeout: Seconds that owners of references in a response may take.
-    """
+    """Handles the messages of peers: serves calls, and gives responses to the client."""
 
     def __init__(
         self,
@@ -132,12 +117,10 @@ class RpcServer(MessageHandler):
         self._is_closing = False
 
     def register_internal(self, name: str, handler: InternalHandler) -> None:
-        """Have internal calls of a name handled in the thread that receives them, one at a time for each peer.
+        """Have internal calls of a name, or of a prefix of two parts, handled in the thread that receives them.
 
-        Args:
-            name: The call's name, or the first two parts of it, as in "ferrodist.RRef.".
-            handler: Called with a call, which it, or something it starts, is to `respond` to. It must not block. Its
-                RpcError or ValueError is the response.
+        The handler, or something it starts, is to `respond`. It must not block; its RpcError or ValueError is the
+        response.
         """
         self._internal[name] = handler
 
@@ -251,13 +234,7 @@ class RpcServer(MessageHandler):
     def submit(
         self, incoming: IncomingCall, call: Call | None = None, function: Callable[..., Any] | None = None
     ) -> None:
-        """Have a worker serve a call.
-
-        Args:
-            incoming: The call.
-            call: What to call, if not the packed call.
-            function: The function to call, if not the one registered under the call's name.
-        """
+        """Have a worker serve a call: the packed one, or another, by the registered function, or another."""
         incoming.call, incoming.function = call, function
         incoming.is_submitted = True
         self._serving.add(incoming)

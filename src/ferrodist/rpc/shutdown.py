@@ -56,14 +56,7 @@ class _Status(NamedTuple):
 
 
 class GracefulShutdown:
-    """One agent's part in draining.
-
-    Args:
-        rank: This rank.
-        world_size: The number of ranks.
-        client: Calls the other ranks.
-        server: Serves their calls.
-    """
+    """One agent's part in draining."""
 
     def __init__(self, rank: int, world_size: int, client: RpcClient, server: RpcServer) -> None:
         self._rank = rank
@@ -87,13 +80,7 @@ class GracefulShutdown:
             self._changed.notify_all()
 
     def drain(self, deadline: Deadline) -> None:
-        """Return when all ranks drain and no call is under way.
-
-        Raises:
-            DistributedTimeoutError: It takes longer; the error names the ranks that keep the others waiting.
-            PeerLostError: Rank 0, which coordinates this, is gone.
-            GroupClosedError: The agent is closed.
-        """
+        """Return when all ranks drain and no call is under way; see `RpcAgent.drain`."""
         if self._rank == _COORDINATOR:
             self._release_all(self._await_quiescence(deadline), deadline)
             return

@@ -25,11 +25,6 @@ class WorkerNames:
 
     A name belongs to the rank that is there. A lost rank keeps its name until another one takes it, so that calls by
     that name raise at once.
-
-    Args:
-        own_name: This rank's name, or an empty one.
-        peers: The ranks that are there.
-        server: Receives the names of others.
     """
 
     def __init__(self, own_name: str, peers: PeerManager, server: RpcServer) -> None:
@@ -74,12 +69,7 @@ class WorkerNames:
                 self._changed.notify_all()
 
     def find(self, name: str, deadline: Deadline) -> int:
-        """The rank with a name, waiting for one that has not been there yet.
-
-        Raises:
-            InvalidRankError: There is none in time, or none once all ranks are there, or more than one.
-            GroupClosedError: The agent is closed.
-        """
+        """The rank with a name, waiting for one that has not been there yet; raises InvalidRankError."""
         return self._find(name, deadline, among_lost=True)
 
     def wait_for(self, name: str, deadline: Deadline) -> int:

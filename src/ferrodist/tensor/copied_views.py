@@ -25,7 +25,7 @@ VIEW_COPIES: dict[int, list[weakref.ref[ViewCopy]]] = {}
 
 
 class ViewKind(Enum):
-    """Where a view's shard is stored."""
+    """The storage of a view's shard."""
 
     SHARED = "in the memory of the viewed tensor's shard"
     COPIED = "in memory of its own, on this rank alone"

@@ -8,6 +8,7 @@ itself and runs the common kinds inline, which takes less time than a call would
 from __future__ import annotations
 
 import functools
+from dataclasses import dataclass, field
 from enum import Enum
 from typing import TYPE_CHECKING, Any
 
@@ -51,6 +52,7 @@ class DispatchKind(Enum):
     ANY = "anything, inputs redistributed first"
 
 
+@dataclass(slots=True, eq=False)
 class CachedDispatch:
     """The prepared computation of a kind of call.
 
@@ -63,47 +65,24 @@ class CachedDispatch:
         written: The names of the arguments that are written to.
     """
 
-    __slots__ = (
-        "kind",
-        "local",
-        "may_copy",
-        "offset",
-        "offsets",
-        "output",
-        "outputs",
-        "positions",
-        "replaced",
-        "specs",
-        "view_kind",
-        "written",
-    )
-
-    def __init__(
-        self,
-        local: Callable[..., Any],
-        specs: Sequence[DTensorSpec],
-        outputs: Sequence[DTensorSpec],
-        replaced: Mapping[str, Any],
-        written: Sequence[str],
-    ) -> None:
-        self.local = local
-        self.specs = specs
-        self.outputs = outputs
-        self.replaced = replaced
-        self.written = written
-        self.kind = DispatchKind.ANY
-        self.output: DTensorSpec | None = None
-        """The spec of the only result, for RESULT and VIEW."""
-        self.positions: Sequence[tuple[int, Any]] = ()
-        """``replaced`` by position, for all kinds but ANY; for LISTS the positions of what is written."""
-        self.offsets: Sequence[int] | None = None
-        """The storage offsets of views in the full tensor; None if the results are no views."""
-        self.offset = 0
-        """The only one of ``offsets``, for VIEW."""
-        self.view_kind = ViewKind.COPIED
-        """The kind of views whose shards have memory of their own."""
-        self.may_copy = True
-        """Whether the shards of a VIEW may be copies: views by the operator itself never are."""
+    local: Callable[..., Any]
+    specs: Sequence[DTensorSpec]
+    outputs: Sequence[DTensorSpec]
+    replaced: Mapping[str, Any]
+    written: Sequence[str]
+    kind: DispatchKind = field(default=DispatchKind.ANY, init=False)
+    output: DTensorSpec | None = field(default=None, init=False)
+    """The spec of the only result, for RESULT and VIEW."""
+    positions: Sequence[tuple[int, Any]] = field(default=(), init=False)
+    """``replaced`` by position, for all kinds but ANY; for LISTS the positions of what is written."""
+    offsets: Sequence[int] | None = field(default=None, init=False)
+    """The storage offsets of views in the full tensor; None if the results are no views."""
+    offset: int = field(default=0, init=False)
+    """The only one of ``offsets``, for VIEW."""
+    view_kind: ViewKind = field(default=ViewKind.COPIED, init=False)
+    """The kind of views whose shards have memory of their own."""
+    may_copy: bool = field(default=True, init=False)
+    """Whether the shards of a VIEW may be copies: views by the operator itself never are."""
 
 
 def cache_key(value: Any, cls: Any) -> Any:
@@ -291,7 +270,7 @@ def _find_exception(
 
 
 class _NoStrategyError(UnsupportedOpError):
-    """No strategy of an operator leaves the placements of what it writes to."""
+    """No strategy of an operator keeps the placements of its written arguments."""
 
 
 def _reduce_written_first(func: torch._ops.OpOverload, cls: Any, refusal: str, /, *args: Any, **kwargs: Any) -> Any:

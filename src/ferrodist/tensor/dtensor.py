@@ -141,8 +141,8 @@ class DTensor(torch.Tensor):
                 if dispatch_kind is _LISTS:
                     return dispatch_foreach(cached, func, args, kwargs or {}, DTensor)
                 local = [value._local if type(value) is DTensor else value for value in args]
-                for place, value in cached.positions:
-                    local[place] = value
+                for index, value in cached.positions:
+                    local[index] = value
                 result = cached.local(*local, **kwargs) if kwargs else cached.local(*local)
                 if dispatch_kind is _RESULT:
                     output: Any = cached.output
@@ -176,8 +176,8 @@ class DTensor(torch.Tensor):
                 shape each rank checks its own shard, and nothing is sent.
 
         Raises:
-            TypeError: ``local`` is no plain tensor, or is quantized; without ``shape`` also if collectives don't carry
-                its dtype.
+            TypeError: ``local`` is not a plain tensor, or is quantized; or ``shape`` is None and collectives don't
+                carry the dtype.
             UnsupportedOpError: ``local`` is nested, sparse or on a GPU.
             ValueError, IndexError: ``placements`` don't fit the mesh or the tensor.
             CollectiveMismatchError: On all ranks: the shards don't make a tensor.

@@ -247,7 +247,7 @@ def arange(
     dtype: torch.dtype | None = None,
     requires_grad: bool = False,
 ) -> DTensor:
-    """The range of ``torch.arange``, which starts from 0 if there is no ``end``; else like `empty`."""
+    """The range of ``torch.arange``, which starts from 0 if ``end`` is omitted; else like `empty`."""
     if end is None:
         start, end = 0, start
     full_range = torch.arange(start, end, step, dtype=dtype, device="cpu")

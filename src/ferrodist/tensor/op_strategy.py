@@ -47,8 +47,8 @@ class OpRule:
     Args:
         strategies: The strategies along an axis, given the call and the axis's index. ``call.selected`` has those of
             the axes before. The strategy that moves the fewest bytes is selected; of equal ones, the first.
-        local: A function that makes what computes the local outputs in the operator's place, or None for the operator
-            itself. The call has its ``placed_inputs`` and ``outputs`` by then.
+        local: A factory of the local function, which computes the local outputs instead of the operator; None, or a
+            factory that returns None, stands for the operator itself. The call has ``placed_inputs`` and ``outputs``.
         arguments: A function that makes the arguments, by name, that differ on this rank, such as local sizes.
         depends_on_values: Whether strategies depend on the values of float arguments, not only on their presence.
         copies: Whether local outputs are copies where the operator gives views.
@@ -65,7 +65,7 @@ class OpRule:
 
 
 class OpCall:
-    """One call of an operator, with specs in the place of distributed tensors.
+    """One call of an operator, with specs instead of distributed tensors.
 
     Args:
         operator: The operator.
@@ -318,6 +318,15 @@ class EinsumPattern:
     linear: Sequence[Sequence[int]] = ()
     addends: Sequence[int] = ()
     commuting: Sequence[ReduceOp] = ()
+
+
+def einsum_rule(pattern_of: Callable[[OpCall], EinsumPattern], **options: Any) -> OpRule:
+    """A rule whose strategies are those of the pattern that a function makes for a call; other options of `OpRule`."""
+
+    def strategies(call: OpCall, axis: int) -> list[OpStrategy]:
+        return einsum_strategies(pattern_of(call), call, axis)
+
+    return OpRule(strategies=strategies, **options)
 
 
 def einsum_strategies(pattern: EinsumPattern, call: OpCall, axis: int) -> list[OpStrategy]:

@@ -100,7 +100,7 @@ def redistribute_local(local: torch.Tensor, source: DTensorSpec, target: DTensor
 
 
 def _innermost(spec: DTensorSpec, axis: int) -> Shard:
-    """The sharding by an axis of what a rank without it would have; see [Note: the innermost axis]."""
+    """The sharding of a shard by its innermost axis; see [Note: the innermost axis]."""
     placement = spec.placements[axis]
     assert isinstance(placement, Shard), "such a step is of a sharded axis"
     blocks = innermost_blocks(spec.placements, axis, placement, spec.mesh.shape)

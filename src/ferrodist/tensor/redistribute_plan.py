@@ -83,13 +83,13 @@ class _Edge:
     size_bytes: float
 
 
+@dataclass(frozen=True, eq=False, repr=False)
 class RedistributePlan:
     """The steps from one spec to another; ``print(plan)`` shows them with their bytes."""
 
-    def __init__(self, source: DTensorSpec, target: DTensorSpec, steps: Sequence[RedistributeStep]) -> None:
-        self.source = source
-        self.target = target
-        self.steps = tuple(steps)
+    source: DTensorSpec
+    target: DTensorSpec
+    steps: tuple[RedistributeStep, ...]
 
     @property
     def size_bytes(self) -> float:
@@ -113,7 +113,7 @@ def make_plan(source: DTensorSpec, target: DTensorSpec) -> RedistributePlan:
     if plan is None:
         assert source.mesh == target.mesh, "a tensor stays on its mesh"
         assert source.shape == target.shape, "placements don't change a tensor's shape"
-        steps = [_as_step(source, edge) for edge in _Search(source, target.placements).run()]
+        steps = tuple(_as_step(source, edge) for edge in _Search(source, target.placements).run())
         plan = source.plans[target] = RedistributePlan(source, target, steps)
     return plan
 

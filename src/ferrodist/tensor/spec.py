@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import threading
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 from weakref import WeakValueDictionary
 
@@ -27,6 +28,7 @@ _specs: WeakValueDictionary[tuple[object, ...], DTensorSpec] = WeakValueDictiona
 _lock = threading.Lock()
 
 
+@dataclass(eq=False, repr=False, kw_only=True)
 class DTensorSpec:
     """A mesh, a placement for each of its axes, and the shape, strides and dtype of the full tensor.
 
@@ -83,7 +85,17 @@ class DTensorSpec:
         with _lock:
             found = _specs.get(key)
             if found is None:
-                found = _specs[key] = _build(mesh, tuple(placements), sizes, steps, dtype)
+                found = _specs[key] = DTensorSpec(
+                    mesh=mesh,
+                    placements=tuple(placements),
+                    shape=sizes,
+                    stride=steps,
+                    dtype=dtype,
+                    local_shape=tuple(local_sizes(sizes, placements, mesh.shape, _own_coordinate(mesh))),
+                    wrapper_arguments=(sizes, steps, None, None, dtype, torch.strided, torch.device("cpu")),
+                    plans={},
+                    dispatch_cache=mesh.parent.attachments.setdefault(_DISPATCH_CACHE, {}),
+                )
         return found
 
     def with_placements(self, placements: Sequence[Placement]) -> DTensorSpec:
@@ -103,9 +115,7 @@ class DTensorSpec:
     @property
     def coordinate(self) -> tuple[int, ...]:
         """This rank's coordinate in the mesh."""
-        coordinate = self.mesh.coordinate
-        assert coordinate is not None, "only ranks of a mesh have tensors on it"
-        return coordinate
+        return _own_coordinate(self.mesh)
 
     def mesh_along(self, axes: Sequence[int]) -> DeviceMesh:
         """The sub-mesh of the ranks that differ from this one along some axes only."""
@@ -120,12 +130,12 @@ class DTensorSpec:
     def sizes_along(self, axes: Sequence[int], dim: int) -> list[int]:
         """The local size of a dim on each rank of `mesh_along` some axes, in row-major order."""
         mesh = self.mesh
-        here = list(self.coordinate)
+        coordinate = list(self.coordinate)
         found = []
-        for coordinates in itertools.product(*[range(mesh.shape[axis]) for axis in axes]):
-            for axis, index in zip(axes, coordinates, strict=True):
-                here[axis] = index
-            found.append(local_sizes(self.shape, self.placements, mesh.shape, here)[dim])
+        for indices in itertools.product(*[range(mesh.shape[axis]) for axis in axes]):
+            for axis, index in zip(axes, indices, strict=True):
+                coordinate[axis] = index
+            found.append(local_sizes(self.shape, self.placements, mesh.shape, coordinate)[dim])
         return found
 
     def __repr__(self) -> str:
@@ -135,20 +145,10 @@ class DTensorSpec:
         return f"{str(self.dtype).removeprefix('torch.')}{list(self.shape)} over {{{axes}}}"
 
 
-def _build(
-    mesh: DeviceMesh,
-    placements: tuple[Placement, ...],
-    shape: tuple[int, ...],
-    stride: tuple[int, ...],
-    dtype: torch.dtype,
-) -> DTensorSpec:
-    made = DTensorSpec()
-    made.mesh, made.placements, made.shape, made.stride, made.dtype = mesh, placements, shape, stride, dtype
-    made.local_shape = tuple(local_sizes(shape, placements, mesh.shape, made.coordinate))
-    made.plans = {}
-    made.dispatch_cache = mesh.parent.attachments.setdefault(_DISPATCH_CACHE, {})
-    made.wrapper_arguments = (shape, stride, None, None, dtype, torch.strided, torch.device("cpu"))
-    return made
+def _own_coordinate(mesh: DeviceMesh) -> tuple[int, ...]:
+    coordinate = mesh.coordinate
+    assert coordinate is not None, "only ranks of a mesh have tensors on it"
+    return coordinate
 
 
 def contiguous_stride(shape: Sequence[int]) -> tuple[int, ...]:
@@ -216,7 +216,7 @@ def check_placements(
         shape: The shape of the full tensor.
 
     Raises:
-        TypeError: An element is no placement.
+        TypeError: An element is not a placement.
         ValueError: The number of placements is not that of the axes, or blocks don't divide a dim evenly.
         IndexError: The tensor has no such dim.
     """

@@ -40,8 +40,8 @@ if TYPE_CHECKING:
     from types import FrameType
 
     from ferrodist.backends.base import Backend
+    from ferrodist.backends.engine import CollectiveEngine
     from ferrodist.backends.request import Request
-    from ferrodist.collectives.engines.base import CollectiveEngine
     from ferrodist.collectives.work import PendingCollective
     from ferrodist.torch_backend.collectives import CheckedCall
 

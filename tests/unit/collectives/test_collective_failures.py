@@ -240,14 +240,14 @@ def test_heads_of_tensors_that_no_machine_has_room_for(shape: tuple[int, ...], r
             "recv of a shape": lambda: fd.recv((2,), torch.float32, 0),
             "recv_into": lambda: fd.recv_into(torch.ones(2), 0),
         }
-        with pytest.raises(fd.ProtocolError, match=r"rank 0 .* the head of a tensor that can't be") as caught:
+        with pytest.raises(fd.ProtocolError, match=r"rank 0 .* the header of an impossible tensor") as caught:
             calls[receive]()
         assert caught.value.ranks == (0,)
 
     run_ranks(on_rank, 2)
 
 
-def test_elements_that_are_not_those_of_their_head() -> None:
+def test_payloads_that_do_not_fit_their_header() -> None:
     """A tensor's elements of another size than its head says end the receive at once, and their sender is named."""
 
     def on_rank(group: Backend) -> None:

@@ -200,7 +200,9 @@ def test_copies_and_work_overlap() -> None:
         seen.append((sum("stream 1" in line for line in copies), sum("stream 2" in line for line in copies)))
 
     segments = [
-        Segment(down=[source[i : i + 1]], near_count=1, far_count=1, work=work, up=[out[i : i + 1]], is_far=True)
+        Segment(
+            inputs=[source[i : i + 1]], in_count=1, out_count=1, work=work, outputs=[out[i : i + 1]], in_place=False
+        )
         for i in range(6)
     ]
     lane.run(segments, torch.float32, Deadline(10.0))
@@ -418,11 +420,11 @@ def test_closing_keeps_memory_that_is_in_use(is_stuck: bool, monkeypatch: pytest
     gpu = Gpu(group)
     tensor = gpu.put(torch.ones(100))
     gpu.call("allreduce", tensor, tensor, ReduceOp.SUM)
-    (lane,) = gpu.staged._lanes.values()
+    (lane,) = gpu.staged._pipelines.values()
     gpu.streams.is_stuck = is_stuck
     group.close()
-    assert bool(gpu.staged._lanes) == is_stuck
-    assert all(stream.num_done == len(stream.work) for stream in (lane._down, lane._up)) != is_stuck
+    assert bool(gpu.staged._pipelines) == is_stuck
+    assert all(stream.num_done == len(stream.work) for stream in (lane._to_host, lane._to_device)) != is_stuck
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
@@ -565,7 +567,7 @@ def test_messages_into_inference_tensors() -> None:
     run_ranks(on_rank, 2)
 
 
-def test_lanes_give_up_in_order() -> None:
+def test_pipelines_give_up_in_order() -> None:
     """When the work of a segment fails, what was copied until then is still in the order of the caller's stream."""
     streams = FakeStreams("late")
     lane = CopyPipeline(streams, 8)
@@ -573,11 +575,13 @@ def test_lanes_give_up_in_order() -> None:
     def work(near: torch.Tensor, far: torch.Tensor) -> None:
         raise KeyError
 
-    segment = Segment(down=[torch.ones(1)], near_count=1, far_count=0, work=work, up=[torch.ones(1)], is_far=False)
+    segment = Segment(
+        inputs=[torch.ones(1)], in_count=1, out_count=0, work=work, outputs=[torch.ones(1)], in_place=True
+    )
     with pytest.raises(KeyError):
         lane.run([segment] * 3, torch.float32, Deadline(1.0))
     lane.synchronize(Deadline(10.0))  # after it nothing touches the memory any more
-    assert all(stream.num_done == len(stream.work) for stream in (lane._down, lane._up))
+    assert all(stream.num_done == len(stream.work) for stream in (lane._to_host, lane._to_device))
     streams.run_until(streams.record(streams.current()))
     assert all(stream.num_done == len(stream.work) for stream in streams.streams)
     streams.is_stuck = True

@@ -12,20 +12,20 @@ NUM_RANKS = {(1,): 1, (2,): 2, (3,): 3, (4,): 4, (2, 2): 4, (1, 2): 2, (2, 1, 2)
 
 
 def make(*shape, dtype=torch.float64, seed=0, low=-2.0, high=2.0):
-    """A tensor of random elements, the same wherever it is made; integers and bools for such dtypes."""
+    """A tensor of random elements, the same on every rank; integers and bools for such dtypes."""
     generator = torch.Generator().manual_seed(seed + 1000 * len(shape) + sum(shape))
     values = torch.rand(shape, generator=generator, dtype=torch.float64) * (high - low) + low
     return values > 0 if dtype is torch.bool else values.to(dtype)
 
 
 def placements_of(ndim, num_axes, *, partial=True):
-    """Every placement of a tensor with so many dims on a mesh with so many axes."""
+    """All placements of a tensor with a number of dims on a mesh with a number of axes."""
     one = [Replicate(), *[Shard(dim) for dim in range(ndim)], *([Partial()] if partial else [])]
     return list(itertools.product(one, repeat=num_axes))
 
 
 def spread(tensor, mesh, placements):
-    """The tensor over the mesh, in parts that are not what redistribute would make where it is partial."""
+    """The tensor over the mesh; its partial shards differ from those that redistribute would make."""
     placements = [placements] if not isinstance(placements, list | tuple) else list(placements)
     whole = fd.distribute(tensor.detach().clone(), mesh, [Replicate()] * mesh.ndim, src=None)
     first = [Replicate() if isinstance(one, Partial) else one for one in placements]
@@ -44,7 +44,7 @@ def spread(tensor, mesh, placements):
 
 
 def assert_same(got, expected, what, **tolerance):
-    """A distributed result equals a plain one, and its parts are of the shapes that its layout says."""
+    """Assert that a distributed result equals a plain one, and has the local shape of its spec."""
     if isinstance(expected, list | tuple):
         assert len(got) == len(expected), what
         for one, other in zip(got, expected, strict=True):
@@ -64,7 +64,7 @@ def assert_same(got, expected, what, **tolerance):
 
 
 def check_operator(mesh, function, inputs, placements, *, backward=True, **tolerance):
-    """An operator on distributed tensors gives what it gives on plain ones, and so do its gradients.
+    """Assert that an operator and its gradients give the same for distributed tensors as for plain ones.
 
     Args:
         mesh: The mesh.
@@ -111,7 +111,7 @@ def _listed(value):
 
 
 def check_everywhere(function, inputs, *, meshes=((2,), (3,)), partial=True, backward=True, **tolerance):
-    """`check_operator` for every combination of placements of the inputs, on each mesh, in one run of ranks a mesh."""
+    """Run `check_operator` for every combination of the inputs' placements on each mesh."""
     for shape in meshes:
         ways = [placements_of(one.dim(), len(shape), partial=partial and one.is_floating_point()) for one in inputs]
 

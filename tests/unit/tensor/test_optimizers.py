@@ -1,4 +1,4 @@
-"""Optimizers on distributed parameters do what they do on plain ones; and what is written in place."""
+"""Optimizers on distributed parameters, and in-place writes."""
 
 import pytest
 import torch
@@ -9,7 +9,7 @@ from ferrodist.errors import UnsupportedOpError
 from ferrodist.testing import run_ranks
 
 SHAPES = [(4, 6), (5,), (3, 2), ()]
-"""Of parameters: even ones, uneven ones, one of fewer rows than ranks, a number."""
+"""The shapes of parameters: even ones, uneven ones, one of fewer rows than ranks, a scalar."""
 
 PLACEMENTS = {
     (2,): [
@@ -42,12 +42,12 @@ WAYS = [
 
 
 def values(number, seed=0):
-    """For a parameter."""
+    """A gradient for a parameter."""
     return make(*(SHAPES[number] or (1,)), seed=seed).view(SHAPES[number])
 
 
 def train(kind, options, parameters, gradients_of):
-    """Three steps."""
+    """Do three steps."""
     optimizer = kind(parameters, **options)
     for step in range(3):
         for number, parameter in enumerate(parameters):
@@ -58,8 +58,8 @@ def train(kind, options, parameters, gradients_of):
 
 
 @pytest.mark.parametrize(("name", "way"), WAYS, ids=str)
-def test_steps(name, way):
-    """Parameters end with the same elements, where their gradients lie as they do, otherwise, or are parts of sums."""
+def test_optimizer_steps_equal_plain_steps(name, way):
+    """For gradients with the parameters' placements, with others, and partial ones."""
     kind, options = OPTIMIZERS[name]
     options = {**options, **way}
     whole = [values(number) for number in range(len(SHAPES))]
@@ -94,8 +94,8 @@ def test_steps(name, way):
                 run_ranks(check, NUM_RANKS[shape], shape, placements, where)
 
 
-def test_what_is_written_in_place():
-    """Others come to where the written tensor lies, which it keeps."""
+def test_in_place_writes_keep_placements():
+    """Other inputs are redistributed to the written tensor's placements."""
     functions = [
         lambda x, y: x.copy_(y),
         lambda x, y: x.add_(y, alpha=2),
@@ -125,8 +125,8 @@ def test_what_is_written_in_place():
     run_ranks(check, 2)
 
 
-def test_what_would_have_to_move_is_refused():
-    """By an error that says what to do; the tensor is as it was."""
+def test_writes_that_would_change_placements_are_refused():
+    """The error gives advice, and the tensor is unchanged."""
 
     def check(group):
         mesh = DeviceMesh(group, (2,))
@@ -146,8 +146,8 @@ def test_what_would_have_to_move_is_refused():
     run_ranks(check, 2)
 
 
-def test_fused_steps_say_when_buffers_lie_otherwise():
-    """torch makes the buffers of momentum as gradients are, and the fused step writes both."""
+def test_fused_steps_refuse_buffers_with_other_placements():
+    """torch makes momentum buffers like the gradients, and the fused step writes both."""
 
     def check(group):
         mesh = DeviceMesh(group, (2,))
@@ -161,8 +161,8 @@ def test_fused_steps_say_when_buffers_lie_otherwise():
     run_ranks(check, 2)
 
 
-def test_results_written_to_a_given_tensor():
-    """``out=`` of operators that have a rule; a tensor of another shape is refused."""
+def test_out_arguments():
+    """``out=`` of operators with a rule; a tensor of another shape is refused."""
 
     def check(group):
         mesh = DeviceMesh(group, (2,))

@@ -1,4 +1,4 @@
-"""Random numbers on distributed tensors are those of one process; and new tensors."""
+"""Random numbers on distributed tensors, which are those of one process; and new tensors."""
 
 import pytest
 import torch
@@ -30,8 +30,8 @@ DRAWN_IN_PLACE = {
 
 
 @pytest.mark.parametrize(("shape", "num_axes"), [((2,), 1), ((3,), 1), ((2, 2), 2)])
-def test_what_is_drawn_in_place(shape, num_axes):
-    """The very bits of one process, in every part, and the generator is then where it would be."""
+def test_in_place_draws_equal_one_process(shape, num_axes):
+    """The same bits in every shard, and the same state of the generator afterwards."""
 
     def check(group):
         mesh = DeviceMesh(group, shape)
@@ -62,8 +62,8 @@ def test_what_is_drawn_in_place(shape, num_axes):
         lambda x, g: torch.empty_like(x).bernoulli_(x.abs().clamp(max=1), generator=g),
     ],
 )
-def test_what_is_drawn_alike(draw):
-    """New tensors lie as those that they are like; the elements of parts of a sum are not needed."""
+def test_rand_like(draw):
+    """New tensors have the placements of their model; the elements of partial tensors are not needed."""
 
     def check(group):
         mesh = DeviceMesh(group, (2,))
@@ -76,7 +76,7 @@ def test_what_is_drawn_alike(draw):
 
 
 def test_dropout():
-    """F.dropout and native_dropout, forward and backward, from the default generator: of processes each their own."""
+    """F.dropout and native_dropout, forward and backward, from processes' default generators."""
     x = make(6, 5)
 
     def check(group):
@@ -101,7 +101,7 @@ def test_dropout():
     run_ranks(check, 2, backend="native")
 
 
-def test_generators_in_different_states_raise_everywhere():
+def test_generators_in_different_states_raise_on_all_ranks():
     """Before anything is drawn or written."""
 
     def check(group):
@@ -124,8 +124,8 @@ def test_generators_in_different_states_raise_everywhere():
     run_ranks(check, 3)
 
 
-def test_parts_of_a_sum_are_not_drawn():
-    """They would have to be other numbers on each rank."""
+def test_partial_sums_are_not_drawn():
+    """They would need other numbers on each rank."""
 
     def check(group):
         mesh = DeviceMesh(group, (2,))
@@ -160,7 +160,7 @@ def test_parts_of_a_sum_are_not_drawn():
     ],
 )
 def test_factories(make_plain, make_divided):
-    """Of every placement, on one axis and on two."""
+    """With every placement, on one axis and on two."""
 
     def check(group, shape):
         mesh = DeviceMesh(group, shape)
@@ -174,8 +174,8 @@ def test_factories(make_plain, make_divided):
     run_ranks(check, 4, (2, 2))
 
 
-def test_ones_in_parts_of_a_sum():
-    """One in all, not one on each rank; and leaves get gradients."""
+def test_partial_ones_and_gradients_of_leaves():
+    """The sum of all ranks' values is one; and leaves get gradients."""
 
     def check(group):
         mesh = DeviceMesh(group, (2,))
@@ -188,7 +188,7 @@ def test_ones_in_parts_of_a_sum():
 
 
 def test_tensors_like_others():
-    """Their elements don't depend on how the other lies, and nothing is sent; other shapes are whole."""
+    """Their elements don't depend on the other's placements, and nothing is sent; other shapes are replicated."""
 
     def check(group):
         mesh = DeviceMesh(group, (2,))

@@ -130,7 +130,7 @@ def test_failure_is_shown_whole(backend):
 
 
 @every_backend
-def test_consequences_take_a_line_each(backend):
+def test_secondary_failures_take_a_line_each(backend):
     """Ranks that are woken by the abort are listed after the failure, without a traceback."""
 
     def program(group):
@@ -234,7 +234,7 @@ def test_a_rank_that_waits_in_the_group_is_not_left_behind(backend):
 
 
 @every_kind
-def test_a_late_rank_is_the_groups_news(backend):
+def test_a_straggler_is_named_by_the_groups_error(backend):
     """The group's own deadline comes before the run's, so a rank that does not come to a barrier is named."""
     with pytest.raises(RankFailedError, match=r"DistributedTimeoutError: barrier\(\).*rank 1 has not called it"):
         run_ranks(lambda group: group.rank == 1 or group.barrier(), 3, timeout=1.0, backend=backend)

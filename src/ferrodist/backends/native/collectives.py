@@ -1,4 +1,4 @@
-"""The collectives of a group, by the native engine."""
+"""The engine of collectives in the compiled module."""
 
 from __future__ import annotations
 
@@ -27,38 +27,38 @@ if TYPE_CHECKING:
     from ferrodist.backends.native.topology import HostTopology
     from ferrodist.backends.signature import CollectiveSignature
 
-_POLL_SECONDS = 0.05
+_POLL_INTERVAL_SECONDS = 0.05
 
 
 class NativeEngine:
     """A `HostEngine` of a group whose ranks share memory on each host, and are connected between hosts.
 
-    Memory and connections are made when the first collective runs, so that making a group takes no message.
+    The first collective opens memory and connections, so that making a group takes no message.
 
     Args:
         group: The group.
-        place: Where its ranks are.
+        topology: The hosts of its ranks.
     """
 
-    def __init__(self, group: Backend, place: HostTopology) -> None:
-        # First, for it goes first: its end waits for its thread, which may use what is kept below.
+    def __init__(self, group: Backend, topology: HostTopology) -> None:
+        # First, for it is destroyed first: that waits for its thread, which may use the attributes below.
         self.compiled: Any = None
-        """The engine's compiled part, once its ranks have met."""
+        """The compiled communicator, once it is open on all ranks."""
         self._communicator: Any = None
         self._group = group
-        self._place = place
+        self._topology = topology
         self._reserving = threading.Lock()
         self._num_reserved = 0
         self._opened = threading.Event()
         self._has_begun = False
         self.num_ranks = group.world_size
         self.group_name = group.name
-        self._end: Callable[[Any], object] | None = None
+        self._final_action: Callable[[Any], object] | None = None
         self.failure_type: type[Exception] = load().Failure
 
     @property
     def timeout(self) -> float:
-        """Seconds that a call may take when it names no timeout itself: the group's, which may change."""
+        """Default timeout of a call in seconds: the group's, which may change."""
         return self._group.timeout
 
     def reserve(self) -> int:
@@ -70,21 +70,21 @@ class NativeEngine:
             return self._num_reserved - 1
 
     def open(self, call: CollectiveSignature, timeout: float) -> None:
-        """Make the shared memory, for the first collective of the group."""
+        """Open the communicator, for the first collective of the group."""
         deadline = Deadline(timeout)
         self._has_begun = True
-        communicator = open_communicator(self._group, self._place, call, timeout)
+        communicator = open_communicator(self._group, self._topology, call, timeout)
         communicator.tell_of_long_waits(
-            long_wait().timeout, partial(_warn_of_late_ranks, group=self._group.name, rank=self._group.rank)
+            long_wait().timeout, partial(_warn_about_stragglers, group=self._group.name, rank=self._group.rank)
         )
         with self._reserving:
             self._communicator = communicator
-            if self._end is not None:
-                self._end(communicator)
+            if self._final_action is not None:
+                self._final_action(communicator)
         try:
             communicator.meet(deadline.remaining())
         except BaseException as failure:
-            raise self._ended_by(failure, call, timeout) from None
+            raise self._abort_for(failure, call, timeout) from None
         with self._reserving:
             for _ in range(self._num_reserved):
                 communicator.reserve()
@@ -96,24 +96,24 @@ class NativeEngine:
 
     @property
     def is_opening(self) -> bool:
-        """Whether ranks are meeting for the first collective, for which they need the group's messages."""
+        """Whether ranks are opening the communicator, for which they need the group's messages."""
         return self._has_begun and self.compiled is None
 
-    def end(self, how: Callable[[Any], object]) -> None:
-        """Do something final to the communicator, now or when there is one."""
+    def finish(self, action: Callable[[Any], object]) -> None:
+        """Call ``action`` with the communicator, now or once it is open."""
         with self._reserving:
             if self._communicator is not None:
-                how(self._communicator)
+                action(self._communicator)
             else:
-                self._end = how
+                self._final_action = action
 
     def abort(self, error: DistributedError) -> None:
-        """End the group for all ranks of this host."""
+        """End the group on all ranks of this host."""
         record = abort_record(error)
-        self.end(lambda communicator: communicator.abort(record))
+        self.finish(lambda communicator: communicator.abort(record))
 
     def await_turn(self, sequence: int) -> None:
-        """Return when all before have ended, or the group has."""
+        """Return when all earlier collectives have ended, or the group has."""
         if self.compiled is not None:
             with contextlib.suppress(self.failure_type):
                 self.compiled.await_turn(sequence)
@@ -121,12 +121,12 @@ class NativeEngine:
     def leave(self) -> None:
         """Leave the group: ranks that wait for this one get an error."""
         self._group.fast_path = None
-        self.end(lambda communicator: communicator.leave())
+        self.finish(lambda communicator: communicator.leave())
 
     def stop(self) -> None:
-        """In a forked child: nothing works here any more, and nobody is told."""
+        """In a forked child: make the communicator unusable, without notice to other ranks."""
         self._reserving = threading.Lock()
-        self.end(lambda communicator: communicator.stop())
+        self.finish(lambda communicator: communicator.stop())
 
     def run(self, op: CollectiveOp, sequence: int) -> list[bytes] | None:
         """Run a collective."""
@@ -141,25 +141,25 @@ class NativeEngine:
                 *_ARGUMENTS[op.kind](op), timeout=deadline.remaining(), place=sequence
             )
         except BaseException as failure:
-            raise self._ended_by(failure, op.signature(), op.timeout) from None
+            raise self._abort_for(failure, op.signature(), op.timeout) from None
         return payloads
 
     def empty_symmetric(
         self, call: CollectiveSignature, size_bytes: int, timeout: float, joined: Sequence[tuple[int, int]] = ()
     ) -> tuple[torch.Tensor, list[ContiguousSharedView]]:
-        """Make symmetric memory, of ``size_bytes`` on each rank: a tensor of bytes, which keeps it.
+        """Allocate symmetric memory of ``size_bytes`` on each rank: a tensor of bytes, and views of all ranks' memory.
 
-        And views of the parts ``joined`` of all ranks' memory: see `open_symmetric`. Ordinary memory, and no views,
-        where the ranks are on several hosts.
+        The views are of the parts ``joined`` (see `open_symmetric`). If the ranks are on several hosts, the memory is
+        ordinary, and there are no views.
         """
         deadline = Deadline(timeout)
         share = CollectiveOp(kind=CollectiveKind.SHARE, name=call.operation, timeout=timeout)
         self.run(share, self.reserve())  # in step with other collectives
-        if self._place.num_hosts > 1:
+        if self._topology.num_hosts > 1:
             return torch.empty(size_bytes, dtype=torch.uint8, device="cpu"), []
         return open_symmetric(
             self._group,
-            self._place,
+            self._topology,
             self.compiled,
             call,
             size_bytes=size_bytes,
@@ -167,7 +167,7 @@ class NativeEngine:
             timeout=deadline.remaining(),
         )
 
-    # What the short ways need: see collectives/quick.py.
+    # For the fast path: see collectives/fast_path.py.
 
     def call_error(
         self,
@@ -177,7 +177,7 @@ class NativeEngine:
         out: torch.Tensor | None,
         **facts: Any,
     ) -> BaseException:
-        """End the group for what ended a call of ``compiled``, and return what to raise; a barrier has no tensors."""
+        """End the group because of a failed call of ``compiled``; returns the error. A barrier has no tensors."""
         unit = 0 if tensor is None else tensor.numel() // self.num_ranks
         op = CollectiveOp(
             kind=CollectiveKind(operation), source=tensor, out=out, unit=unit, timeout=self.timeout, **facts
@@ -185,15 +185,15 @@ class NativeEngine:
         return self.error_of(failure, op)
 
     def error_of(self, failure: BaseException, op: CollectiveOp) -> BaseException:
-        """End the group for what ended a call of ``compiled``, and return what to raise."""
-        return self._ended_by(failure, op.signature(), op.timeout)
+        """End the group because of a failed call of ``compiled``; returns the error to raise."""
+        return self._abort_for(failure, op.signature(), op.timeout)
 
     def has_left(self, failure: BaseException) -> bool:
-        """Whether what ended a wait has also ended this rank's part in the group."""
+        """Whether the failure of a wait has ended this rank's part in the group, too."""
         return isinstance(failure, self.failure_type) or self.compiled.is_broken
 
-    def _ended_by(self, failure: BaseException, call: CollectiveSignature, timeout: float) -> BaseException:
-        """End the group for what ended a call in the engine, and return what it is called in public."""
+    def _abort_for(self, failure: BaseException, call: CollectiveSignature, timeout: float) -> BaseException:
+        """End the group because of a failure in the engine; returns its public error."""
         if not isinstance(failure, self.failure_type):  # an interruption: this rank is out of step with the others
             self._group.abort(left_reason(self._group.rank, call, failure))
             return failure
@@ -202,7 +202,7 @@ class NativeEngine:
         return (self._group.failure or error).fresh()
 
     def _open_at(self, sequence: int, call: CollectiveSignature, deadline: Deadline) -> None:
-        """Open for the first collective of the group; the others wait for it."""
+        """Open for the first collective of the group; the others wait for that."""
         if sequence == 0:
             try:
                 self.open(call, deadline.remaining())
@@ -210,9 +210,9 @@ class NativeEngine:
                 self._group.abort(error)
                 raise (self._group.failure or error).fresh() from None
             except BaseException as failure:
-                raise self._ended_by(failure, call, deadline.timeout) from None
+                raise self._abort_for(failure, call, deadline.timeout) from None
             return
-        while not self._opened.wait(min(_POLL_SECONDS, deadline.remaining())):
+        while not self._opened.wait(min(_POLL_INTERVAL_SECONDS, deadline.remaining())):
             if self._group.failure is not None:
                 raise self._group.failure.fresh()
             if deadline.expired:
@@ -221,12 +221,12 @@ class NativeEngine:
                 raise late
 
 
-def _warn_of_late_ranks(
-    place: int, line: bytes, late: Sequence[int], elapsed: float, timeout: float, *, group: str, rank: int
+def _warn_about_stragglers(
+    sequence: int, line: bytes, late: Sequence[int], elapsed: float, timeout: float, *, group: str, rank: int
 ) -> None:
-    """Name whom the call at a place waits for, if no other rank does; the engine calls it in whatever thread waits."""
+    """Warn about the ranks that a call waits for, if no other rank does; the engine calls it in the waiting thread."""
     if stragglers.is_speaker(rank, late):
-        call = call_of_line(line, place)
+        call = call_of_line(line, sequence)
         stragglers.warn_about_stragglers(call, late, group=group, rank=rank, elapsed=Elapsed(elapsed, timeout))
 
 

@@ -84,7 +84,7 @@ class StreamExecutor:
         group: The group.
         library: Returns NCCL, or raises BackendUnavailable.
         streams_of: Returns the streams of a GPU.
-        watchdog: Polls launched operations.
+        watchdog: The backend's watchdog.
         stream: The stream to use, or None for one of the group's own.
     """
 

@@ -38,12 +38,7 @@ _ANSWER_SECONDS = 1.0
 
 
 class NcclLivenessProbe:
-    """Asks the ranks of a group how many operations they have called, and answers that.
-
-    Args:
-        group: The group.
-        num_called: Returns this rank's number.
-    """
+    """Asks the ranks of a group how many operations they have called, and answers ``num_called()``."""
 
     def __init__(self, group: Backend, num_called: Callable[[], int]) -> None:
         self._num_called = num_called

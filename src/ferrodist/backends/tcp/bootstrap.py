@@ -1,4 +1,4 @@
-"""How the ranks of a star connect: rank 0 listens, the others dial it, and both prove that they know the secret."""
+"""The bootstrap of a star: rank 0 listens, the others dial it, and both sides prove that they know the secret."""
 
 from __future__ import annotations
 

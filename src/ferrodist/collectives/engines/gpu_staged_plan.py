@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     import torch
 
     from ferrodist.backends.collective_op import CollectiveOp
-    from ferrodist.collectives.engines.base import HostEngine
+    from ferrodist.backends.engine import HostEngine
 
 _IN_PLACE = {CollectiveKind.ALLREDUCE, CollectiveKind.REDUCE, CollectiveKind.BROADCAST}
 """Collectives whose result replaces their input, element by element."""
@@ -114,12 +114,12 @@ class StagedOp:
 
         source, out = self._source, self._out
         return Segment(
-            down=source.within(window),
-            near_count=source.count_within(window) if self._in_place or source.tensor is not None else 0,
-            far_count=out.count_within(window) if not self._in_place and out.tensor is not None else 0,
+            inputs=source.within(window),
+            in_count=source.count_within(window) if self._in_place or source.tensor is not None else 0,
+            out_count=out.count_within(window) if not self._in_place and out.tensor is not None else 0,
             work=work,
-            up=out.within(window),
-            is_far=not self._in_place,
+            outputs=out.within(window),
+            in_place=self._in_place,
         )
 
     def _on_host(

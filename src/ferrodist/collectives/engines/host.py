@@ -10,7 +10,7 @@ from ferrodist.collectives.engines.reference import ReferenceEngine
 
 if TYPE_CHECKING:
     from ferrodist.backends.base import Backend
-    from ferrodist.collectives.engines.base import HostEngine
+    from ferrodist.backends.engine import HostEngine
 
 _KEY = "collectives.reference"
 

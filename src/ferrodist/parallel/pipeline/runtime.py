@@ -20,7 +20,7 @@ import torch
 
 from ferrodist.backends.request import wait_all
 from ferrodist.collectives.engines.select import engine_of
-from ferrodist.collectives.p2p import begin_send, recv
+from ferrodist.collectives.p2p import recv, start_tensor_send
 from ferrodist.collectives.serialization import PackedValue, decode_value, encode_value
 from ferrodist.collectives.tensor_protocol import TensorReceive, start_send
 from ferrodist.deadline import Deadline
@@ -45,7 +45,7 @@ def send_value(packed: PackedValue, dst: int, tag: int, group: Backend) -> list[
         if tensor.is_cuda:
             engine_of(group, tensor.device)
     message, out_of_band = encode_value(packed, "a value between stages")
-    requests = begin_send(message, dst, tag=tag, group=group)
+    requests = start_tensor_send(message, dst, tag=tag, group=group)
     for tensor in out_of_band:
         requests += start_send(group, tensor, dst, tag)
     return requests
@@ -126,7 +126,7 @@ class PendingRecv:
             for each in out_of_band_specs:
                 body = TensorReceive(self._group, self._src, self._tag, shape=each.shape, dtype=each.dtype)
                 self._out_of_band.append((each.index, body))
-        except DistributedError as error:  # of the group, in which the receives begin
+        except DistributedError as error:  # the group failed when the receives started
             self._error = error
         except Exception as error:  # noqa: BLE001 - a message may be wrong in any way, and callbacks must not raise
             text = (

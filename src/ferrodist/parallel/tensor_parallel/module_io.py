@@ -34,10 +34,10 @@ if TYPE_CHECKING:
 
 
 def map_tensors(function: Callable[[torch.Tensor], Any], value: Any) -> Any:
-    """Replace each tensor in a value, its containers and dataclasses by what a function makes of it.
+    """Apply a function to each tensor in a value, its containers and dataclasses.
 
-    Containers in which nothing is replaced are returned themselves, so that what a module puts into them, as into a
-    cache, is seen by its caller.
+    Containers in which no tensor changes are returned themselves, so that a caller sees what a module puts into them,
+    as into a cache.
     """
     if isinstance(value, torch.Tensor):
         return function(value)

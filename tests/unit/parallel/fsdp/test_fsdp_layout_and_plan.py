@@ -1,4 +1,4 @@
-"""FSDP's pure parts: where elements lie, which modules are units, what a backward does in which order."""
+"""FSDP's pure functions: layouts of elements, choice of units, backward plans."""
 
 import pytest
 import torch
@@ -19,7 +19,7 @@ def make_layout(shapes, num_shards, group=None):
 @pytest.mark.parametrize("num_shards", [1, 2, 3, 7])
 @pytest.mark.parametrize("shapes", [[(5,)], [()], [(0, 3)], [(3, 7), (1,), (0,), (), (64, 65)]])
 def test_shards_cover_each_parameter_once(shapes, num_shards):
-    """The shards of all ranks are the parameter, in order, and lie inside of the shards."""
+    """The ranges of all ranks cover the parameter, in order, within the flat shards."""
     layout = make_layout(shapes, num_shards)
     for parameter, numel in enumerate(layout.numels):
         shards = [layout.shard_range(parameter, rank) for rank in range(num_shards)]
@@ -33,13 +33,13 @@ def test_shards_cover_each_parameter_once(shapes, num_shards):
 
 
 def test_shards_keep_the_number_of_dims():
-    """Rules that go by a parameter's dims, as for weight decay, decide about shards as about the whole."""
+    """Optimizers' rules about numbers of dims, as for weight decay, treat shards as the full parameter."""
     layout = make_layout([(8, 9), (9,), (2, 3, 4)], 2)
     assert [layout.shape_shard(place, torch.zeros(0)).ndim for place in range(3)] == [2, 1, 3]
 
 
-def test_flats_of_one_size_are_told_apart():
-    """Ranks that gather or reduce different ones pass other dims or counts; where elements lie is always the same."""
+def test_layouts_of_one_size_have_different_ids():
+    """Ranks that gather or reduce different ones pass other dims or counts; elements are in the same order."""
     (group,) = SimulatedBackend.create_group(1)
     layouts = [make_layout([(5,), (300, 300)], 2, group) for _ in range(20)]
     assert len({layout.shard_size for layout in layouts}) == 1
@@ -49,7 +49,7 @@ def test_flats_of_one_size_are_told_apart():
 
 
 def test_large_shards_are_whole_pages():
-    """So that they can be mapped one behind the other; small ones waste nothing."""
+    """They can be mapped one behind the other; small ones waste nothing."""
     assert make_layout([(300, 300)], 2).shard_size * 4 % 4096 == 0
     assert make_layout([(30, 30)], 2).shard_size * 4 < 900 * 2 + 4 * 32
 
@@ -80,7 +80,7 @@ def test_units_by_class():
 
 
 def test_a_shared_parameter_belongs_to_the_unit_around_both():
-    """Else it would be a shard when the other module is called."""
+    """Otherwise it would be a shard when the other module is called."""
     units = units_of(Tied(), by_class(torch.nn.Embedding, torch.nn.Linear))
     assert units[""] == ["embedding.weight"]
     assert "head" not in units
@@ -94,14 +94,14 @@ def test_nested_units_divide_their_parameters():
 
 
 def test_units_by_size_and_by_function():
-    """The smallest modules that are large enough; lists of modules are never units, for nobody calls them."""
+    """The smallest modules that are large enough; lists of modules are never units, since they are not called."""
     assert list(units_of(Tied(), by_size(40))) == ["", "blocks.0", "blocks.1"]
     layers = ["", "blocks.0.0", "blocks.0.1", "blocks.1.0", "blocks.1.1"]
     assert list(units_of(Tied(), lambda name, _: name.startswith("blocks"))) == layers
 
 
 def test_wrong_policies_are_refused():
-    """A policy that is none says what it may be."""
+    """The error names the allowed types."""
     with pytest.raises(TypeError, match="wrap must be"):
         find_units(Tied(), 3)
     with pytest.raises(TypeError, match=r"subclass of torch\.nn\.Module"):
@@ -139,7 +139,7 @@ def test_plan_without_prefetch():
 
 
 def test_plan_reduces_a_unit_that_was_called_twice_once():
-    """Its gradients are whole only when its first call's backward is done."""
+    """Its gradients are complete only when the backward of its first call is done."""
     trace = [
         CallEvent(unit=unit, call=call, begins=begins)
         for unit, call, begins in [(0, 0, 1), (1, 1, 1), (1, 1, 0), (1, 2, 1), (1, 2, 0), (0, 0, 0)]
@@ -149,7 +149,7 @@ def test_plan_reduces_a_unit_that_was_called_twice_once():
     )
 
 
-def test_plan_leaves_out_calls_that_failed():
+def test_plan_skips_calls_that_failed():
     """A call that raised, and was caught by the program, has no backward."""
     trace = [event for event in chain(2) if event.begins or event.unit != 1]
     assert "1" not in text(plan_backward(trace, 1, {0, 1, 2}))

@@ -1,4 +1,4 @@
-"""FSDP's states: whole ones are those of one process, parts come back, and what doesn't fit changes nothing."""
+"""FSDP's state dicts: full ones are those of one process, sharded ones load again, and wrong ones change nothing."""
 
 import copy
 import io
@@ -81,7 +81,7 @@ def test_full_state_is_that_of_one_process(run, strategy):
 @pytest.mark.parametrize("has_all", [True, False])
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_full_state_comes_back(run, strategy, has_all):
-    """On all ranks, whether all of them have it or only rank 0; strict about what it lacks, and then unchanged."""
+    """Loaded on all ranks, whether all of them have it or only rank 0; a state that lacks a name changes nothing."""
     model, other = seeded(), seeded()
     with torch.no_grad():
         for value in other.state_dict().values():
@@ -107,7 +107,7 @@ def test_full_state_comes_back(run, strategy, has_all):
 
 
 def test_sharded_states_come_back(run):
-    """Model and optimizer go on as if nothing had happened, from this rank's part alone."""
+    """Model and optimizer continue exactly, from this rank's shard alone."""
     model = seeded()
 
     def program(group):
@@ -128,7 +128,7 @@ def test_sharded_states_come_back(run):
 
 
 def test_sharded_states_of_others_are_refused():
-    """Of another rank, and of a model divided into other units."""
+    """States of another rank, and of a model with other units."""
     model = seeded()
 
     def program(group):
@@ -190,7 +190,7 @@ def change_and_fail(fsdp):
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_summoned_parameters(run, strategy):
-    """Whole inside the block; changes stay, unless they are not wanted or the block raises."""
+    """Full inside the block; changes stay, except on request or if the block raises."""
     model = seeded()
 
     def program(group):
@@ -216,7 +216,7 @@ def test_summoned_parameters(run, strategy):
 
 
 def test_shards_are_updated_together_or_not_at_all(run):
-    """update_shards takes one shard a parameter; what doesn't fit changes none."""
+    """update_shards takes one shard for each parameter; a wrong one changes none."""
 
     model = seeded()
 
@@ -243,8 +243,8 @@ def test_shards_are_updated_together_or_not_at_all(run):
         assert torch.equal(value, expected)
 
 
-def test_copies_of_the_model_take_the_values_of_the_first(run):
-    """broadcast_updated_params makes ranks equal whose optimizers went apart."""
+def test_replicas_take_the_values_of_the_first(run):
+    """broadcast_updated_params makes replicas equal whose optimizers diverged."""
 
     model = seeded()
 
@@ -261,7 +261,7 @@ def test_copies_of_the_model_take_the_values_of_the_first(run):
 
 
 def test_plain_state_dicts_are_refused():
-    """A part of the model is not silently saved as the model."""
+    """A shard of the model is not silently saved as the model."""
 
     model = seeded()
 
@@ -293,7 +293,7 @@ class Scaled(torch.nn.Module):
 @pytest.mark.parametrize("freezes", [False, True])
 @pytest.mark.parametrize("kind", ["NAdam", "ASGD", "Adam", "Rprop", "Adagrad", "Adamax", "RAdam"])
 def test_optimizer_state_of_parameters_without_dims(kind, freezes):
-    """Momenta are divided and numbers are not, between any numbers of ranks, though both may have no dims."""
+    """Momenta are sharded and step counts are not, between any numbers of ranks, though both may have no dims."""
     model = Scaled(freezes=freezes)
 
     def make(module):
@@ -327,7 +327,7 @@ def test_optimizer_state_of_parameters_without_dims(kind, freezes):
 
 
 def test_full_optimizer_states_that_do_not_fit_are_refused():
-    """On every rank, though one alone has it, and nothing is loaded."""
+    """On every rank, even if one alone has it, and nothing is loaded."""
 
     def program(group):
         fsdp = FSDP(torch.nn.Linear(6, 6), group)
@@ -359,7 +359,7 @@ def test_full_optimizer_states_that_do_not_fit_are_refused():
 
 
 def test_broken_sharded_states_are_refused():
-    """With what is wrong in them; nothing is loaded."""
+    """With the reason; nothing is loaded."""
 
     def program(group):
         fsdp = FSDP(seeded(), group)
@@ -442,7 +442,7 @@ def test_extra_state_that_cannot_be_sent_is_refused():
 
 
 def test_names_of_shards_are_those_of_the_states():
-    """named_parameters and named_buffers name what full and sharded states name, inside other modules too."""
+    """named_parameters and named_buffers have the names of full and sharded states, also inside other modules."""
 
     def names(group):
         fsdp = FSDP(seeded(), group, wrap=torch.nn.Linear)
@@ -458,8 +458,8 @@ def test_names_of_shards_are_those_of_the_states():
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
-def test_what_is_not_needed_does_nothing(strategy):
-    """Prefetching twice, and averaging gradients that were averaged or are not there, change nothing."""
+def test_repeated_prefetch_and_averaging_change_nothing(strategy):
+    """Prefetching twice, and averaging gradients that were averaged or don't exist, change nothing."""
 
     def program(group):
         fsdp = FSDP(seeded(), group, strategy=STRATEGIES[strategy], wrap=torch.nn.Linear)
@@ -474,8 +474,8 @@ def test_what_is_not_needed_does_nothing(strategy):
     run_ranks(program, 2)
 
 
-def test_a_small_parameter_may_lie_on_one_rank():
-    """Cuts between ranks are multiples of 16 elements."""
+def test_a_small_parameter_may_be_on_one_rank():
+    """Shards are cut at multiples of 16 elements."""
 
     def program(group):
         return [shard.numel() for shard in FSDP(torch.nn.Linear(4, 4), group).parameters()]

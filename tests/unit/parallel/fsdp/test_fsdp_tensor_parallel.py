@@ -1,4 +1,4 @@
-"""FSDP of tensor-parallel modules, over the other axis of a mesh: what ranks compute is what one process computes."""
+"""FSDP of tensor-parallel modules, over the other axis of a mesh: ranks compute the result of one process."""
 
 import copy
 import time
@@ -120,7 +120,7 @@ def check_close(state, expected, limit=LIMIT):
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_training_is_that_of_one_process(run, strategy):
-    """Weights after clipped steps of AdamW; the values of rank 0 of the mesh count, and optimizers see shards."""
+    """Weights after clipped steps of AdamW; values come from rank 0 of the mesh, and optimizers see shards."""
     model = seeded()
 
     def program(group):
@@ -136,7 +136,7 @@ def test_training_is_that_of_one_process(run, strategy):
         torch.testing.assert_close(norms, expected_norms, rtol=LIMIT, atol=0)
 
 
-def test_copies_of_a_divided_model(run):
+def test_replicas_of_a_tensor_parallel_model(run):
     """HSDP: a mesh of three axes, of which FSDP has two."""
     model = seeded()
 
@@ -151,8 +151,8 @@ def test_copies_of_a_divided_model(run):
         check_close(state, expected)
 
 
-def test_one_rank_divides_what_three_have(run):
-    """Where a group of FSDP has one rank, norms and states still go over the other axis."""
+def test_a_shard_group_of_one_rank(run):
+    """Norms and states still go over the other axis."""
     model = seeded()
 
     def program(group):
@@ -190,7 +190,7 @@ class Joined(torch.nn.Module):
 
 @pytest.mark.parametrize("is_torchs", [False, True])
 @pytest.mark.parametrize("norm_type", [1.0, 3.0, float("inf")])
-def test_norms_where_only_some_parameters_are_distributed(norm_type, is_torchs):
+def test_norms_where_only_some_parameters_are_dtensors(norm_type, is_torchs):
     """Plain parameters count once, though all ranks of the other axis have them."""
     plain = torch.nn.Linear(4, 4).double()
 
@@ -231,7 +231,7 @@ def test_accumulation_without_sync(run):
 
 
 def test_checkpointed_and_frozen_layers(run):
-    """Segments are computed again with the distributed parameters; those that come to be trained later are, too."""
+    """Segments are recomputed with DTensors, and so are layers that are unfrozen later."""
     model = seeded(checkpoints=True)
 
     def program(group):
@@ -256,7 +256,7 @@ def test_checkpointed_and_frozen_layers(run):
 
 
 def test_mixed_precision():
-    """Distributed parameters are gathered, and used, in the dtype of computing."""
+    """DTensors are gathered, and used, in the compute dtype."""
     model = seeded()
     seen = []
 
@@ -326,7 +326,7 @@ def continued_undivided(group, model, states):
 
 
 def test_full_states_are_those_of_the_undivided_module(run):
-    """They go into an FSDP of an undivided module, its own into this, and training goes on as in one process."""
+    """They load into an FSDP of an undivided module and vice versa, and training continues as in one process."""
     model, other = seeded(), seeded(3)
     with torch.no_grad():
         other.first.scale.add_(1)  # buffers come with the state
@@ -343,7 +343,7 @@ def test_full_states_are_those_of_the_undivided_module(run):
 
 
 def test_states_that_do_not_fit_are_refused():
-    """A part where the whole is wanted, and another rank's part; nothing is loaded."""
+    """A local tensor instead of the full one, and another rank's shard; nothing is loaded."""
     model = seeded()
     states = {}
 
@@ -378,7 +378,7 @@ def test_states_that_do_not_fit_are_refused():
 
 
 def test_sharded_states_come_back(run):
-    """Model and optimizer go on as if nothing had happened, from this rank's part alone."""
+    """Model and optimizer continue exactly, from this rank's shard alone."""
     model = seeded()
 
     def program(group):
@@ -399,8 +399,8 @@ def test_sharded_states_come_back(run):
     run(program, 4)
 
 
-def test_divided_buffers():
-    """Given by rank 0 of FSDP's group, saved whole and as parts, and loaded again."""
+def test_sharded_buffers():
+    """Broadcast by rank 0 of FSDP's group, saved in full and as shards, and loaded again."""
     table = torch.arange(10.0).view(5, 2)
 
     def program(group):
@@ -443,7 +443,7 @@ def test_summoned_parameters(run):
 
 
 def test_infinities_are_found_on_all_ranks():
-    """One in the shard of a part of one rank has all ranks of the mesh leave the step out."""
+    """One in the local shard of one rank makes all ranks of the mesh skip the step."""
     model = seeded()
 
     def program(group):
@@ -489,8 +489,8 @@ class Changing(Pair):
         ("returns a view", "returned one of its parameters"),
     ],
 )
-def test_whole_parameters_are_not_changed_or_kept(run, how, message):
-    """Though they are DTensors, whose parts lie in the unit's memory."""
+def test_full_parameters_are_not_changed_or_returned(run, how, message):
+    """Though they are DTensors, with local tensors in the unit's memory."""
     module = torch.nn.Sequential(Changing(4, 6).double())
     module[0].how = how
 
@@ -502,8 +502,8 @@ def test_whole_parameters_are_not_changed_or_kept(run, how, message):
     run(program, 4)
 
 
-def test_a_failure_reaches_ranks_that_have_other_parts():
-    """One rank's mistake in a unit ends the groups of both axes, long before a timeout."""
+def test_a_failure_reaches_ranks_of_other_groups():
+    """One rank's error in a unit aborts the groups of both axes, long before a timeout."""
     module = torch.nn.Sequential(Changing(4, 6).double(), Pair(4, 6).double())
 
     def program(group):
@@ -524,8 +524,8 @@ def parallel(mesh):
     return fd.parallelize(module, mesh["tp"], {"0": fd.ColumnParallel(), "1": fd.RowParallel()})
 
 
-def test_groups_whose_ranks_have_different_parts_are_refused():
-    """The axis that divides the module, and the whole mesh; the module stays as it was."""
+def test_groups_with_different_local_tensors_are_refused():
+    """The tensor-parallel axis, and the whole mesh; the module stays unchanged."""
 
     def program(group):
         mesh = mesh_of(group)
@@ -542,8 +542,8 @@ def test_groups_whose_ranks_have_different_parts_are_refused():
     run_ranks(program, 4)
 
 
-def test_distributed_parameters_that_cannot_be_divided_are_refused():
-    """Those with hooks of others than parallelize, and parts of sums; plans that differ between ranks."""
+def test_dtensors_that_cannot_be_sharded_are_refused():
+    """Those with hooks of others than parallelize, and partial sums; specs that differ between ranks."""
 
     def program(group):
         mesh = mesh_of(group)
@@ -564,8 +564,8 @@ def test_distributed_parameters_that_cannot_be_divided_are_refused():
     run_ranks(program, 4)
 
 
-def test_distributed_parameters_come_back_when_making_fails():
-    """Nothing half done: the module trains as before, and FSDP can be made of it."""
+def test_dtensors_are_restored_when_construction_fails():
+    """The module trains as before, and can be wrapped again."""
     plain = torch.nn.Linear(4, 4).double()
 
     def give(module):
@@ -590,8 +590,8 @@ def test_distributed_parameters_come_back_when_making_fails():
 
 
 @pytest.mark.parametrize("make", [fd.DDP, partial(fd.LocalSGD, period=2)], ids=["DDP", "LocalSGD"])
-def test_other_wrappers_refuse_distributed_parameters(make):
-    """With what to use in their place; of one rank too."""
+def test_other_wrappers_refuse_dtensors(make):
+    """With an alternative; also those of one rank."""
 
     def program(group):
         for shape in [(2, 1), (1, 2)]:

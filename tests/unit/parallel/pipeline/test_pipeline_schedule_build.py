@@ -1,4 +1,4 @@
-"""Built schedules: that each runs to its end, in the order of microbatches, with its paper's bubble and memory."""
+"""Built schedules are complete, end, keep the order of microbatches, and have their papers' bubbles and memory."""
 
 from __future__ import annotations
 
@@ -52,8 +52,8 @@ def texts(schedule):
 
 @pytest.mark.parametrize(("kind", "stages"), FAMILIES)
 @pytest.mark.parametrize("ranks", RANKS)
-def test_it_is_complete_and_ends(kind, stages, ranks):
-    """Every number of microbatches gives a schedule in which nothing is missing and nobody waits forever."""
+def test_schedules_are_complete_and_end(kind, stages, ranks):
+    """With every number of microbatches nothing is missing and no rank waits forever."""
     for microbatches in MICROBATCHES:
         spans = timeline(kind, ranks, microbatches, stages).spans
         for of_rank in spans:
@@ -81,8 +81,8 @@ def test_microbatches_come_in_order(kind, stages, ranks):
 
 
 @pytest.mark.parametrize("kind", PipelineSchedule)
-def test_name_and_size_are_in_it(kind):
-    """A schedule has its kind's name, as many ranks, stages and microbatches as asked for, and its communication."""
+def test_name_size_and_communication(kind):
+    """A schedule has its kind's name, the requested numbers, and its communication."""
     stages = KINDS[kind][-1]
     schedule = build(kind, 3, 5, stages)
     assert isinstance(schedule, Schedule)
@@ -102,14 +102,14 @@ def test_stages_go_around_the_ring_or_along_the_v():
 
 
 @pytest.mark.parametrize("kind", PipelineSchedule)
-def test_stages_of_its_own(kind):
-    """Without a number of stages it is 2 for interleaved, looped and V-shaped kinds, and 1 for the others."""
+def test_default_numbers_of_stages(kind):
+    """2 for interleaved, looped and V-shaped kinds, and 1 for the others."""
     expected = 1 if kind in {GPIPE, ONE_F_ONE_B, H1} else 2
     assert build(kind, 2, 3) == build(kind, 2, 3, expected)
 
 
 def test_small_schedules_as_in_the_papers():
-    """What two ranks do, kind by kind."""
+    """The actions of two ranks, kind by kind."""
     assert texts(build(GPIPE, 2, 2)) == ["F0.0 F0.1 B0.0 B0.1", "F1.0 F1.1 B1.0 B1.1"]
     assert texts(build(LOOPED, 2, 1)) == ["F0.0 F2.0 B2.0 B0.0", "F1.0 F3.0 B3.0 B1.0"]
     assert texts(build(ONE_F_ONE_B, 2, 3)) == ["F0.0 F0.1 B0.0 F0.2 B0.1 B0.2", "F1.0 B1.0 F1.1 B1.1 F1.2 B1.2"]
@@ -155,7 +155,7 @@ def test_bubble_of_any_times(kind, forward, backward):
 
 @pytest.mark.parametrize("ranks", RANKS)
 def test_bubble_of_zb_h1(ranks):
-    """The bubble is (p-1)(F+I-W) for m >= p, and each microbatch fewer puts off a W less."""
+    """The bubble is (p-1)(F+I-W) for m >= p, and each microbatch less defers a W less."""
     for microbatches in MICROBATCHES:
         missing = max(0, ranks - microbatches)
         assert duration(H1, ranks, microbatches, 1) == 3 * microbatches + ranks - 1 + missing
@@ -188,7 +188,7 @@ def test_bubble_of_dual_pipe_v(ranks):
 @pytest.mark.parametrize("kind", [ZBV, DUAL])
 @pytest.mark.parametrize("ranks", RANKS)
 def test_few_microbatches_in_a_v(kind, ranks):
-    """Below the papers' numbers a microbatch fewer never takes longer, and no more than 1F1B of the same model."""
+    """Below the papers' numbers a microbatch less never takes longer, and no more than 1F1B of the same model."""
     durations = [duration(kind, ranks, microbatches, 2) for microbatches in MICROBATCHES]
     assert durations == sorted(durations)
     for microbatches, found in zip(MICROBATCHES, durations, strict=True):
@@ -197,7 +197,7 @@ def test_few_microbatches_in_a_v(kind, ranks):
 
 @pytest.mark.parametrize("ranks", RANKS)
 def test_memory_of_all_forwards_first(ranks):
-    """Every rank keeps every activation."""
+    """Every rank holds every activation."""
     for kind, stages in ((GPIPE, 1), (LOOPED, 1), (LOOPED, 2), (LOOPED, 3)):
         for microbatches in MICROBATCHES:
             assert count_activations(build(kind, ranks, microbatches, stages)) == (stages * microbatches,) * ranks
@@ -205,7 +205,7 @@ def test_memory_of_all_forwards_first(ranks):
 
 @pytest.mark.parametrize("ranks", RANKS)
 def test_memory_of_1f1b(ranks):
-    """Rank r keeps min(m, p-r) activations."""
+    """Rank r holds min(m, p-r) activations."""
     for microbatches in MICROBATCHES:
         expected = tuple(min(microbatches, ranks - rank) for rank in range(ranks))
         assert count_activations(build(ONE_F_ONE_B, ranks, microbatches)) == expected
@@ -215,7 +215,7 @@ def test_memory_of_1f1b(ranks):
 @pytest.mark.parametrize("stages", [2, 3])
 @pytest.mark.parametrize("ranks", RANKS)
 def test_memory_of_interleaved_1f1b(ranks, stages):
-    """Rank r keeps 2(p-r-1) + (v-1)g + 1 activations with groups of g: the paper's p, or few more."""
+    """Rank r holds 2(p-r-1) + (v-1)g + 1 activations with groups of g: the paper's p, or few more."""
     for microbatches in MICROBATCHES:
         groups = max(1, microbatches // ranks)
         group = -(-microbatches // groups)
@@ -227,7 +227,7 @@ def test_memory_of_interleaved_1f1b(ranks, stages):
 
 @pytest.mark.parametrize("ranks", RANKS)
 def test_memory_of_zb_h1(ranks):
-    """Every rank keeps min(m, p) activations: what 1F1B's first rank does."""
+    """Every rank holds min(m, p) activations, as 1F1B's first rank does."""
     for microbatches in MICROBATCHES:
         in_flight = count_activations(build(H1, ranks, microbatches))
         assert in_flight == (min(microbatches, ranks),) * ranks
@@ -237,7 +237,7 @@ def test_memory_of_zb_h1(ranks):
 @pytest.mark.parametrize(("kind", "extra"), [(ZBV, 0), (DUAL, 1)])
 @pytest.mark.parametrize("ranks", RANKS)
 def test_memory_in_a_v(kind, extra, ranks):
-    """Every rank keeps 2p activations in ZB-V and 2p+1 in DualPipeV, less with few microbatches."""
+    """Every rank holds 2p activations in ZB-V and 2p+1 in DualPipeV, less with few microbatches."""
     for microbatches in MICROBATCHES:
         in_flight = count_activations(build(kind, ranks, microbatches))
         most = 2 * ranks + extra
@@ -248,7 +248,7 @@ def test_memory_in_a_v(kind, extra, ranks):
 
 @pytest.mark.parametrize("ranks", [2, 3, 4, 6])
 def test_which_is_faster(ranks):
-    """Of one model in as many microbatches: the order that the papers say, and by how much."""
+    """For one model in as many microbatches: the papers' order, and the differences."""
     microbatches = 2 * ranks
 
     def bubble(kind, stages):
@@ -262,8 +262,8 @@ def test_which_is_faster(ranks):
     assert bubble(ZBV, 2) == bubble(DUAL, 2) == bubble(H1, 1) / 2 < bubble(INTERLEAVED, 2)
 
 
-def test_turns_are_counted_by_stage_and_kind():
-    """A whole backward counts as both halves, and microbatches that are not there are left out."""
+def test_slots_are_counted_by_stage_and_kind():
+    """A whole backward counts as both halves, and excess microbatches are left out."""
     slots = repeat("F1 F0", 2) + repeat("B1", 1) + repeat("I1", 1) + repeat("W1", 1)
     assert slots[0] == Slot(ActionKind.FORWARD, 1)
     all_of_them = " ".join(map(str, assign_microbatches(slots, (2, 7), 2)))
@@ -274,7 +274,7 @@ def test_turns_are_counted_by_stage_and_kind():
 
 @pytest.mark.parametrize("kind", [GPIPE, ONE_F_ONE_B, H1, ZBV, DUAL])
 def test_stages_that_a_kind_does_not_allow(kind):
-    """Those that have a number of stages of their own refuse another, and say what does not."""
+    """Kinds with a fixed number of stages refuse another, and name kinds without."""
     own = KINDS[kind][0]
     with pytest.raises(ValueError, match=rf"{kind.value} has stages_per_rank={own}, not 3: leave it out, or take") as e:
         build_schedule(kind, 2, 4, 3)
@@ -293,7 +293,7 @@ def test_numbers_below_one(index):
 
 
 @pytest.mark.parametrize("index", [0, 1, 2])
-def test_numbers_that_are_none(index):
+def test_numbers_of_other_types(index):
     """Booleans, floats and texts are refused, with the argument's name."""
     name = ("num_ranks", "num_microbatches", "stages_per_rank")[index]
     for number in (True, 2.0, "2"):
@@ -303,8 +303,8 @@ def test_numbers_that_are_none(index):
             build_schedule(INTERLEAVED, *numbers)
 
 
-def test_kinds_that_are_none():
-    """A text is no kind, and the message lists what there is."""
+def test_wrong_kinds():
+    """A text is not a kind, and the message lists all kinds."""
     with pytest.raises(TypeError, match=r"kind must be a PipelineSchedule, not '1f1b': it has GPIPE, ONE_F_ONE_B, "):
         build_schedule("1f1b", 2, 4)
     assert PipelineSchedule("zb-v") is ZBV

@@ -1,4 +1,4 @@
-"""One stage at work: when it averages, and what it keeps."""
+"""One stage: when it averages gradients, and what it retains."""
 
 import contextlib
 
@@ -42,8 +42,8 @@ def begin(stage, microbatch):
 
 
 @pytest.mark.parametrize("is_whole", [True, False])
-def test_averaging_once(is_whole):
-    """All is put off but for the microbatch that goes backward last; also in halves, of which the first is then all."""
+def test_gradients_are_averaged_once(is_whole):
+    """Only the microbatch whose backward is last averages; also with split backwards, which then are whole."""
     stage = Stage(fill(Averaging()), last=0)
     for microbatch in range(3):
         begin(stage, microbatch)
@@ -64,7 +64,7 @@ def test_averaging_once(is_whole):
 
 
 def test_without_gradients():
-    """Nothing is kept of a forward in no_grad(), nor of what was forgotten."""
+    """A forward in no_grad() retains nothing, nor does a reset stage."""
     stage = Stage(fill(nn.Linear(3, 3)), last=0)
     with torch.no_grad():
         assert not begin(stage, 0).requires_grad
@@ -77,8 +77,8 @@ def test_without_gradients():
     assert stage.num_in_flight == 0
 
 
-def test_gradients_that_are_none():
-    """An output that has none is left out; where none has one there is no backward."""
+def test_outputs_without_gradients():
+    """An output without a gradient is left out; if none has one there is no backward."""
     for made in ([None], [torch.ones(2, 3)]):
         stage = Stage(fill(nn.Linear(3, 3)), last=0)
         output = begin(stage, 0)

@@ -1,4 +1,4 @@
-"""The backward of a stage in two phases: the bits of one, nothing twice, nothing kept."""
+"""The backward of a stage in two phases: the bits of one, nothing computed twice, nothing retained."""
 
 import copy
 import gc
@@ -270,7 +270,7 @@ def test_odd_graphs_have_the_bits_of_an_ordinary_backward(name):
 
 
 def test_gradients_that_meet_in_another_order_are_not_deferred_at_all():
-    """Where all of a layer is used inside, and later in what no input leads to."""
+    """Where a layer is used inside, and later in a part that no input leads to."""
     check(nn.Linear(6, 6), rows(4, 6), detached, defers=False)
 
 
@@ -343,7 +343,7 @@ WHOLE = {
 
 
 @pytest.mark.parametrize("name", WHOLE)
-def test_what_computes_all_or_nothing_is_done_once(name):
+def test_all_or_nothing_nodes_run_once(name):
     """A node that can't leave out gradients isn't called again; other layers of the stage are deferred all the same."""
     torch.manual_seed(4)
     odd = WHOLE[name]
@@ -389,8 +389,8 @@ class Counting(nn.Module):
 
 
 @pytest.mark.parametrize("is_reentrant", [False, True])
-def test_checkpoints_are_computed_again_once(is_reentrant):
-    """Their parameters' gradients come in the first phase, so that the second has no need of another forward."""
+def test_checkpoints_are_recomputed_once(is_reentrant):
+    """Their parameters' gradients come in the first phase, so that the second needs no other forward."""
     model = Counting()
 
     def forward(module, tensor):
@@ -404,7 +404,7 @@ def test_checkpoints_are_computed_again_once(is_reentrant):
 
 
 def test_layers_beside_a_checkpoint_are_deferred():
-    """But not beside one that is re-entrant, as torch knows no partial backward of those."""
+    """But not with a re-entrant one, since torch has no partial backward of those."""
     model = nn.ModuleList([nn.Linear(6, 6), nn.Linear(6, 6)])
     for is_reentrant in (False, True):
 
@@ -423,8 +423,8 @@ def test_a_reentrant_checkpoint_before_any_input_is_deferred():
     check(nn.Linear(6, 6), lambda: [torch.randn(4, 6)], forward)
 
 
-def test_tensors_in_other_memory_are_fetched_once():
-    """What saved-tensor hooks have packed is unpacked once."""
+def test_packed_tensors_are_unpacked_once():
+    """Tensors packed by saved-tensor hooks are unpacked once."""
     model = mlp(depth=2)
     unpacked = Counter()
 
@@ -501,7 +501,7 @@ def split_phases(output, tensor):
 
 
 def test_hooks_run_once_as_in_an_ordinary_backward():
-    """Hooks on tensors, on nodes before they run and on parameters: what they see, how often, what they change."""
+    """Hooks on tensors, on nodes and on parameters: their arguments, their number and their changes."""
     seen, gradients = hooked_gradients(split_phases)
     expected_seen, expected = hooked_gradients(ordinary_backward)
     assert seen == expected_seen
@@ -509,7 +509,7 @@ def test_hooks_run_once_as_in_an_ordinary_backward():
         assert_same(found, other, "hooked")
 
 
-def test_hooks_on_what_nodes_return_get_all_of_it():
+def test_hooks_on_results_of_nodes_get_all_gradients():
     """Such a hook is called once, with the gradients of the input and of the weights, and may change each."""
 
     def gradients(run):
@@ -535,7 +535,7 @@ def test_hooks_on_what_nodes_return_get_all_of_it():
 
 
 def test_no_hook_is_left_on_the_graph():
-    """The first phase takes its hooks away again, also when it fails."""
+    """The first phase removes its hooks, also when it fails."""
     layer = nn.Linear(6, 6)
     for fails in (False, True):
         tensor = torch.randn(4, 6, requires_grad=True)
@@ -552,7 +552,7 @@ def test_no_hook_is_left_on_the_graph():
 
 
 def test_errors_of_hooks_in_the_second_phase_are_raised_as_they_are():
-    """And the phase isn't repeated: some gradients may have been added."""
+    """The phase isn't repeated: some gradients may have been added."""
     layer = nn.Linear(6, 6)
     layer.weight.register_hook(lambda gradient: {}["missing"])
     tensor = torch.randn(4, 6, requires_grad=True)
@@ -579,8 +579,8 @@ def test_a_first_stage_defers_everything():
     check(mlp(), lambda: [torch.randn(4, 6)])
 
 
-def test_inputs_without_a_way_from_the_outputs_have_none():
-    """An input that isn't used, and outputs that nobody used."""
+def test_inputs_that_outputs_do_not_depend_on_have_no_gradient():
+    """An unused input, and unused outputs."""
 
     def forward(module, first, second):
         return [module(first), module(second) * 2, first + 1]
@@ -591,8 +591,8 @@ def test_inputs_without_a_way_from_the_outputs_have_none():
     check(nn.Linear(6, 6), lambda: rows(4, 6)() + rows(4, 6)(), forward, unused=[0, 1, 2], defers=False)
 
 
-def test_inputs_that_parameters_never_meet_leave_nothing():
-    """No parameters, frozen ones, and none on the way to the outputs."""
+def test_nothing_is_deferred_without_parameters():
+    """No parameters, frozen ones, and none on a path to the outputs."""
     frozen = mlp()
     frozen.requires_grad_(requires_grad=False)
     for model in (nn.Tanh(), nn.Identity(), frozen):
@@ -620,7 +620,7 @@ def test_gradients_of_inputs_stay_apart_from_what_was_there():
 
 
 def test_gradients_of_inputs_are_the_callers():
-    """A caller may change them, and what is left is not affected."""
+    """A caller may change them without an effect on the deferred rest."""
     model = nn.Linear(6, 6)
 
     def forward(module, tensor):
@@ -666,7 +666,7 @@ def test_a_second_phase_runs_once():
 
 
 def test_a_used_up_graph_refuses_another_backward():
-    """As after an ordinary backward, but with what happened to it."""
+    """As after an ordinary backward, with the reason."""
     model = mlp()
     tensor = torch.randn(4, 6, requires_grad=True)
     output = model(tensor)
@@ -689,7 +689,7 @@ def test_autocast_has_the_bits_of_an_ordinary_backward():
 
 
 def test_sparse_gradients_have_the_bits_of_an_ordinary_backward():
-    """Of an embedding beside the inputs, whose gradient isn't dense, over several microbatches."""
+    """Of an embedding next to the inputs, whose gradient isn't dense, over several microbatches."""
     embedding = nn.Embedding(5, 6, sparse=True)
 
     def forward(module, tensor):
@@ -707,7 +707,7 @@ def test_gradients_are_added_in_portions(limit, monkeypatch):
     check(nn.Sequential(tied, nn.Linear(6, 6), nn.GELU(), tied, nn.LayerNorm(6), tied), rows(4, 6))
 
 
-def test_portions_bound_what_is_held(monkeypatch):
+def test_portions_bound_the_memory(monkeypatch):
     """The gradient of one layer is added before that of the next one is computed."""
     monkeypatch.setattr(split_backward, "_PENDING_BYTES", 1)
     model = mlp(depth=3)
@@ -767,8 +767,8 @@ class Watched(nn.Module):
 
 
 @pytest.mark.usefixtures("no_collector")
-def test_memory_goes_when_it_has_served():
-    """After the first phase only what the weights need is kept, after the second nothing, though the output lives."""
+def test_memory_is_freed_after_each_phase():
+    """After the first phase only the weights' saved tensors stay, after the second nothing, though the output lives."""
     model = Watched()
     tensor = torch.randn(4, 6, requires_grad=True)
     output = model(tensor)
@@ -781,7 +781,7 @@ def test_memory_goes_when_it_has_served():
 
 
 @pytest.mark.usefixtures("no_collector")
-def test_what_is_dropped_is_freed():
+def test_a_dropped_weight_backward_is_freed():
     """Without a second phase, once the outputs are gone too; the incoming gradient also."""
     model = Watched()
     tensor = torch.randn(4, 6, requires_grad=True)
@@ -812,8 +812,8 @@ def test_gradients_are_not_held_after_the_second_phase():
 
 @pytest.mark.usefixtures("no_collector")
 @pytest.mark.parametrize("uses", [checkpoint, None])
-def test_memory_of_whole_backwards_goes_too(uses):
-    """Where all is done with the inputs, nothing is kept."""
+def test_memory_of_undeferred_backwards_is_freed(uses):
+    """Where all is computed with the inputs, nothing is retained."""
     model = Watched()
     tensor = torch.randn(4, 6, requires_grad=True)
     if uses is None:
@@ -828,7 +828,7 @@ def test_memory_of_whole_backwards_goes_too(uses):
 
 @pytest.mark.usefixtures("no_collector")
 def test_graphs_outlive_their_outputs():
-    """Nodes of custom Functions too, which nothing but the graph keeps."""
+    """Nodes of custom Functions too, which only the graph owns."""
     models = nn.Linear(6, 6), nn.Linear(6, 6)
     models[1].load_state_dict(models[0].state_dict())
     tensor = torch.randn(4, 6)

@@ -103,8 +103,8 @@ def count(steps):
 
 @pytest.mark.parametrize("is_causal", [False, True])
 @pytest.mark.parametrize("heads", HEADS)
-def test_it_is_the_undivided_one(heads, is_causal):
-    """Of plain tensors, which are whole: outputs and all gradients."""
+def test_it_equals_unsharded_attention(heads, is_causal):
+    """Of plain tensors, which are replicated: outputs and all gradients."""
     size, num_heads, num_kv_heads = HEADS[heads]
     plain, (x, grad) = undivided(num_heads, num_kv_heads, is_causal=is_causal), inputs()
     mine = x.clone().requires_grad_()
@@ -125,8 +125,8 @@ def test_it_is_the_undivided_one(heads, is_causal):
 
 
 @pytest.mark.parametrize("heads", ["grouped", "fewer than ranks"])
-def test_divided_sequences(heads):
-    """Parts of a sequence come in and go out, also without biases; sequences need not divide evenly."""
+def test_sharded_sequences(heads):
+    """Shards of a sequence go in and come out, also without biases; sequences need not divide evenly."""
     size, num_heads, num_kv_heads = HEADS[heads]
     plain, (x, grad) = undivided(num_heads, num_kv_heads, bias=False, is_causal=True), inputs()
     mine = x.clone().requires_grad_()
@@ -158,7 +158,7 @@ def test_divided_sequences(heads):
 
 @pytest.mark.parametrize("placement", [Replicate(), Shard(0), Shard(2)])
 def test_distributed_inputs(placement):
-    """However they lie, the output is a DTensor, whole, and the gradient lies as the input."""
+    """Under all placements the output is a replicated DTensor, and the gradient has the input's placement."""
     plain, (x, grad) = undivided(4, 2), inputs()
     mine = x.clone().requires_grad_()
     expected = plain(mine)
@@ -213,8 +213,8 @@ def test_collectives(heads, sequence_dim, forward, backward):
     assert run_ranks(program, size) == [(forward, backward)] * size
 
 
-def test_it_begins_as_undivided_layers():
-    """The same seed draws the same values, layer by layer; processes, for threads share torch's generator."""
+def test_initial_values_are_those_of_unsharded_layers():
+    """The same seed draws the same values, layer by layer; in processes, as threads share torch's generator."""
 
     def program(group):
         torch.manual_seed(5)
@@ -229,7 +229,7 @@ def test_it_begins_as_undivided_layers():
 
 
 def test_dropout_is_that_of_one_process():
-    """The same weights of attention are dropped, in training alone; outputs and gradients are those of one rank."""
+    """The same attention weights are dropped, in training alone; outputs and gradients are those of one rank."""
     x, grad = inputs()
 
     def program(group):
@@ -262,7 +262,7 @@ def test_dropout_is_that_of_one_process():
         ((24, 0, None), "num_heads=0"),
     ],
 )
-def test_sizes_that_do_not_divide(sizes, message):
+def test_sizes_that_do_not_divide_evenly(sizes, message):
     width, num_heads, num_kv_heads = sizes
     mesh = mesh_of(fd.SimulatedBackend.create_group(2)[0])
     with pytest.raises(ValueError, match=message):
@@ -277,7 +277,7 @@ def test_a_mesh_of_several_axes():
 
 
 def test_a_copy_is_another_layer():
-    """What a deep copy computes comes from its own parameters; its gradients lie as these."""
+    """A deep copy computes with its own parameters, whose gradients have their placements."""
     plain, (x, _) = undivided(12, 3), inputs()
 
     def program(group):

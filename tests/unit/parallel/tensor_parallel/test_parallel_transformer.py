@@ -102,8 +102,8 @@ def check_gradients(divided, plain):
 
 @pytest.mark.parametrize("size", [1, 2, 3])
 @pytest.mark.parametrize("plan", PLANS)
-def test_a_gpt_is_the_undivided_one(plan, size):
-    """Loss, scores and all gradients; three ranks divide nothing evenly but the tokens' width: not even the heads."""
+def test_gpt_equals_the_unsharded_one(plan, size):
+    """Loss, logits and all gradients; on three ranks nothing divides evenly but the embedding: not even the heads."""
     model, tokens = gpt(), tokens_of()
     loss = WithLoss(model)(tokens)
     loss.backward()
@@ -149,7 +149,7 @@ BLOCK_PLANS = {
     ],
 )
 def test_collectives_of_a_block(plan, forward, backward):
-    """Two allreduces each way, or reduce_scatter and all_gather in the place of each; nothing else is sent."""
+    """Two allreduces each way, or a reduce_scatter and an all_gather for each; nothing else is sent."""
 
     def program(group):
         mesh = mesh_of(group)
@@ -175,8 +175,8 @@ def test_collectives_of_a_block(plan, forward, backward):
         assert told <= sent <= told + 400 * (sum(there.values()) + sum(back.values()))
 
 
-def test_scores_stay_divided_until_the_loss():
-    """A step of the whole model: of scores that no rank has whole only two numbers of each row travel, and one back."""
+def test_logits_stay_sharded_until_the_loss():
+    """In a step of the model only two numbers of each row of logits are sent, and one back."""
     num_layers, tokens = 2, tokens_of()
     rows = tokens[:, 1:].numel()
 
@@ -199,8 +199,8 @@ def test_scores_stay_divided_until_the_loss():
         assert back == {hidden: 2 * num_layers + 1, (rows, 1): 1}
 
 
-def test_scores_may_leave_divided():
-    """With gathers_outputs=False scores are DTensors, and a loss outside of the model is what it is inside."""
+def test_sharded_outputs():
+    """With gathers_outputs=False logits are DTensors, and a loss outside of the model equals one inside."""
     model, tokens = gpt(), tokens_of()
     expected = WithLoss(model)(tokens)
     expected.backward()
@@ -236,8 +236,8 @@ class Dropping(nn.Module):
 
 
 @pytest.mark.parametrize("is_sequence", [False, True])
-def test_dropout_drops_what_one_process_does(is_sequence):
-    """Masks of whole tensors, wherever these are divided; processes, for threads share torch's generator."""
+def test_dropout_equals_one_process(is_sequence):
+    """Masks are those of full tensors, however these are sharded; in processes, as threads share torch's generator."""
     plan = {
         "norm": SequenceParallel() if is_sequence else Style(),
         "up": ColumnParallel(),
@@ -271,7 +271,7 @@ def test_dropout_drops_what_one_process_does(is_sequence):
 
 
 def test_gathering_overlaps_the_product(monkeypatch):
-    """While a piece is multiplied the next one is under way, and no more than that."""
+    """While a chunk is multiplied the next one is being gathered, and no more than that."""
     log = []
 
     class Watched:
@@ -306,8 +306,8 @@ def test_gathering_overlaps_the_product(monkeypatch):
     assert ", ".join(log) == ("start 0, wait 0, start 1, multiply, wait 1, start 2, multiply, wait 2, multiply")
 
 
-def test_pieces_under_autocast():
-    """They travel and are multiplied in the small dtype; gradients of parameters are of their own."""
+def test_chunks_under_autocast():
+    """They are sent and multiplied in the small dtype; gradients have the parameters' dtype."""
     generator = torch.Generator().manual_seed(1)
     x = torch.rand(2, 8, 4, generator=generator)
     layer = nn.Linear(4, 6)
@@ -337,8 +337,8 @@ def test_pieces_under_autocast():
 
 
 @pytest.mark.parametrize("blocks", [1, 3])
-def test_pieces_of_sequences_of_any_shape(blocks):
-    """Chunks of tensors of two, three and four dims, with and without bias, and under no_grad."""
+def test_chunks_of_inputs_of_any_shape(blocks):
+    """Inputs of two, three and four dims, with and without bias, and under no_grad."""
     generator = torch.Generator().manual_seed(1)
 
     def draw(*shape):
