@@ -130,8 +130,7 @@ def size_error(rank: int, sender: str, size_bytes: int, room_bytes: int) -> Size
     """
     return SizeMismatchError(
         f"{sender} sent {counted(size_bytes, 'byte')}, the buffer to receive them has {room_bytes}: receive into one of"
-        " that size."
-        " The message is kept.",
+        " that size. The message stays queued.",
         ranks=(rank,),
     )
 

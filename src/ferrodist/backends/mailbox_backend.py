@@ -89,13 +89,13 @@ class GroupObserver:
         """A rank has left a group."""
 
     def on_subgroup_closed(self, group_id: int) -> None:
-        """This rank has closed a sub-group and told the others."""
+        """This rank has closed a sub-group and notified the others."""
 
     def on_subgroup_forgotten(self, group_id: int) -> None:
         """No more messages come for a sub-group that this rank has closed."""
 
     def on_closed(self) -> None:
-        """This rank has closed all groups, and is about to tell the others."""
+        """This rank has closed all groups, and is about to notify the others."""
 
     def on_forked(self) -> None:
         """This is a forked child: everything belongs to the parent."""
@@ -337,8 +337,8 @@ class MailboxBackend(NonBlockingBackend):
         """Abort a group because of unexpected messages, most of them from ``flooder``."""
         index, name = self.describe_rank(group_id, flooder)
         error = GroupAbortedError(
-            f"{self.describe_rank(group_id, self.rank)[1]} ran out of room: {name} keeps sending what it does not"
-            " receive. Receive it, or check the tags of send and recv.",
+            f"{self.describe_rank(group_id, self.rank)[1]} ran out of room: {name} keeps sending messages that"
+            " it does not receive. Receive them, or check the tags of send and recv.",
             ranks=(index,) if self._is_member(group_id, flooder) else (),
         )
         self.abort_subgroup(group_id, self._members.get(group_id, self._members[_WORLD]), error)

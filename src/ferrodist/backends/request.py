@@ -186,7 +186,7 @@ class BaseRequest:
     def add_done_callback(self, callback: Callable[[], None]) -> None:
         """Call ``callback()`` once when done, immediately if it is; it must not block or raise."""
         self._callbacks.append(callback)
-        if self._done:  # end may have looked at the list before the append
+        if self._done:  # end may have read the list before the append
             try:
                 self._callbacks.remove(callback)
             except ValueError:

@@ -49,7 +49,7 @@ _ANSWER_GRACE_SECONDS = 0.5
 """How long past its deadline a connected rank waits for rank 0 to name the missing rank."""
 
 _FAREWELL_SECONDS = 0.2
-"""How long a rank that was not let in waits until its goodbye is sent."""
+"""How long a rank that was not let in waits until its notices are sent."""
 
 _FLUSH_POLL_SECONDS = 0.01
 
@@ -573,4 +573,4 @@ def _new_message(frame: Frame) -> Message:
 
 
 def _death(reason: str) -> PeerExit:
-    return PeerExit(what=f"died: {reason} without a goodbye")
+    return PeerExit(what=f"died: {reason} without leaving the group")
