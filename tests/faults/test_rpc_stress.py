@@ -438,7 +438,7 @@ def rss_bytes(pid):
 @pytest.mark.parametrize("pass_on", [False, True])
 @pytest.mark.timeout(SECONDS + 10 * PATIENCE)
 def test_calls_while_ranks_are_killed(supervisor, pass_on):
-    """Each call has its right answer, or an error that somebody's death explains; in the end nothing is left."""
+    """Each call has its right result, or an error that a death explains; in the end nothing is left."""
     draw = random.Random(SEED)
     for rank in range(NUM_RANKS):
         supervisor.start(rank)
@@ -528,7 +528,7 @@ def bounced(rank, world_size, hops, token):
 
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_a_thousand_calls_at_once(backend):
-    """Eight threads of each rank have them outstanding at the same time; each answer goes to its call."""
+    """Eight threads of each rank have them outstanding at the same time; each result goes to its call."""
 
     def program(agent):
         def ask(thread):
@@ -571,7 +571,7 @@ def test_few_calls_at_once(backend, most_outstanding):
 @pytest.mark.parametrize("num_workers", [1, 2])
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_back_and_forth(backend, num_workers):
-    """Many more ranks than cores, whose functions call each other: nobody waits for a worker that waits for it."""
+    """Many more ranks than cores, whose functions call each other, don't deadlock."""
 
     def program(agent):
         def ask(thread):
@@ -600,7 +600,7 @@ def plus_of_tensor(agent, tensor):
 
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_agents_are_closed_at_any_moment(backend):
-    """Calls that are under way, here or there, end with an error that says so; closing takes no time."""
+    """Calls under way, here or there, end with an error that says so; closing takes no time."""
 
     def program(agent, seed):
         draw = random.Random(f"{SEED} {seed} {agent.rank}")

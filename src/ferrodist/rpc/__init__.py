@@ -1,10 +1,10 @@
-"""Calls of registered functions on other ranks, and references to what they keep there.
+"""Remote procedure calls of registered functions, and references to remote objects.
 
 ::
 
-    calls        RpcContext, RpcAgent -> Future, RpcStatistics; current_agent in what is called; RpcError
+    calls        RpcContext, RpcAgent -> Future, RpcStatistics; current_agent in called functions; RpcError
     references   RRef, ReferenceCounts
-    ways         RpcBackend: GroupRpcBackend (any group), TcpRpcBackend (no group; processes may be started again),
+    transports   RpcBackend: GroupRpcBackend (any group), TcpRpcBackend (no group; processes may be started again),
                  SimulatedRpcBackend (threads)
 """
 

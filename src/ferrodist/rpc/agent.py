@@ -300,7 +300,7 @@ class RpcAgent:
             timeout: Seconds to wait; None takes the backend's timeout.
 
         Raises:
-            DistributedTimeoutError: It takes longer. Rank 0's error names the ranks that keep the others waiting.
+            DistributedTimeoutError: Draining takes longer. Rank 0's error names the ranks that keep the others waiting.
             PeerLostError: Rank 0, which coordinates this, is gone. Other ranks that are lost are not waited for.
         """
         self._shutdown.drain(Deadline(self._seconds(timeout)))

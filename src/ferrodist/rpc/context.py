@@ -1,4 +1,4 @@
-"""`RpcContext`: an agent for the length of a with-block, which ends when nothing is under way any more."""
+"""`RpcContext`: an agent for the length of a with-block, which drains at its end."""
 
 from __future__ import annotations
 
@@ -28,22 +28,22 @@ def _check_options(options: Mapping[str, Any]) -> None:
 
 
 class RpcContext:
-    """Calls and serves calls in a with-block: ``with RpcContext(group, {"add": add}) as agent:``.
+    """Makes and serves calls in a with-block: ``with RpcContext(group, {"add": add}) as agent:``.
 
-    The end of the block waits until all ranks have come to theirs and no call is under way, and serves calls until
-    then; a rank that only serves has an empty block. A block that raises ends at once, and its rank is lost to the
-    others.
+    The end of the block waits until all ranks have reached the end of theirs and no call is under way, and serves calls
+    until then; a rank that only serves has an empty block. A block that raises ends at once, and its rank is lost to
+    the others.
 
     Args:
-        backend: How ranks reach each other; or a group, whose messages then do.
-        functions: What others may call, by name.
+        backend: The transport between ranks; or a group, whose messages carry the calls.
+        functions: The functions that other ranks may call, by name.
         drain_timeout: Seconds that the end of the block may take; None takes the backend's timeout.
-        options: As for `RpcAgent`.
+        options: The options of `RpcAgent`.
 
     Raises:
-        TypeError: There is no such option. The backend is closed, unless an agent has it.
-        DistributedTimeoutError: At the end: it takes too long. Rank 0's says who keeps the others waiting.
-        PeerLostError: At the end: rank 0 is gone, which sees to it.
+        TypeError: An option is unknown. The backend is closed, unless an agent uses it.
+        DistributedTimeoutError: At the end: it takes too long. Rank 0's error names the ranks that the others wait for.
+        PeerLostError: At the end: rank 0, which coordinates it, is gone.
     """
 
     def __init__(

@@ -61,7 +61,7 @@ _KINDS = {int(kind): kind for kind in MessageKind}
 
 
 class Frame:
-    """A received frame; raises ProtocolError if the data is none."""
+    """A received frame; raises ProtocolError for invalid data."""
 
     __slots__ = ("data", "form", "has_references", "index", "is_cancelled", "is_complete", "kind", "number", "size")
 

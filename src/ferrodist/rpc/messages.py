@@ -215,7 +215,7 @@ def pack_call(call: Call, extensions: Sequence[LeafCodec]) -> Content:
 
 
 def unpack_call(content: Content, src: int, extensions: Sequence[LeafCodec]) -> Call:
-    """Unpack a call; raises ProtocolError if it is none, and PeerLostError if a reference in it is refused."""
+    """Unpack a call; raises ProtocolError for other content, and PeerLostError if a reference in it is refused."""
     try:
         if isinstance(content, bytes):
             call = Call(*_DECODE_CALL(content))
@@ -269,7 +269,7 @@ def pack_failure(failure: Failure) -> bytes:
 
 
 def unpack_failure(content: Content, src: int) -> Failure:
-    """Unpack a failure; raises ProtocolError if it is none."""
+    """Unpack a failure; raises ProtocolError for other content."""
     try:
         if isinstance(content, bytes):
             return _DECODE_FAILURE(content)

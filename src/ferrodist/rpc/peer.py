@@ -136,7 +136,7 @@ class MessageHandler(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PeerOptions:
-    """What the peers of one agent share."""
+    """The options and resources that the peers of one agent share."""
 
     executor: Executor
     tensor_pool: TensorPool  # for received tensors

@@ -37,7 +37,7 @@ class PeerListener(Protocol):
         """A peer is there, for the first time or again, as this process of its rank; calls may go to it after this."""
 
     def on_lost(self, rank: int, error: PeerLostError) -> None:
-        """Nothing more will be received for what was sent to a peer until now."""
+        """A peer is gone: there will be no response to anything sent to it until now."""
 
 
 class PeerManager:
@@ -147,7 +147,7 @@ class PeerManager:
     # Called by the backend.
 
     def joined(self, peer: int, pair: Backend, version: tuple[int, int]) -> None:
-        """Take a group of this rank and another one; see `Peers`."""
+        """Take a group of this rank and another one; see `TransportListener`."""
         with self._exclusively(peer) as may_go_on:
             if may_go_on and version > self._versions.get(peer, _NO_VERSION):
                 self._versions[peer] = version

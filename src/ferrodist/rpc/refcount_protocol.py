@@ -20,8 +20,8 @@ names the fork id, so that none takes more than what it means:
   O gives it when R says MET, as both know then of the connection that the counts belong to.
 - S dies before O has answered: nothing was sent, O forgets it.
 - S dies after that: only R can tell whether the message arrived. O asks: SETTLE. From then on R refuses what arrives
-  with the fork id, and its next CONFIRM says so, behind those of what arrived before. O forgets what is left. So R has
-  a reference that is counted, or a message that it does not accept, whose sender is gone.
+  with the fork id, and its next CONFIRM says so, behind those of references that arrived before. O forgets the rest.
+  So R has a reference that is counted, or a message that it does not accept, whose sender is gone.
 - S and R lose each other, and both live: S says so to the owners where it has registered R: LOST, and O asks R.
   Fork ids grow, so that what S registers for the next connection is not meant.
 - O dies: S can't register, or R has a reference to nothing; the next process of O knows no such object.

@@ -4,7 +4,7 @@
 An object's owner counts for each other rank how many references have been sent to it; each rank counts how many it has
 received. The owner knows of a reference before it is sent, and a rank whose last reference is gone gives back in one
 message as many as it had received. So the owner's count is never below the references that a rank has or that are on
-their way to it: there is no order of messages in which an object is freed too early. A rank that is lost has no
+their way to it: no order of messages frees an object too early. A rank that is lost has no
 references. References sent by third ranks are in [Note: references from third ranks] in `refcount_protocol.py`.
 """
 

@@ -28,7 +28,7 @@ from ferrodist.rpc.messages import (
 )
 from ferrodist.rpc.refcount_protocol import RefCountClient, RefCountServer
 from ferrodist.rpc.refcount_tables import owned_object, record_of
-from ferrodist.rpc.rref import ReferenceId, RRef
+from ferrodist.rpc.rref import FETCH, METHOD, ReferenceId, RRef
 from ferrodist.rpc.rref_transfer import RRefTransfer
 from ferrodist.rpc.server import refusal
 
@@ -44,13 +44,7 @@ if TYPE_CHECKING:
     from ferrodist.rpc.server import RpcServer
 
 CREATE = f"{OWN_NAMES}create"
-"""(id, function, arguments, keywords): have a function make an object."""
-
-FETCH = f"{OWN_NAMES}to_here"
-"""(object): return a copy."""
-
-METHOD = f"{OWN_NAMES}RRef."
-"""Followed by a method's name. (id, object, arguments, keywords): call it; with an id, the result is an object."""
+"""(id, function, arguments, keywords): the internal call that has a function make an object."""
 
 _TOKEN_BITS = 63
 _LENGTH_WITH_FORK_ID = len(ReferenceId._fields) + 1
@@ -103,10 +97,10 @@ class RRefManager(ValueCodec):
         """Have an owner make an object by an internal call; `rest` are its arguments after the object's id."""
         id_ = self._next_id(owner)
         if owner != self.rank:
-            return self._table.create(id_, self._call(owner, name, (tuple(id_), *rest), timeout))
+            return self._table.create(id_, self.call(owner, name, (tuple(id_), *rest), timeout))
         _, handle = self._table.add(id_)
         assert handle is not None
-        self._call(owner, name, (tuple(id_), *rest), timeout)
+        self.call(owner, name, (tuple(id_), *rest), timeout)
         return handle
 
     def own(self, value: Any) -> RRef:
@@ -117,7 +111,7 @@ class RRefManager(ValueCodec):
         return handle
 
     def local_value(self, reference: RRef, timeout: float | None) -> Any:
-        """See `RRef.local_value`."""
+        """An object of this rank, once it is made; see `RRef.local_value`."""
         owned = owned_object(reference)
         seconds = self._timeout if timeout is None else check_timeout(timeout)
         with self._executor.waiting():
@@ -132,21 +126,10 @@ class RRefManager(ValueCodec):
             raise error_of("local_value", self.rank, found[0])
         return found[0]
 
-    def fetch(self, reference: RRef, timeout: float | None) -> Future:
-        """See `RRef.to_here`."""
-        return self._call(reference.owner, FETCH, (reference,), timeout)
-
-    def call_method(
-        self, reference: RRef, name: str, arguments: tuple[Any, ...], keywords: dict[str, Any], *, timeout: float | None
-    ) -> Future:
-        """See `RRef.rpc_async`."""
-        return self._call(reference.owner, f"{METHOD}{name}", (None, reference, arguments, keywords), timeout)
-
-    def create_by_method(
-        self, reference: RRef, name: str, arguments: tuple[Any, ...], keywords: dict[str, Any], *, timeout: float | None
-    ) -> RRef:
-        """See `RRef.remote`."""
-        return self.create(reference.owner, f"{METHOD}{name}", (reference, arguments, keywords), timeout)
+    def call(self, owner: int, name: str, arguments: tuple[Any, ...], timeout: float | None) -> Future:
+        """Make an internal call."""
+        seconds = self._timeout if timeout is None else check_timeout(timeout)
+        return self._client.call_async(owner, Call(name, arguments, {}), seconds)
 
     def refuse(self) -> None:
         """Make nothing more, and let no thread wait for objects that are being made."""
@@ -165,10 +148,6 @@ class RRefManager(ValueCodec):
     def _check_open(self) -> None:
         if self._is_closed:
             raise GroupClosedError("the agent was closed")
-
-    def _call(self, rank: int, name: str, arguments: tuple[Any, ...], timeout: float | None) -> Future:
-        seconds = self._timeout if timeout is None else check_timeout(timeout)
-        return self._client.call_async(rank, Call(name, arguments, {}), seconds)
 
     # References in messages.
 

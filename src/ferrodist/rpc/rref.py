@@ -5,10 +5,18 @@ from __future__ import annotations
 import functools
 from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn, Protocol
 
+from ferrodist.rpc.messages import OWN_NAMES
+
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from ferrodist.rpc.future import Future
+
+FETCH = f"{OWN_NAMES}to_here"
+"""(object): the internal call that returns a copy."""
+
+METHOD = f"{OWN_NAMES}RRef."
+"""Followed by a method's name. (id, object, arguments, keywords): call it; with an id, the result is an object."""
 
 
 class ReferenceId(NamedTuple):
@@ -21,7 +29,7 @@ class ReferenceId(NamedTuple):
 
     @classmethod
     def parse(cls, plain: Any, world_size: int) -> ReferenceId:
-        """Check an id from another rank; raises ValueError if it is none."""
+        """Check an id from another rank; raises ValueError for anything else."""
         if isinstance(plain, tuple) and len(plain) == 4 and all(type(each) is int for each in plain):
             found = cls(*plain)
             if 0 <= found.owner < world_size and 0 <= found.creator < world_size:
@@ -36,25 +44,18 @@ class _Record(Protocol):
 
 
 class RRefOperations(Protocol):
-    """What an agent does for an `RRef`, whose methods describe it."""
+    """The agent's side of its references."""
 
     rank: int
 
     def local_value(self, reference: RRef, timeout: float | None) -> Any:
         """Return the object itself."""
 
-    def fetch(self, reference: RRef, timeout: float | None) -> Future:
-        """Fetch a copy of the object."""
+    def call(self, owner: int, name: str, arguments: tuple[Any, ...], timeout: float | None) -> Future:
+        """Make an internal call."""
 
-    def call_method(
-        self, reference: RRef, name: str, arguments: tuple[Any, ...], keywords: dict[str, Any], *, timeout: float | None
-    ) -> Future:
-        """Call a method."""
-
-    def create_by_method(
-        self, reference: RRef, name: str, arguments: tuple[Any, ...], keywords: dict[str, Any], *, timeout: float | None
-    ) -> RRef:
-        """Call a method, and leave the result at the owner."""
+    def create(self, owner: int, name: str, rest: tuple[Any, ...], timeout: float | None) -> RRef:
+        """Make an internal call whose result stays at the owner; `rest` are its arguments after the object's id."""
 
 
 class RRef:
@@ -105,7 +106,7 @@ class RRef:
             DistributedTimeoutError: The copy does not arrive in time.
             PeerLostError: The owner died or left.
         """
-        return self._manager.fetch(self, timeout).result()
+        return self.to_here_async(timeout).result()
 
     def to_here_async(self, timeout: float | None = None) -> Future:
         """A copy of the object, as `to_here`, as the result of a future that can be awaited.
@@ -113,7 +114,7 @@ class RRef:
         Args:
             timeout: As for `local_value`.
         """
-        return self._manager.fetch(self, timeout)
+        return self._manager.call(self.owner, FETCH, (self,), timeout)
 
     def rpc_sync(self, timeout: float | None = None) -> Methods:
         """The object's methods: ``reference.rpc_sync().add(3)`` calls one at the owner, and waits for its result.
@@ -123,15 +124,25 @@ class RRef:
         Args:
             timeout: As for `RpcAgent.rpc_sync`, whose errors these calls raise.
         """
-        return Methods(lambda *call: self._manager.call_method(self, *call, timeout=timeout).result())
+        return Methods(lambda *call: self._call_method(timeout, *call).result())
 
     def rpc_async(self, timeout: float | None = None) -> Methods:
         """The object's methods, as `rpc_sync`; calls give futures."""
-        return Methods(lambda *call: self._manager.call_method(self, *call, timeout=timeout))
+        return Methods(functools.partial(self._call_method, timeout))
 
     def remote(self, timeout: float | None = None) -> Methods:
         """The object's methods, as `rpc_sync`; results stay at the owner, and calls give references to them."""
-        return Methods(lambda *call: self._manager.create_by_method(self, *call, timeout=timeout))
+        return Methods(functools.partial(self._create_by_method, timeout))
+
+    def _call_method(
+        self, timeout: float | None, name: str, arguments: tuple[Any, ...], keywords: dict[str, Any]
+    ) -> Future:
+        return self._manager.call(self.owner, f"{METHOD}{name}", (None, self, arguments, keywords), timeout)
+
+    def _create_by_method(
+        self, timeout: float | None, name: str, arguments: tuple[Any, ...], keywords: dict[str, Any]
+    ) -> RRef:
+        return self._manager.create(self.owner, f"{METHOD}{name}", (self, arguments, keywords), timeout)
 
     def __copy__(self) -> RRef:
         return self

@@ -59,7 +59,7 @@ class FunctionRegistry:
             raise ValueError(f"there is a function {name!r} already: take another name")
 
     def register_all(self, functions: Mapping[str, Callable[..., Any]]) -> None:
-        """Register functions by their names; raises as `register`, or TypeError for what is no mapping."""
+        """Register functions by their names; raises as `register`, and TypeError if this is not a mapping."""
         if not isinstance(functions, Mapping):
             raise TypeError(
                 f"functions are given by their names, as in {{'add': add}}, not as"

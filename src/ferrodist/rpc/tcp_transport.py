@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from ferrodist.backends.base import Backend
     from ferrodist.rendezvous import Membership
     from ferrodist.rendezvous.session import Connection
-    from ferrodist.rpc.transport import Peers
+    from ferrodist.rpc.transport import TransportListener
 
 _LEFT = PeerExit(what="has left: its agent was closed")
 
@@ -92,9 +92,9 @@ class PairGroup(TcpBackend):
         return self._agents[rank], f"rank {self._agents[rank]}"
 
     @override
-    def peer_left(self, group_id: int, rank: int, departure: PeerExit = _LEFT) -> None:
-        self.peer_has_left |= departure is _LEFT
-        super().peer_left(group_id, rank, departure)
+    def peer_left(self, group_id: int, rank: int, peer_exit: PeerExit = _LEFT) -> None:
+        self.peer_has_left |= peer_exit is _LEFT
+        super().peer_left(group_id, rank, peer_exit)
 
 
 _log = logging.getLogger(__name__)
@@ -179,7 +179,7 @@ class TcpRpcBackend(RpcBackend):
             PrefixStore(membership.store, f"rpc/{name}"), self.rank, self.world_size, seconds
         )
         self._listener: Listener | None = None
-        self._peers: Peers | None = None
+        self._peers: TransportListener | None = None
         self._own = PeerRecord(0, "", "")
         self._admitted: dict[int, tuple[int, int]] = {}  # by higher rank: the newest incarnation and attempt
         self._found: dict[int, PeerRecord] = {}  # by lower rank: processes to connect to
@@ -205,7 +205,7 @@ class TcpRpcBackend(RpcBackend):
         """
         return cls(membership=membership, timeout=timeout, name=name)
 
-    def open(self, peers: Peers) -> None:
+    def open(self, peers: TransportListener) -> None:
         """Find the other ranks; see `RpcBackend.open`.
 
         Raises:

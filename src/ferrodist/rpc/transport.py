@@ -5,6 +5,8 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from typing import TYPE_CHECKING, Protocol
 
+from typing_extensions import override
+
 from ferrodist.backends.request import LockWaitEvent
 from ferrodist.backends.simulated import SimulatedBackend
 from ferrodist.backends.subgroup import SubBackend
@@ -14,27 +16,28 @@ if TYPE_CHECKING:
     from ferrodist.backends.request import WaitEvent
 
 
-class Peers(Protocol):
-    """Who is told which ranks are there. Any thread may call, and must hold no lock."""
+class TransportListener(Protocol):
+    """Listener for groups with other ranks. Any thread may call it, and must hold no lock."""
 
     def joined(self, peer: int, pair: Backend, version: tuple[int, int]) -> None:
-        """A rank can be talked to.
+        """Take a group with a rank.
 
         Args:
             peer: The rank.
-            pair: A new group of this rank and that one, in the order of their numbers. Whoever is told closes it.
-            version: Which process of the peer it is, of which later ones have higher numbers, the same for all ranks;
-                and which group with that. Of two groups the one of the higher version counts, whichever is told first.
+            pair: A new group of this rank and that one, in the order of their ranks; the listener closes it.
+            version: The peer's incarnation, which grows from process to process and is the same on all ranks; and the
+                number of the group with that process. Of two groups the one with the higher version counts, whichever
+                comes first.
         """
 
 
 class RpcBackend(ABC):
-    """Ranks that can call each other. One agent uses it, and closes it.
+    """A transport between ranks. One agent uses it, and closes it.
 
     Args:
         rank: This rank.
-        world_size: How many there are.
-        timeout: Seconds a call may take that names no timeout itself.
+        world_size: The number of ranks.
+        timeout: Default timeout of calls in seconds.
     """
 
     def __init__(self, rank: int, world_size: int, timeout: float) -> None:
@@ -43,11 +46,14 @@ class RpcBackend(ABC):
         self.timeout = timeout
 
     @abstractmethod
-    def open(self, peers: Peers) -> None:
-        """Tell, now and until `close`, of each rank that is there; called once. Does not wait for any."""
+    def open(self, peers: TransportListener) -> None:
+        """Give a group with each rank that is there to the listener, now and until `close`; called once.
+
+        Does not wait for any rank.
+        """
 
     def lost(self, peer: int, pair: Backend) -> None:  # noqa: B027 - may stay as it is
-        """Be told that a group is of no use any more: the backend may make another. This form does nothing."""
+        """Note that a group has ended: the transport may make another one. By default nothing is done."""
 
     def absence(self, peer: int) -> str:
         """Why a rank that is not there has not come: sentences with a space in front, or nothing. Takes no lock."""
@@ -60,18 +66,18 @@ class RpcBackend(ABC):
         return ""
 
     def refuse(self) -> None:  # noqa: B027 - may stay as it is
-        """Be told that an agent was not made: close, unless another agent has this. This form does nothing."""
+        """Note that an agent was not made: close, unless another agent uses this. By default nothing is done."""
 
     def signal(self) -> WaitEvent:
-        """Something for a thread to wait for until messages of the groups bring it; see `Backend.signal`."""
+        """An event for a thread that waits for messages of the groups; see `Backend.signal`."""
         return LockWaitEvent()
 
     def close(self) -> None:  # noqa: B027 - may stay as it is
-        """Tell of no more ranks, and be reached by none; groups that were told of go on. This form does nothing."""
+        """Make no more groups; those that there are stay open. By default nothing is done."""
 
 
 class GroupRpcBackend(RpcBackend):
-    """The ranks of a group, by whatever way its messages go: shared memory within a host, for a native one.
+    """A transport over a group, by its own messages: shared memory within a host, for a native group.
 
     Args:
         group: The group; it stays open.
@@ -80,34 +86,34 @@ class GroupRpcBackend(RpcBackend):
     def __init__(self, group: Backend) -> None:
         super().__init__(group.rank, group.world_size, group.timeout)
         self._group = group
-        self._has_told = False
+        self._is_open = False
 
-    def open(self, peers: Peers) -> None:
-        """Tell of all ranks: a sub-group with each, which the end of other ranks does not end."""
+    def open(self, peers: TransportListener) -> None:
+        """Make a sub-group with each rank, which the end of other ranks does not end."""
         for peer in range(self.world_size):
             if peer != self.rank:
                 members = sorted((self.rank, peer))
                 name = f"rpc of ranks {members[0]} and {members[1]}"
                 peers.joined(peer, SubBackend(self._group, members, label="ferrodist.rpc", name=name), (0, 0))
-        self._has_told = True
+        self._is_open = True
 
     def hopeless(self, peer: int) -> str:
-        """See `RpcBackend`: all were told of at once."""
-        if not self._has_told:
+        """See `RpcBackend.hopeless`: all groups are made at once."""
+        if not self._is_open:
             return ""
         return (
             f"rank {peer} of group {self._group.name!r} was there, and whom a group has lost does not come back to it"
         )
 
+    @override
     def signal(self) -> WaitEvent:
-        """See `RpcBackend`."""
         return self._group.signal()
 
 
 class SimulatedRpcBackend(GroupRpcBackend):
-    """Ranks that are threads of one process."""
+    """A transport between ranks that are threads of one process."""
 
     @classmethod
     def create_group(cls, world_size: int) -> list[SimulatedRpcBackend]:
-        """One for each rank."""
+        """Make a transport for each rank."""
         return [cls(group) for group in SimulatedBackend.create_group(world_size)]

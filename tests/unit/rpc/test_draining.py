@@ -1,4 +1,4 @@
-"""The end of all ranks, step by step: who comes, goes and comes again, and what is under way meanwhile."""
+"""Draining, step by step: ranks drain, are lost and join again, and calls are under way."""
 
 import concurrent.futures
 import contextlib
@@ -62,18 +62,18 @@ class Ranks:
         """Serve a call of another rank."""
         self.handlers[call.name](SimpleNamespace(peer=SimpleNamespace(rank=peer)), call)
 
-    def come(self, *peers, token=7):
-        """Have ranks come to the end."""
+    def make_ready(self, *peers, token=7):
+        """Have ranks drain."""
         for peer in peers:
             self.serve(peer, Call(READY, (token,), {}))
 
-    def told(self, name):
-        """Which ranks such calls went to."""
+    def called(self, name):
+        """The ranks that received calls of a name."""
         return [to for to, called in self.calls if called == name]
 
 
 def answers(*rounds):
-    """Ranks that answer in one round after the other so; the last one is repeated."""
+    """Make answers for one round after the other; the last one is repeated."""
     left = {}
 
     def answer(to, call):
@@ -87,29 +87,29 @@ def answers(*rounds):
 
 
 def test_one_round_is_not_enough():
-    """A call that was made and has ended between two questions may have made another one, which is under way."""
+    """A call that has ended between two rounds may have made another one that is under way."""
     hub = Ranks(0, 3, answers({1: [0, 0, 0]}, {1: [1, 1, 0]}, {1: [2, 2, 0]}, {1: [2, 2, 0]}))
-    hub.come(1, 2)
+    hub.make_ready(1, 2)
     hub.shutdown.drain(Deadline(_PATIENCE))
-    assert hub.told(STATUS) == [1, 2] * 4
-    assert hub.told(RELEASE) == [1, 2]
+    assert hub.called(STATUS) == [1, 2] * 4
+    assert hub.called(RELEASE) == [1, 2]
 
 
-def test_two_rounds_that_agree():
-    """Are enough, and needed: in the first one nothing is known of what went before."""
+def test_two_equal_rounds_are_enough():
+    """Two rounds are needed: the first one says nothing about the time before."""
     hub = Ranks(0, 2, answers([3, 3, 0]))
-    hub.come(1)
+    hub.make_ready(1)
     hub.shutdown.drain(Deadline(_PATIENCE))
-    assert hub.told(STATUS) == [1, 1]
+    assert hub.called(STATUS) == [1, 1]
 
 
 @pytest.mark.parametrize("busy", [[3, 2, 0], [3, 3, 1]])
-def test_what_is_under_way_is_waited_for(busy):
-    """Calls without a result, and such as are served, whoever made them."""
+def test_calls_under_way_are_waited_for(busy):
+    """Calls without a result, and calls that are served, whoever made them."""
     hub = Ranks(0, 2, answers(busy, busy, busy, [3, 3, 0]))
-    hub.come(1)
+    hub.make_ready(1)
     hub.shutdown.drain(Deadline(_PATIENCE))
-    assert hub.told(STATUS) == [1] * 5
+    assert hub.called(STATUS) == [1] * 5
 
 
 @pytest.mark.parametrize(
@@ -121,8 +121,8 @@ def test_what_is_under_way_is_waited_for(busy):
         (DistributedTimeoutError("late"), "rank 2 does not say what it is at: late", (2,)),
     ],
 )
-def test_who_keeps_the_others_waiting(look, text, ranks):
-    """Is named: also who does not answer."""
+def test_the_error_names_busy_ranks(look, text, ranks):
+    """The error names ranks with calls under way, and ranks that do not answer."""
 
     def answer(to, call):
         if to == 2 and isinstance(look, Exception):
@@ -130,22 +130,22 @@ def test_who_keeps_the_others_waiting(look, text, ranks):
         return look if to == 2 else [1, 1, 0]
 
     hub = Ranks(0, 3, answer)
-    hub.come(1, 2)
+    hub.make_ready(1, 2)
     with pytest.raises(DistributedTimeoutError, match=rf"calls are under way after 0\.05 s: {text}$") as caught:
         hub.shutdown.drain(Deadline(0.05))
     assert caught.value.ranks == ranks
-    assert hub.told(RELEASE) == []
+    assert hub.called(RELEASE) == []
 
 
-def test_what_is_served_here_is_waited_for():
-    """At rank 0, too."""
+def test_the_coordinator_waits_for_its_own_calls():
+    """Calls that rank 0 serves count, too."""
     hub = Ranks(0, 1, serving=[2, 1])
     hub.shutdown.drain(Deadline(_PATIENCE))
     assert hub.serving == []
 
 
 def test_a_lost_rank_is_not_waited_for():
-    """Neither when it is known to be lost nor when it turns out to be."""
+    """Whether it is known to be lost or turns out to be while it is asked."""
 
     def answer(to, call):
         if to == 2:
@@ -153,26 +153,26 @@ def test_a_lost_rank_is_not_waited_for():
         return [0, 0, 0]
 
     hub = Ranks(0, 4, answer)
-    hub.come(1, 2)
+    hub.make_ready(1, 2)
     hub.shutdown.on_lost(3, None)
     hub.shutdown.drain(Deadline(_PATIENCE))
-    assert hub.told(RELEASE) == [1, 2]
+    assert hub.called(RELEASE) == [1, 2]
 
 
-def test_a_closed_agent_does_not_come_to_the_end():
-    """Its own calls fail, and that is no answer of the others."""
+def test_draining_a_closed_agent_fails():
+    """The agent's own error is raised, and not taken for another rank's."""
 
     def answer(to, call):
         raise GroupClosedError("the agent was closed")
 
     hub = Ranks(0, 2, answer)
-    hub.come(1)
+    hub.make_ready(1)
     with pytest.raises(GroupClosedError):
         hub.shutdown.drain(Deadline(_PATIENCE))
 
 
-def test_who_does_not_hear_of_the_end():
-    """Is named, for it waits still."""
+def test_a_rank_that_does_not_confirm_its_release():
+    """The error names the rank, which still waits."""
 
     def answer(to, call):
         if call.name == RELEASE and to == 2:
@@ -180,15 +180,15 @@ def test_who_does_not_hear_of_the_end():
         return [0, 0, 0]
 
     hub = Ranks(0, 3, answer)
-    hub.come(1, 2)
+    hub.make_ready(1, 2)
     with pytest.raises(DistributedTimeoutError, match=r"rank 2 did not say within .* was heard") as caught:
         hub.shutdown.drain(Deadline(_PATIENCE))
     assert caught.value.ranks == (2,)
 
 
 @pytest.mark.parametrize("after", [0, 1, 2])
-def test_who_joins_in_any_round_has_to_come(after):
-    """Nobody is told of an end that it has not come to: it is waited for."""
+def test_a_rank_that_joins_in_any_round_is_waited_for(after):
+    """No rank is released before the new one drains."""
     num_looks = 0
 
     def answer(to, call):
@@ -200,20 +200,20 @@ def test_who_joins_in_any_round_has_to_come(after):
 
     hub = Ranks(0, 3, answer)
     hub.shutdown.on_lost(2, None)
-    hub.come(1)
+    hub.make_ready(1)
     if not after:
         hub.shutdown.on_joined(2, 0)
     with pytest.raises(DistributedTimeoutError, match=r"rank 2 did not come to the end within 0\.05 s") as caught:
         hub.shutdown.drain(Deadline(0.05))
     assert caught.value.ranks == (2,)
-    assert hub.told(RELEASE) == []
-    hub.come(2)
+    assert hub.called(RELEASE) == []
+    hub.make_ready(2)
     hub.shutdown.drain(Deadline(_PATIENCE))
-    assert hub.told(RELEASE) == [1, 2]
+    assert hub.called(RELEASE) == [1, 2]
 
 
-def test_who_comes_goes_and_comes_again():
-    """Its next process has to come, too, and is told as itself; so is who is lost and does not come again."""
+def test_a_restarted_rank_drains_again():
+    """The next process of a rank has to drain, and is released by its own token."""
     tokens = []
 
     def answer(to, call):
@@ -221,15 +221,15 @@ def test_who_comes_goes_and_comes_again():
         return [0, 0, 0]
 
     hub = Ranks(0, 3, answer)
-    hub.come(1, 2, token=1)
+    hub.make_ready(1, 2, token=1)
     hub.shutdown.on_lost(1, None)
     hub.shutdown.on_joined(1, 0)
     with pytest.raises(DistributedTimeoutError, match=r"rank 1 did not come to the end"):
         hub.shutdown.drain(Deadline(0.0))
-    hub.come(1, token=2)
+    hub.make_ready(1, token=2)
     hub.shutdown.on_lost(1, None)
     hub.shutdown.on_joined(1, 0)
-    hub.come(1, token=3)
+    hub.make_ready(1, token=3)
     hub.shutdown.drain(Deadline(_PATIENCE))
     assert sorted(tokens) == [(1, 3), (2, 1)]
     with pytest.raises(DistributedTimeoutError, match=r"ranks 1, 2 did not come to the end"):
@@ -237,8 +237,8 @@ def test_who_comes_goes_and_comes_again():
 
 
 @pytest.mark.parametrize(("peer", "change", "ends"), [(0, 0, True), (0, 1, False), (1, 0, False)])
-def test_whose_end_it_is(peer, change, ends):
-    """What was meant for another process of the rank, or does not come from rank 0, is no end."""
+def test_releases_that_are_ignored(peer, change, ends):
+    """A release for another process, or from a rank other than 0, is ignored."""
 
     def answer(to, call):
         assert (to, call.name) == (0, READY)
@@ -250,8 +250,8 @@ def test_whose_end_it_is(peer, change, ends):
         rank.shutdown.drain(Deadline(_PATIENCE if ends else 0.01))
 
 
-def test_rank_0_is_lost_and_there_again_while_a_rank_waits():
-    """That rank is told, though it did not see that in time: the new rank 0 knows nothing of it."""
+def test_rank_0_restarts_while_a_rank_drains():
+    """The waiting rank raises, even if rank 0 is back before it looks: the new rank 0 knows nothing of it."""
 
     def answer(to, call):
         assert (to, call.name) == (0, READY)
@@ -268,8 +268,8 @@ def test_rank_0_is_lost_and_there_again_while_a_rank_waits():
 
 @pytest.mark.parametrize("name", [READY, RELEASE])
 @pytest.mark.parametrize("arguments", [(), ("text",), (1, 2)])
-def test_what_no_agent_says(name, arguments):
-    """Changes nothing."""
+def test_invalid_calls_are_ignored(name, arguments):
+    """Calls that no agent makes change nothing."""
     hub = Ranks(0, 2)
     hub.serve(1, Call(name, arguments, {}))
     with pytest.raises(DistributedTimeoutError, match="rank 1 did not come"):
@@ -278,7 +278,7 @@ def test_what_no_agent_says(name, arguments):
 
 @pytest.mark.parametrize("how", ["function", "method", "creation"])
 def test_functions_of_a_lost_rank_are_waited_for(how):
-    """They may make calls, which others serve before they come to their end."""
+    """They may make calls, which other ranks serve before they are drained."""
     started, release, noted = threading.Event(), threading.Event(), []
 
     def call_back():
@@ -287,10 +287,10 @@ def test_functions_of_a_lost_rank_are_waited_for(how):
         current_agent().rpc_sync(0, "note", 1, timeout=_PATIENCE)
 
     class Caller:
-        """Has a method that makes a call."""
+        """A class with a method that makes a call."""
 
         def call_back(self):
-            """Make it."""
+            """Make the call."""
             call_back()
 
     functions = {"call_back": call_back, "Caller": Caller, "note": noted.append}

@@ -1,6 +1,6 @@
-"""Counts of references, whatever the order of messages, deaths, starts and breaks: thousands of courses of events.
+"""Explores orders of messages, deaths, starts and broken connections: reference counts are right in each of them.
 
-Three ranks without threads: what connects them, and what decides who goes on, is here; all else is the agents' own.
+Three ranks without threads: their connections, and the choice of the next event, are here; all else is the agents' own.
 """
 
 import contextlib
@@ -36,7 +36,7 @@ class SerialExecutor:
 
 
 class Connection:
-    """Two processes', with what is on its way each way."""
+    """A connection of two processes, with the messages under way."""
 
     def __init__(self, one, other):
         self.ends = {one.rank: one, other.rank: other}
@@ -45,7 +45,7 @@ class Connection:
         self.is_over = False
 
     def send(self, process, *message):
-        """Raises where this end knows that it is over; else nobody may ever know."""
+        """Send a message; raises if this end knows that the connection is over."""
         if process.neighbors.get(self.other(process).rank) is not self:
             raise PeerLostError("over", ranks=(self.other(process).rank,))
         if not self.is_over:
@@ -56,13 +56,13 @@ class Connection:
 
 
 def without_frames(error):
-    """An error that holds nothing of where it was raised: references are there."""
+    """Strip an error of its frames, which hold references."""
     error.__traceback__ = error.__context__ = None
     return error
 
 
 class Process:
-    """One process of a rank: an agent's part of references, and what it needs of the agent."""
+    """One process of a rank: the references of an agent, and fakes of its client and server."""
 
     world_size = NUM_RANKS
     timeout = 1.0
@@ -210,8 +210,8 @@ class World:
     """All processes, and a random course of events.
 
     Args:
-        seed: Of the course.
-        breaks: Whether connections break of which both ends live.
+        seed: The seed of the random choices.
+        breaks: Whether connections break whose ends both live.
     """
 
     def __init__(self, seed, *, breaks):
@@ -231,7 +231,7 @@ class World:
     # Events. Each list of them is of what may happen now.
 
     def steps(self):
-        """What goes on by itself."""
+        """Events that happen by themselves."""
         found = []
         for connection in self.connections:
             for rank, process in connection.ends.items():
@@ -257,7 +257,7 @@ class World:
         return found
 
     def is_met(self, higher, lower):
-        """Whether a connection is there, or on its way, as far as the higher rank knows."""
+        """Whether the higher rank knows of a connection, or of one being made."""
         known = higher.neighbors.get(lower.rank)
         if known is not None:
             return True
@@ -268,7 +268,7 @@ class World:
         )
 
     def deeds(self):
-        """What users do, and what happens to them."""
+        """Actions of users, deaths, starts and broken connections."""
         found = []
         for process in self.alive():
             found.append(lambda p=process: p.references.append(self.make(p, p.rank)))
@@ -331,7 +331,7 @@ class World:
     # The course.
 
     def run(self, num_steps):
-        """Let things happen, and see that nothing is freed too early."""
+        """Choose events, and check that nothing is freed too early."""
         for _ in range(num_steps):
             steps = self.steps()
             choices = steps if steps and self.random.random() < 0.7 else self.deeds() or steps
@@ -350,7 +350,7 @@ class World:
         )
 
     def check(self):
-        """What a living process refers to is there, if its owner lives."""
+        """Check that objects of living owners are there while a living process has references."""
         for process in self.alive():
             for reference in process.references:
                 id_ = reference._record.id
@@ -359,7 +359,7 @@ class World:
                 assert is_there, f"{reference} of rank {process.rank} was freed"
 
     def end(self):
-        """Let everything go and come to rest; nothing is kept then."""
+        """Drop all references, finish all events, and check that nothing is left."""
         for process in self.processes:
             if not process.is_alive:
                 self.restart(process)
@@ -389,7 +389,7 @@ class World:
 
 @pytest.mark.parametrize("breaks", [False, True])
 def test_nothing_is_freed_too_early_and_nothing_is_left(monkeypatch, breaks):
-    """Of objects of three ranks that pass references on, die, are started again, and lose each other."""
+    """Three ranks pass references on, die, are started again, and lose each other."""
     monkeypatch.setattr(remote_objects, "SerialExecutor", SerialExecutor)
     seen = Counter()
     for seed in range(250):

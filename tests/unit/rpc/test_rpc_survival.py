@@ -1,4 +1,4 @@
-"""What functions, results and callbacks do that must not take threads of an agent with them."""
+"""Functions, results and callbacks that must not end the threads of an agent."""
 
 import asyncio
 import contextlib
@@ -22,7 +22,7 @@ PATIENCE = 60.0
 
 
 class Wrapped(torch.Tensor):
-    """A tensor that can't be looked at."""
+    """A tensor whose attributes raise."""
 
     @classmethod
     def __torch_function__(cls, function, types, args=(), kwargs=None):
@@ -87,7 +87,7 @@ def make():
 @pytest.mark.parametrize("name", list(ODD))
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
 def test_odd_results(make, name, to):
-    """They are failures that the caller is told of, and the workers go on."""
+    """They are failures at the caller, and the workers go on."""
     agent, _ = make({**ODD, "one": lambda: 1}, num_workers=2)
     for _ in range(0 if (to, name) == (0, "nested") else 5):  # which needs not travel to this rank
         with pytest.raises(RpcError, match=f"'{name}'"):
@@ -115,7 +115,7 @@ def test_a_loop_that_is_stopped(make, caplog):
 
 
 def test_waiting_in_an_async_function(make):
-    """All others would wait with it: it is told what to do."""
+    """All coroutines would wait with it: the error says what to do."""
 
     async def wait(how):
         agent = agents[1]
@@ -135,7 +135,7 @@ def test_waiting_in_an_async_function(make):
 
 
 def test_callbacks_that_end_threads(caplog):
-    """Others are called all the same, and whoever waits goes on; a group of TCP connections stays whole."""
+    """Other callbacks are called, and waiting threads go on; a group of TCP connections stays whole."""
 
     def end(_):
         raise SystemExit
@@ -157,8 +157,8 @@ def test_callbacks_that_end_threads(caplog):
         run_ranks(program, 2, backend="tcp")
 
 
-def test_futures_that_users_end(make):
-    """A result that comes later is passed over."""
+def test_futures_that_users_settle(make):
+    """A result that comes later is ignored."""
     release = threading.Event()
     agent, _ = make({"hold": lambda: release.wait(PATIENCE), "one": lambda: 1})
     futures = [agent.rpc_async(1, "hold") for _ in range(3)]
@@ -184,8 +184,8 @@ CALLS_WHILE_CLOSING = {
 
 
 @pytest.mark.parametrize("name", list(CALLS_WHILE_CLOSING))
-def test_what_waits_when_an_agent_is_closed(make, name):
-    """It is told so at once, and what comes afterwards, too."""
+def test_waiting_threads_when_an_agent_is_closed(make, name):
+    """They raise at once, and so do later uses."""
     release = threading.Event()
     agent, _ = make({"hold": lambda: release.wait(PATIENCE), "one": lambda: 1})
     call = CALLS_WHILE_CLOSING[name]
@@ -207,7 +207,7 @@ def test_what_waits_when_an_agent_is_closed(make, name):
 
 
 def test_references_of_a_closed_agent(make):
-    """None is made."""
+    """None can be made."""
     agent, _ = make({"one": lambda: 1})
     agent.close()
     for call in (lambda: agent.reference(3), lambda: agent.remote(0, "one"), lambda: agent.remote(1, "one")):
@@ -228,7 +228,7 @@ class NoWorkers:
 
 
 def test_all_callbacks_are_called():
-    """Also when one that waits for the future leaves while they are."""
+    """Also when a thread that waits for the future leaves in the meantime."""
     future, order, left = Future(NoWorkers()), [], threading.Event()
 
     def wait():
@@ -250,7 +250,7 @@ def test_all_callbacks_are_called():
 
 @pytest.mark.parametrize("timeout", ["3", True, None, float("nan"), -1])
 def test_timeouts_of_futures(timeout):
-    """They are numbers of seconds."""
+    """They must be numbers of seconds."""
     future = Future(NoWorkers())
     if timeout is None:
         future.settle(1)
@@ -261,7 +261,7 @@ def test_timeouts_of_futures(timeout):
 
 
 def test_one_worker_is_one(make):
-    """It waits for a place and for the result of its call, and is one that waits: no two are at a call."""
+    """It waits for a slot and for a result, and is counted once: no two functions run at a time."""
     now, most, lock = [0], [0], threading.Lock()
 
     def busy(to):
@@ -309,8 +309,8 @@ class Told:
         return was_set
 
 
-def test_the_last_place():
-    """Whoever waits gets it, though no other one comes free."""
+def test_the_last_slot():
+    """A waiting thread gets it, though no other slot is freed."""
     window = CallWindow(8, WaitEvents(Told))
     assert all(window.acquire(0.0) for _ in range(8))
     assert not window.acquire(0.0)
@@ -322,8 +322,8 @@ def test_the_last_place():
     assert window._waiting == []
 
 
-def test_who_waits_goes_before_who_comes():
-    """And is woken once for a quarter of the places."""
+def test_waiting_threads_come_first():
+    """They are woken once for a quarter of the slots."""
     signals = []
 
     def make_signal():
@@ -345,8 +345,8 @@ def test_who_waits_goes_before_who_comes():
     assert window.acquire(0.0)
 
 
-def test_interrupted_while_waiting_for_a_place():
-    """There is nobody then who waits."""
+def test_interrupted_while_waiting_for_a_slot():
+    """The thread waits no more."""
 
     class Interrupted(Told):
         def wait(self, seconds):
@@ -360,8 +360,8 @@ def test_interrupted_while_waiting_for_a_place():
     assert window.acquire(0.0)
 
 
-def test_a_result_that_comes_when_its_time_is_over(make, monkeypatch):
-    """Whoever has taken it ends the call, which is waited for."""
+def test_a_result_that_arrives_at_its_timeout(make, monkeypatch):
+    """The thread that has received it ends the call, which waits for that."""
     agent, _ = make({"one": lambda: 1})
     agent.wait_for_rank(1)
     client = agent._client
@@ -383,7 +383,7 @@ def test_a_result_that_comes_when_its_time_is_over(make, monkeypatch):
 
 
 def test_an_interrupt_while_a_worker_starts(monkeypatch):
-    """The thread that runs by then is one of the agent's: it ends without an error, and is waited for."""
+    """The thread that runs by then is one of the pool: it ends without an error, and is joined."""
     start = threading.Thread.start
 
     def start_and_be_interrupted(thread):

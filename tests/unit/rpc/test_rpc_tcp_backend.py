@@ -1,4 +1,4 @@
-"""Agents that reach each other by TCP: who comes late, goes, and comes again."""
+"""Agents over TCP: ranks that join late, leave, and are started again."""
 
 import contextlib
 import os
@@ -82,16 +82,16 @@ def meet(*agents):
 
 def break_connection(agent, peer):
     """End the connection to a peer as a network would; returns when this rank has noticed."""
-    way = agent._peers._peers[peer]
-    for link in list(way.group._links.values()):
+    remote = agent._peers._peers[peer]
+    for link in list(remote.group._links.values()):
         link.sock.shutdown(socket.SHUT_RDWR)
-    wait_for_end(agent, way)
+    wait_for_end(agent, remote)
 
 
-def wait_for_end(agent, way):
-    """Return when an agent has noticed that a neighbor has gone."""
+def wait_for_end(agent, remote):
+    """Return when an agent has lost a peer."""
     patience = Deadline(_PATIENCE)
-    while agent._peers._peers.get(way.rank) is way:
+    while agent._peers._peers.get(remote.rank) is remote:
         assert not patience.expired
         threading.Event().wait(0.001)
 
@@ -110,7 +110,7 @@ def hold_in(agent):
 
 
 def test_ranks_meet_at_an_address(monkeypatch):
-    """Rank 0 serves the store where the others look for it, whatever rank starts first; then all call all."""
+    """Rank 0 serves the store at the address, whichever rank starts first; then all call all."""
     monkeypatch.delenv("FERRODIST_SECRET", raising=False)
     listener = socket.create_server(("127.0.0.1", 0))
     address = f"127.0.0.1:{listener.getsockname()[1]}"
@@ -142,7 +142,7 @@ def test_ranks_meet_at_an_address(monkeypatch):
 
 
 def test_the_launchers_variables(monkeypatch):
-    """Without arguments all comes from the environment."""
+    """Without arguments everything is taken from the environment."""
     for variable in list(os.environ):
         if variable.startswith(("TORCHELASTIC_", "FERRODIST_", "LOCAL_", "GROUP_")):
             monkeypatch.delenv(variable)
@@ -182,8 +182,8 @@ def test_wrong_arguments(job):
 
 
 @pytest.mark.parametrize("late", [0, 2])
-def test_a_rank_that_comes_late(job, late):
-    """Calls wait for it, whether it connects or is connected to; or until their timeout."""
+def test_a_rank_that_joins_late(job, late):
+    """Calls wait for it, whichever side connects, or until their timeout."""
     ranks = job(3)
     agent = ranks.agent(1)
     with pytest.raises(DistributedTimeoutError, match=rf"rank {late} was not there within 0.05 s. Was it started"):
@@ -198,7 +198,7 @@ def test_a_rank_that_comes_late(job, late):
 
 @pytest.mark.parametrize("leaver", [0, 1])
 def test_a_closed_agent_says_goodbye(job, leaver):
-    """Calls fail, those that wait too; the next agent of that rank is found."""
+    """Calls fail, waiting ones too; the next agent of that rank is found."""
     ranks = job(2)
     stays, leaves = ranks.agent(1 - leaver), ranks.agent(leaver)
     started, release = hold_in(leaves)
@@ -223,7 +223,7 @@ def test_a_closed_agent_says_goodbye(job, leaver):
 
 @pytest.mark.parametrize("side", [0, 1])
 def test_a_broken_connection(job, side):
-    """What waits fails; whichever side it broke on, there is another one soon, again and again."""
+    """Waiting calls fail; whichever side it broke on, it is soon replaced, again and again."""
     ranks = job(2)
     agents = [ranks.agent(rank) for rank in range(2)]
     started, release = hold_in(agents[1 - side])
@@ -231,10 +231,10 @@ def test_a_broken_connection(job, side):
     future = agents[side].rpc_async(1 - side, "hold", 1)
     assert started.wait(_PATIENCE)
     for number in range(5):
-        ways = [agent._peers._peers[1 - agent.rank] for agent in agents]
+        remotes = [agent._peers._peers[1 - agent.rank] for agent in agents]
         break_connection(agents[side], 1 - side)
-        for agent, way in zip(agents, ways, strict=True):
-            wait_for_end(agent, way)
+        for agent, remote in zip(agents, remotes, strict=True):
+            wait_for_end(agent, remote)
         meet(*agents)
         assert [agent.rpc_sync(1 - agent.rank, "echo", number) for agent in agents] == [number] * 2
     release.set()
@@ -243,7 +243,7 @@ def test_a_broken_connection(job, side):
 
 
 def test_an_end_that_one_side_has_not_noticed(job):
-    """The higher rank connects anew: the lower one ends what it had, and goes on with the new one."""
+    """The higher rank connects anew: the lower one drops the old connection, and uses the new one."""
     ranks = job(2)
     agents = [ranks.agent(rank) for rank in range(2)]
     started, release = hold_in(agents[1])
@@ -262,7 +262,7 @@ def test_an_end_that_one_side_has_not_noticed(job):
 
 @pytest.mark.parametrize("replaced", [0, 1, 2])
 def test_a_process_that_is_replaced_while_it_lives(job, replaced):
-    """All others go over to the newest process of a rank; the older ones learn that they are none any more."""
+    """All others switch to the newest process of a rank; the older ones learn that they are replaced."""
     ranks = job(3)
     others = [ranks.agent(rank) for rank in range(3) if rank != replaced]
     before = [ranks.agent(replaced, mark="first")]
@@ -289,7 +289,7 @@ def test_a_process_that_is_replaced_while_it_lives(job, replaced):
 
 
 def test_an_answer_does_not_go_to_the_next_process(job):
-    """What a process has asked for, which has been replaced meanwhile, is no answer to its successor."""
+    """The response to a replaced process's call does not reach its successor."""
     ranks = job(2)
     server = ranks.agent(0)
     started, release = hold_in(server)
@@ -309,7 +309,7 @@ def test_an_answer_does_not_go_to_the_next_process(job):
 
 
 def test_the_store_goes_away(job):
-    """Ranks go on, with new connections too; but nobody can join, which the error says."""
+    """Ranks go on, with new connections too; but none can join, which the error says."""
     listener = socket.create_server(("127.0.0.1", 0))
     address = f"127.0.0.1:{listener.getsockname()[1]}"
     with check_leaks():
@@ -382,7 +382,7 @@ def test_the_store_does_not_fill(job):
     assert len(keys) - len(fixed) <= 3
 
 
-def test_who_is_admitted(job):
+def test_refused_connections(job):
     """A connection to the wrong process, of the wrong rank, or an older one is refused."""
     ranks = job(3)
     agents = [ranks.agent(rank) for rank in range(3)]
@@ -410,7 +410,7 @@ def test_who_is_admitted(job):
 
 
 def test_an_attempt_to_connect_that_fails_unexpectedly(job, caplog):
-    """The next news of the rank brings another one; until then its error is told."""
+    """The next reading of the directory starts another one; until then its error is reported."""
     ranks = job(2)
     stays = ranks.agent(1)
     backend = stays._peers._backend
@@ -456,7 +456,7 @@ WRONG = [
 
 
 @pytest.mark.parametrize("options", WRONG, ids=str)
-def test_an_agent_that_is_refused_closes_its_backend(job, options):
+def test_a_failed_agent_closes_its_backend(job, options):
     """But not that of another agent."""
     ranks = job(1)
     backend = TcpRpcBackend.from_membership(ranks.membership(0))
@@ -469,8 +469,8 @@ def test_an_agent_that_is_refused_closes_its_backend(job, options):
     assert not agent._peers._backend._closed
 
 
-def test_a_context_that_is_refused_closes_its_backend(job):
-    """When it is made, for an option that there isn't."""
+def test_a_failed_context_closes_its_backend(job):
+    """When it is made with an unknown option."""
     ranks = job(1)
     for options in ({"workers": 3}, {"drain_timeout": -1}):
         backend = TcpRpcBackend.from_membership(ranks.membership(0))

@@ -130,9 +130,8 @@ class MpiDataPlane(DataPlane):
     @override
     def all_gather(self, out: memoryview, sizes: Sequence[int]) -> list[Any]:
         if len(out) > MAX_COLLECTIVE_BYTES:
-            parts = _split(out, sizes)
-            peers = self._peers()
-            return self._exchange([(peer, parts[self.rank]) for peer in peers], [(peer, parts[peer]) for peer in peers])
+            own = _split(out, sizes)[self.rank]
+            return self._exchange([(peer, own) for peer in self._peers()], self._peer_parts(out, sizes))
         return [self._start(self._communicator.Iallgatherv, self._mpi.IN_PLACE, self._with_counts(out, sizes))]
 
     @override
@@ -159,27 +158,23 @@ class MpiDataPlane(DataPlane):
 
     @override
     def gather(self, data: memoryview, sizes: Sequence[int], root: int) -> list[Any]:
-        mpi = self._mpi
-        if self.rank != root:
-            if sum(sizes) > MAX_COLLECTIVE_BYTES:
-                return self._exchange([(root, data)], [])
-            return [self._start(self._communicator.Igatherv, [data, len(data), mpi.BYTE], None, root)]
+        is_root, mpi = self.rank == root, self._mpi
         if sum(sizes) > MAX_COLLECTIVE_BYTES:
-            parts = _split(data, sizes)
-            return self._exchange([], [(peer, parts[peer]) for peer in self._peers()])
-        return [self._start(self._communicator.Igatherv, mpi.IN_PLACE, self._with_counts(data, sizes), root)]
+            sends = [] if is_root else [(root, data)]
+            return self._exchange(sends, self._peer_parts(data, sizes) if is_root else [])
+        own = mpi.IN_PLACE if is_root else [data, len(data), mpi.BYTE]
+        whole = self._with_counts(data, sizes) if is_root else None
+        return [self._start(self._communicator.Igatherv, own, whole, root)]
 
     @override
     def scatter(self, data: memoryview, sizes: Sequence[int], root: int) -> list[Any]:
-        mpi = self._mpi
-        if self.rank != root:
-            if sum(sizes) > MAX_COLLECTIVE_BYTES:
-                return self._exchange([], [(root, data)])
-            return [self._start(self._communicator.Iscatterv, None, [data, len(data), mpi.BYTE], root)]
+        is_root, mpi = self.rank == root, self._mpi
         if sum(sizes) > MAX_COLLECTIVE_BYTES:
-            parts = _split(data, sizes)
-            return self._exchange([(peer, parts[peer]) for peer in self._peers()], [])
-        return [self._start(self._communicator.Iscatterv, self._with_counts(data, sizes), mpi.IN_PLACE, root)]
+            receives = [] if is_root else [(root, data)]
+            return self._exchange(self._peer_parts(data, sizes) if is_root else [], receives)
+        own = mpi.IN_PLACE if is_root else [data, len(data), mpi.BYTE]
+        whole = self._with_counts(data, sizes) if is_root else None
+        return [self._start(self._communicator.Iscatterv, whole, own, root)]
 
     def _with_counts(self, data: memoryview, sizes: Sequence[int]) -> list[Any]:
         """A buffer with counts and displacements, as mpi4py takes it."""
@@ -198,6 +193,10 @@ class MpiDataPlane(DataPlane):
                 for piece in _pieces(data)
             ]
         return requests
+
+    def _peer_parts(self, data: memoryview, sizes: Sequence[int]) -> list[tuple[int, memoryview]]:
+        parts = _split(data, sizes)
+        return [(peer, parts[peer]) for peer in self._peers()]
 
     def _peers(self) -> list[int]:
         """The other ranks, beginning after this one, so that not all ranks send to the same one first."""

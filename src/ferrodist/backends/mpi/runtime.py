@@ -159,11 +159,7 @@ def _launched_world_size(variables: Mapping[str, str]) -> tuple[int | None, str]
 
 
 class MpiRuntime:
-    """The thread that starts and finalizes MPI; see [Note: a thread for MPI's life].
-
-    Args:
-        mpi: The module ``mpi4py.MPI``.
-    """
+    """The thread that starts and finalizes MPI; see [Note: a thread for MPI's life]."""
 
     def __init__(self, mpi: Any) -> None:
         self._mpi = mpi
@@ -351,13 +347,7 @@ _ANSWER_GRACE_SECONDS = 0.5
 
 
 def duplicate(mpi: Any, parent: Any, name: str, deadline: Deadline) -> tuple[Any, Any]:
-    """Make two communicators of ``parent``'s ranks; collective.
-
-    Args:
-        mpi: The module ``mpi4py.MPI``.
-        parent: A communicator.
-        name: The name of the new group.
-        deadline: The deadline for all ranks to call this.
+    """Make two communicators of ``parent``'s ranks for the group ``name``; collective.
 
     Raises:
         RendezvousError: Some rank did not call this in time; it is named.

@@ -229,13 +229,7 @@ def _notify_sent(sent: list[QueuedFrame]) -> None:
 
 
 class OutgoingMessages:
-    """One rank's messages to others.
-
-    Args:
-        transport: The transport, for dropping frames.
-        push: ``push(rank, queued)`` sends a frame.
-        finish: ``finish(send)`` ends a send, whose data may change from then on.
-    """
+    """One rank's messages to others. ``finish(send)`` ends a send, whose data may change from then on."""
 
     def __init__(
         self, transport: FrameTransport, push: Callable[[int, QueuedFrame], None], finish: Callable[[Send], object]
@@ -303,13 +297,7 @@ class OutgoingMessages:
 
 
 class IncomingMessages:
-    """One rank's messages from others.
-
-    Args:
-        mailbox: The mailbox that takes them.
-        accept: ``accept(message)`` announces a message; whether to receive it.
-        push: ``push(rank, queued)`` sends a frame.
-    """
+    """One rank's messages from others. ``accept(message)`` announces one; whether to receive it."""
 
     def __init__(
         self, mailbox: Mailbox, accept: Callable[[Message], bool], push: Callable[[int, QueuedFrame], None]

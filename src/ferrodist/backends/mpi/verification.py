@@ -32,7 +32,7 @@ class MpiVerifier(CollectiveVerifier):
 
     Args:
         group: The group.
-        data_plane: The group's MPI collectives.
+        data_plane: The group's data plane.
         find_behind: ``find_behind(sequence)`` asks which ranks have not entered a collective.
         poll: Handles the frames that have come.
     """

@@ -40,12 +40,7 @@ class _Run(NamedTuple):
 
 
 class NcclEngine:
-    """`StreamEngine` of a group, by NCCL.
-
-    Args:
-        group: The group.
-        executor: Enqueues the group's work on its stream.
-    """
+    """`StreamEngine` of a group, by NCCL."""
 
     enqueue = True
 

@@ -41,11 +41,7 @@ class NcclError(DistributedError):
 
 
 class Library:
-    """NCCL, through nccl4py's raw bindings, which release the GIL and check every result.
-
-    Args:
-        bindings: The module ``nccl.bindings.nccl``.
-    """
+    """NCCL, through nccl4py's raw bindings (``nccl.bindings.nccl``), which release the GIL and check every result."""
 
     def __init__(self, bindings: Any) -> None:
         self._bindings = bindings
@@ -256,11 +252,7 @@ class CommunicatorHandle:
     """A group's communicator: made by its ranks together for the first operation, and freed once.
 
     Making a group takes no GPU memory: the communicator is made by the first operation, on that operation's GPU. NCCL
-    allows one thread at a time, so callers hold ``lock``.
-
-    Args:
-        group: The group.
-        library: Returns NCCL, or raises BackendUnavailable.
+    allows one thread at a time, so callers hold ``lock``. ``library()`` may raise BackendUnavailable.
     """
 
     def __init__(self, group: Backend, library: Callable[[], Library]) -> None:

@@ -40,8 +40,8 @@ class InFlightOp:
     Args:
         info: The operation.
         streams: The GPU's streams.
-        start: The event before its work.
-        end: The event after its work.
+        start: The event before it.
+        end: The event after it.
         kept: Tensors that must live until it has ended.
         caller: The ``cudaStream_t`` that was current when it was launched.
     """

@@ -84,12 +84,7 @@ class _Match(NamedTuple):
 
 
 class NcclP2P:
-    """`DeviceP2P` of a group, by NCCL; see [Note: messages of GPUs].
-
-    Args:
-        group: The group.
-        executor: Enqueues the messages between two ranks, where the group is such a pair.
-    """
+    """`DeviceP2P` of a group, by NCCL; see [Note: messages of GPUs]. Its executor is used if the group is a pair."""
 
     def __init__(self, group: Backend, executor: StreamExecutor) -> None:
         self._group = group

@@ -37,9 +37,7 @@ _CALL_TAG = channel_tag(Channel.DEVICE_CALL, 0)
 class RingVerifier:
     """Compares this rank's calls with the previous rank's; see [Note: call ring].
 
-    Args:
-        group: The group.
-        on_mismatch: Called with the error of a difference, in any thread; must not block.
+    ``on_mismatch(error)`` is called in any thread and must not block.
     """
 
     def __init__(self, group: Backend, on_mismatch: Callable[[CollectiveMismatchError], None]) -> None:
@@ -124,9 +122,7 @@ class SplitSizeVerifier:
     uneven, so every rank sends its own to every other. A rank whose counts are all equal need not wait for the others':
     equal ones fit, and a rank with uneven ones waits, and finds the difference.
 
-    Args:
-        group: The group.
-        on_mismatch: Called with the error of a difference, in any thread; must not block.
+    ``on_mismatch(error)`` is called in any thread and must not block.
     """
 
     def __init__(self, group: Backend, on_mismatch: Callable[[DistributedError], None]) -> None:

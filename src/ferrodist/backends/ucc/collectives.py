@@ -54,13 +54,7 @@ _NOTHING = memoryview(b"")
 
 
 class UccDataPlane(DataPlane):
-    """UCC's collectives on one team, which all ranks start in the same order.
-
-    Args:
-        team: The group's UCC team.
-        control: The control group; its failure ends all waits.
-        first: The sequence number of the group's first collective.
-    """
+    """UCC's collectives on one team, which all ranks start in the same order, from sequence number ``first``."""
 
     def __init__(self, team: Team, control: Backend, first: int) -> None:
         self._team = team
@@ -258,12 +252,8 @@ def _blocks(sizes: Sequence[int]) -> list[Block]:
 class _DepartureWatch:
     """Finds ranks that have left before taking part in a collective that this rank waits for.
 
-    The control group reports departures only to those who wait for the rank, so this waits for farewells.
-
-    Args:
-        control: The control group.
-        farewells: By rank: how many collectives it had ended when it left; kept up to date.
-        position: The sequence number of the collective.
+    The control group reports departures only to those who wait for the rank, so this waits for farewells, and keeps
+    ``farewells`` up to date: by rank, how many collectives it had ended when it left.
     """
 
     def __init__(self, control: Backend, farewells: dict[int, int], position: int) -> None:

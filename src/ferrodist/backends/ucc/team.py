@@ -34,19 +34,14 @@ _FIRST_TAG_NUMBER = 1 << 55
 class Exchange:
     """An allgather in progress: the data by rank, the pending messages, and the address for the result."""
 
-    parts: list[bytearray]
+    payloads: list[bytearray]
     pending: list[Request]
     target: int = 0
     is_done: bool = False
 
 
 class OobAllgather:
-    """UCC's out-of-band allgather, by the control group's messages. Ranks begin them in the same order.
-
-    Args:
-        control: The control group.
-        deadline: The deadline for all exchanges.
-    """
+    """UCC's out-of-band allgather, by the control group's messages. Ranks begin them in the same order."""
 
     def __init__(self, control: Backend, deadline: Deadline) -> None:
         self._control = control
@@ -57,13 +52,13 @@ class OobAllgather:
         """Begin to exchange ``data``, which has the same size on all ranks."""
         control = self._control
         tag = channel_tag(Channel.DATA, next(self._tag_numbers))
-        parts = [
+        payloads = [
             bytearray(data) if rank == control.rank else bytearray(len(data)) for rank in range(control.world_size)
         ]
         peers = [rank for rank in range(control.world_size) if rank != control.rank]
-        pending = [control.irecv(parts[rank], rank, tag=tag) for rank in peers]
+        pending = [control.irecv(payloads[rank], rank, tag=tag) for rank in peers]
         pending += [control.isend(data, rank, tag=tag) for rank in peers]
-        return Exchange(parts, pending)
+        return Exchange(payloads, pending)
 
     def poll(self, exchange: Exchange) -> bool:
         """Return whether all data has come, which is then copied to the target.
@@ -76,7 +71,7 @@ class OobAllgather:
         while pending and pending[-1].done():
             pending.pop().wait(0)
         if not pending:
-            data = b"".join(exchange.parts)
+            data = b"".join(exchange.payloads)
             ctypes.memmove(exchange.target, data, len(data))
             exchange.is_done = True
             return True
@@ -94,15 +89,11 @@ class OobAllgather:
 
 @dataclass(slots=True, eq=False)
 class Transfer:
-    """A collective in progress.
-
-    Args:
-        handle: The ucc_coll_req_h.
-        kept: Everything that UCC reads and writes.
-    """
+    """A collective in progress."""
 
     handle: c_void_p
     kept: tuple[Any, ...]
+    """Everything that UCC reads and writes."""
 
     @property
     def status(self) -> int:
@@ -117,15 +108,6 @@ class Team:
 
     The context is made without an out-of-band allgather, the team with one. So UCC ends a context without waiting for
     other ranks, and lets a process live when another one dies: see `ucc_tl_ucp_connect_ep` in UCC.
-
-    Attributes:
-        process: The id of the process that made it.
-
-    Args:
-        library: The UCC library.
-        rank: This rank.
-        world_size: Number of ranks.
-        oob: The out-of-band allgather.
 
     Raises:
         UccError: UCC refuses.

@@ -238,7 +238,7 @@ class FlatParameters:
 
     def broadcast_to_replicas(self) -> None:
         """Broadcast the shards of the first replica to all; every rank calls this."""
-        increment_version(self.parameters)  # of the shards' memory, which is written without them
+        increment_version(self.parameters)  # the collectives write to the shards' memory without them
         if self._axes.replicate is not None:
             broadcast(self.shard, 0, group=self._axes.replicate, out=self.shard)
 
@@ -300,11 +300,11 @@ class FlatParameters:
                 each.register_post_accumulate_grad_hook(_refuse_backward)  # type: ignore[no-untyped-call]
         self._install(self._summoned)
 
-    def end_summon(self, *, keeps: bool) -> None:
-        """Give the module its shards again, with the values of the full parameters if ``keeps``."""
+    def end_summon(self, *, writeback: bool) -> None:
+        """Give the module its shards again, with the values of the full parameters if ``writeback``."""
         summoned, self._summoned = self._summoned, []
         self._install(self.parameters)
-        if keeps:
+        if writeback:
             for index, value in enumerate(summoned):
                 self.load(index, local_tensor(value))
 

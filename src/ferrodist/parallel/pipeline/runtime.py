@@ -126,7 +126,7 @@ class PendingRecv:
             for each in out_of_band_specs:
                 body = TensorReceive(self._group, self._src, self._tag, shape=each.shape, dtype=each.dtype)
                 self._out_of_band.append((each.index, body))
-        except DistributedError as error:  # of the group, in which the receives begin
+        except DistributedError as error:  # the group failed when the receives started
             self._error = error
         except Exception as error:  # noqa: BLE001 - a message may be wrong in any way, and callbacks must not raise
             text = (
@@ -257,8 +257,10 @@ class Executor:
         for edge in self._outgoing[index]:
             value = output.value if edge.name == MAIN else output.skips[edge.name]
             packed = PackedValue.of(value, f"the output of stage {index}")
-            wanting = [tensor for tensor, wants in zip(packed.tensors, packed.wants_gradient, strict=True) if wants]
-            stage.retain_outputs(microbatch, edge.name, wanting)
+            requiring_grad = [
+                tensor for tensor, needs_grad in zip(packed.tensors, packed.wants_gradient, strict=True) if needs_grad
+            ]
+            stage.retain_outputs(microbatch, edge.name, requiring_grad)
             if self._is_written_locally(edge) or stage.has_buffers(packed.tensors):
                 packed = packed.copy()
             self._store(_TransferKey(edge, microbatch, is_gradient=False), packed)

@@ -16,12 +16,12 @@ LIMIT = 1 << 22
 
 
 def large_value(num_tensors=1):
-    """A message with tensors that come by themselves."""
+    """A value with out-of-band tensors."""
     return PackedValue.of([torch.full((100_000,), float(number)) for number in range(num_tensors)], "it")
 
 
-class Transfer:
-    """A request that ends when it is told to."""
+class FakeRequest:
+    """A request that a test ends."""
 
     def __init__(self):
         self.is_done = False
@@ -45,44 +45,44 @@ class Transfer:
             callback()
 
 
-class Way:
-    """A pair's end: frames go to who listens at once, the rest when it is let go."""
+class FakeGroup:
+    """One side of a group of two: frames arrive at once, payloads when a test delivers them."""
 
     def __init__(self, rank):
         self.rank = rank
         self.other = None
-        self.sent = {}  # bodies, by their tags, in their order
-        self.is_quick = False  # bodies come while they are asked for, as soon as nobody looks
-        self.asked = {}  # by tags: where one of them goes, and its request
+        self.sent = {}  # payloads by tag, in their order
+        self.is_immediate = False  # payloads arrive while their receives are posted
+        self.posted = {}  # by tag: the buffer of a receive, and its request
         self.reason = None  # why it was aborted
 
     def listen(self, src, size, heard, ended, *, tag):
-        self.heard = heard
+        self.received = heard
 
     def try_send(self, frame, dst, *, tag):
-        self.other.heard([bytes(frame)])
+        self.other.received([bytes(frame)])
         return True
 
     def isend(self, memory, dst, *, tag):
         self.sent.setdefault(tag, deque()).append(bytes(memory))
-        request = Transfer()
+        request = FakeRequest()
         request.is_done = True
         return request
 
     def irecv(self, memory, src, *, tag):
-        assert tag not in self.asked
-        request = Transfer()
-        self.asked[tag] = memory, request
-        if self.is_quick:
-            request.before = lambda: self.bring(tag)
+        assert tag not in self.posted
+        request = FakeRequest()
+        self.posted[tag] = memory, request
+        if self.is_immediate:
+            request.before = lambda: self.deliver(tag)
         return request
 
     def abort(self, reason):
         self.reason = reason
 
-    def bring(self, tag):
-        """A body comes."""
-        memory, request = self.asked.pop(tag)
+    def deliver(self, tag):
+        """Deliver a payload."""
+        memory, request = self.posted.pop(tag)
         memory[:] = self.other.sent[tag].popleft()
         request.end()
 
@@ -117,17 +117,17 @@ class Recorder:
         self.undecodable_ones[number] = error
 
 
-class Ends:
-    """A peer that is sent to, and one that receives."""
+class PeerPair:
+    """A peer that messages are sent to, and one that receives them."""
 
     def __init__(self):
-        groups = Way(0), Way(1)
+        groups = FakeGroup(0), FakeGroup(1)
         groups[0].other, groups[1].other = groups[1], groups[0]
-        self.heard = Recorder()
+        self.received = Recorder()
         self.here, self.there = groups
         self.pool = TensorPool()
         self.sender = self.make_peer(1, Recorder(), groups[0], 8 * LIMIT)
-        self.make_peer(0, self.heard, groups[1], LIMIT).start()
+        self.make_peer(0, self.received, groups[1], LIMIT).start()
 
     def make_peer(self, rank, recorder, group, limit):
         options = PeerOptions(executor=recorder, tensor_pool=self.pool, tags=(), max_outstanding=1, message_limit=limit)
@@ -143,17 +143,17 @@ class Ends:
         ]
 
     def collect(self):
-        """From now on frames are put in a list: it, and what hears them."""
-        frames, hear = [], self.there.heard
-        self.there.heard = frames.extend
+        """Collect frames from now on: returns their list, and the function that receives them."""
+        frames, hear = [], self.there.received
+        self.there.received = frames.extend
         return frames, hear
 
-    def bring(self):
-        """The only body that is asked for comes."""
-        (tag,) = self.there.asked
-        self.there.bring(tag)
+    def deliver(self):
+        """Deliver the only payload that a receive is posted for."""
+        (tag,) = self.there.posted
+        self.there.deliver(tag)
 
-    def bring_all(self):
-        """All bodies come that are asked for."""
-        while self.there.asked:
-            self.there.bring(next(iter(self.there.asked)))
+    def deliver_all(self):
+        """Deliver all payloads that receives are posted for."""
+        while self.there.posted:
+            self.there.deliver(next(iter(self.there.posted)))

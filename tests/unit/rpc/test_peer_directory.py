@@ -1,4 +1,4 @@
-"""The roster: which process is which rank now."""
+"""`PeerDirectory`: the current process of each rank."""
 
 import re
 import threading
@@ -14,7 +14,7 @@ _PATIENCE = 60.0
 
 
 class Observed(MemoryStore):
-    """A store that lets a test act between two operations of others."""
+    """A store that lets a test act between two operations."""
 
     def __init__(self):
         super().__init__()
@@ -31,12 +31,12 @@ class Observed(MemoryStore):
             self.deleted.release()
         return was_there
 
-    def bells(self):
+    def change_keys(self):
         return sorted(key for key in self._values if key.startswith("bell/"))
 
 
 def test_the_newest_process_counts():
-    """A process that is slow to write where it listens does not write over its successor, nor when it leaves."""
+    """A process that is slow to write its address does not overwrite its successor's, nor when it leaves."""
     store = MemoryStore()
     first, second = (PeerDirectory(store, 0, 1, _PATIENCE) for _ in range(2))
     slow = first.enter("a:1")
@@ -53,8 +53,8 @@ def test_the_newest_process_counts():
     assert store.get("process/0") == _pack(third)
 
 
-def test_a_bell_is_heard_once():
-    """Whoever is woken looks again, and then waits: the bell is gone."""
+def test_a_change_key_wakes_once():
+    """The process that it wakes deletes it, reads again, and then waits."""
     store = Observed()
     found = []
     with check_leaks():
@@ -67,11 +67,11 @@ def test_a_bell_is_heard_once():
         higher.leave()
     assert found[-1] == (0, "a:1")
     assert len(found) <= 2
-    assert store.bells() == []
+    assert store.change_keys() == []
 
 
-def test_a_rank_that_starts_while_its_bell_is_rung():
-    """The bell of the one that it replaces does not stay; its own is rung."""
+def test_a_rank_that_starts_while_its_change_key_is_set():
+    """The replaced process's key does not stay; the new one's is set."""
     store = Observed()
     PeerDirectory(store, 1, 2, _PATIENCE).enter("b:1")
 
@@ -82,20 +82,20 @@ def test_a_rank_that_starts_while_its_bell_is_rung():
 
     store.on_set = start
     PeerDirectory(store, 0, 2, _PATIENCE).enter("a:1")
-    assert store.bells() == ["bell/1/2"]
+    assert store.change_keys() == ["bell/1/2"]
 
 
-def test_few_bells_stay():
-    """Of any number of processes of a rank that did not leave, no more than two."""
+def test_few_change_keys_stay():
+    """No more than two, of any number of processes of a rank that did not leave."""
     store = Observed()
     for _ in range(5):
         for rank in (0, 1):
             PeerDirectory(store, rank, 2, _PATIENCE).enter("a:1")
-            assert len(store.bells()) <= 4
+            assert len(store.change_keys()) <= 4
 
 
 def watched(store, found=lambda rank, entry: None):
-    """What a rank is told that looks for another one, before it leaves; and why it looks no more."""
+    """The processes that a directory reports until it leaves, and the reason why it reports no more."""
     ends, has_ended = [], threading.Event()
     with check_leaks():
         higher = PeerDirectory(store, 1, 2, _PATIENCE)
@@ -131,14 +131,14 @@ class Spoilt(Observed):
         ("incarnation/1", None, "the store through which they meet has none of their keys any more"),
     ],
 )
-def test_a_store_that_holds_something_else(key, data, why):
-    """Whoever looks there says so, and looks no more."""
+def test_a_store_with_foreign_values(key, data, why):
+    """The process that reads them reports it, and reads no more."""
     (end,) = watched(Spoilt(key, data))
     assert re.search(f"^ No process can join again: .*{why}", end)
 
 
 def test_a_store_with_foreign_numbers():
-    """Who enters is told."""
+    """A process that registers raises."""
     store = Observed()
     store.set("incarnation/1", b"many")
     with pytest.raises(ProtocolError, match="the store has b'many' under 'incarnation/1'"):
@@ -150,8 +150,8 @@ def test_a_store_with_foreign_numbers():
         PeerDirectory(store, 1, 2, _PATIENCE).enter("a:1")
 
 
-def test_whoever_takes_what_is_found_fails(caplog):
-    """It is said, and logged."""
+def test_an_exception_of_the_callback(caplog):
+    """It is reported and logged."""
     store = Observed()
     store.prepare = lambda: PeerDirectory(store, 0, 2, _PATIENCE).enter("a:1")
 

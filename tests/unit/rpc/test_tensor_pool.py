@@ -1,4 +1,4 @@
-"""Memory that large tensors arrive in; see `TensorPool`."""
+"""`TensorPool`, the memory that large tensors are received into."""
 
 import gc
 
@@ -23,36 +23,37 @@ MAKES = [
 
 
 @pytest.mark.parametrize("make", MAKES)
-def test_memory_in_use_is_not_given_out(make):
-    """For as long as anything is left that was made of it; it is then."""
-    buffers = TensorPool()
-    tensor = buffers.make((SIZE,), torch.uint8)
+def test_memory_in_use_is_not_reused(make):
+    """Memory is reused only once nothing made of the tensor is left."""
+    pool = TensorPool()
+    tensor = pool.make((SIZE,), torch.uint8)
     place = tensor.data_ptr()
     kept = make(tensor)
     del tensor
     gc.collect()
-    others = [buffers.make((SIZE,), torch.uint8) for _ in range(3)]
+    others = [pool.make((SIZE,), torch.uint8) for _ in range(3)]
     assert place not in [each.data_ptr() for each in others]
     del kept
     gc.collect()
-    assert buffers.make((SIZE,), torch.uint8).data_ptr() == place
+    assert pool.make((SIZE,), torch.uint8).data_ptr() == place
 
 
-def test_what_is_kept_is_bounded():
-    """In bytes, whatever the sizes; what is larger than all together is never kept, nor what is small."""
-    buffers = TensorPool(3 * SIZE)
+def test_free_memory_is_bounded():
+    """Free memory is limited in bytes, whatever the sizes; tensors that are too large or too small are never
+    pooled."""
+    pool = TensorPool(3 * SIZE)
     for sizes in ([SIZE] * 5, [SIZE + 1] * 2, [2 * SIZE, 2 * SIZE], [4 * SIZE, 10]):
-        tensors = [buffers.make((size,), torch.uint8) for size in sizes]
+        tensors = [pool.make((size,), torch.uint8) for size in sizes]
         del tensors
         gc.collect()
-        kept = [memory.nbytes for each in buffers._free.values() for memory in each]
-        assert sum(kept) == buffers._num_free_bytes <= 3 * SIZE
+        kept = [memory.nbytes for each in pool._free.values() for memory in each]
+        assert sum(kept) == pool._num_free_bytes <= 3 * SIZE
         assert kept
 
 
 @pytest.mark.parametrize("backend", ["simulated", "native"])
-def test_results_that_are_held(backend):
-    """They, their views and arrays of them stay as they came, whatever comes after them."""
+def test_results_are_not_overwritten(backend):
+    """Results, and views and arrays of them, keep their values whatever is received later."""
 
     def make(number):
         return torch.full((SIZE // 4,), float(number))

@@ -1,4 +1,4 @@
-"""What agents make of links: late calls, garbled results, answers of others, objects made of much."""
+"""How agents handle odd messages: cancelled calls, undecodable results, forged responses, large objects."""
 
 import threading
 
@@ -16,7 +16,7 @@ PATIENCE = 60.0
 
 @pytest.fixture
 def make():
-    """Return a function that makes agents, each with the options given for it; nothing of them may be left behind."""
+    """Return a function that makes agents, each with its options; no leak may be left."""
     made = []
 
     def make_agents(functions, *options):
@@ -35,8 +35,8 @@ def peer_of(agent, rank):
     return agent._peers._peers[rank]
 
 
-def test_answers_of_other_ranks(make):
-    """Whoever guesses the number of a call to another rank answers nothing."""
+def test_forged_responses(make):
+    """A rank that guesses the number of a call to another rank can't answer it."""
     hold = threading.Event()
     agents = make({"hold": lambda: hold.wait(PATIENCE), "echo": lambda: 1}, {}, {}, {})
     for rank in (1, 2):
@@ -51,8 +51,8 @@ def test_answers_of_other_ranks(make):
     assert future.result(PATIENCE) is True
 
 
-def test_results_that_cannot_be_read(make):
-    """An agent that was made without pickles tells its own caller; the next call is good."""
+def test_undecodable_results(make):
+    """An agent without pickles raises at its own caller; the next call succeeds."""
     large = torch.zeros(100_000)
     functions = {"give": lambda: [large, {1, 2}], "echo": lambda: 1}
     agent, other = make(functions, {}, {"allow_pickle": True})
@@ -65,15 +65,15 @@ def test_results_that_cannot_be_read(make):
         assert not each._peers._peers[1 - each.rank]._transfers
 
 
-def test_a_limit_that_another_agent_has_not(make):
-    """Both are told what it is."""
+def test_different_message_limits(make):
+    """Both agents raise an error that names the limit."""
     agent, _ = make({"echo": len}, {}, {"message_limit": 1 << 20})
     with pytest.raises(DistributedError, match="message_limit is 1,048,576: make all agents with the same"):
         agent.rpc_sync(1, "echo", torch.zeros(1 << 20), timeout=PATIENCE)
 
 
-def test_answers_go_without_the_lock(make):
-    """To send may be to receive, also from other ranks."""
+def test_responses_are_sent_without_the_lock(make):
+    """Sending may receive messages, also from other ranks."""
     agent, other = make({"echo": lambda: 1}, {}, {})
     assert agent.rpc_sync(1, "echo") == 1
     peer = peer_of(other, 0)
@@ -97,8 +97,8 @@ def test_answers_go_without_the_lock(make):
 
 
 @pytest.mark.parametrize("kind", [MessageKind.CALL, MessageKind.INTERNAL_CALL])
-def test_withdrawn_before_its_tensors_were_there(make, kind):
-    """It is refused, and its function is not called: they may be torn."""
+def test_cancelled_before_its_tensors_arrived(make, kind):
+    """The call is refused, and its function is not called: the tensors may be torn."""
     called = []
     agent, other = make({"take": called.append}, {}, {})
     agent.rpc_sync(1, "take", 0)
@@ -119,7 +119,7 @@ def test_withdrawn_before_its_tensors_were_there(make, kind):
 
 
 @pytest.mark.parametrize("backend", ["simulated", "tcp", "native"])
-def test_objects_made_of_much_are_used_at_once(backend):
+def test_objects_made_of_large_tensors_are_used_at_once(backend):
     """By functions that are called with the reference, or that return one."""
 
     def make_here(number):

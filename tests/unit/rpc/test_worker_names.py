@@ -1,4 +1,4 @@
-"""The names of ranks that come, go and come again."""
+"""The names of ranks that join, leave and are started again."""
 
 import contextlib
 import threading
@@ -16,17 +16,17 @@ _PATIENCE = 60.0
 
 
 def find(names, name):
-    """The rank of a name, now."""
+    """The rank with a name, now."""
     return names.find(name, Deadline(0))
 
 
 class NoPeers:
-    """Peers of rank 0, none of which is there or can be known not to come."""
+    """Peers of rank 0 that are not there, but may come."""
 
     rank, world_size = 0, 3
 
     def is_absent_for_good(self, rank):
-        """None is."""
+        """All may come."""
         return False
 
     def register_internal(self, name, handler):
@@ -34,20 +34,20 @@ class NoPeers:
 
 
 def make_names():
-    """Names of ranks that a test adds."""
+    """Make names, which a test adds."""
     return WorkerNames("", NoPeers(), NoPeers())
 
 
 def wait_for_end(agent, peer):
-    """Return when an agent has noticed that a rank has gone."""
+    """Return when an agent has lost a rank."""
     patience = Deadline(_PATIENCE)
     while peer in agent._peers._peers:
         assert not patience.expired
         threading.Event().wait(0.001)
 
 
-def test_a_lost_rank_keeps_its_name_until_another_one_takes_it():
-    """A spare rank can; who calls a lost one is not kept waiting."""
+def test_a_lost_rank_keeps_its_name_until_another_takes_it():
+    """A spare rank may take it; calls by the name of a lost rank don't wait."""
     names = make_names()
     names.on_joined(1, 0)
     names.add(1, "worker")
@@ -65,8 +65,8 @@ def test_a_lost_rank_keeps_its_name_until_another_one_takes_it():
     assert find(names, "worker") == 2
 
 
-def test_a_rank_that_comes_again_without_its_name():
-    """Has none, or another one."""
+def test_a_restarted_rank_without_its_name():
+    """The old name is unknown, whether the new process has none or another one."""
     names = make_names()
     for lost in (True, False):
         names.on_joined(1, 0)
@@ -80,8 +80,8 @@ def test_a_rank_that_comes_again_without_its_name():
     assert find(names, "other") == 1
 
 
-def test_a_call_waits_for_the_name_of_a_rank_that_comes_again():
-    """It is told after the rank has joined."""
+def test_a_call_waits_for_the_name_of_a_restarted_rank():
+    """The name is announced after the rank has joined."""
     names = make_names()
     names.on_joined(1, 0)
     names.add(1, "worker")
@@ -95,8 +95,8 @@ def test_a_call_waits_for_the_name_of_a_rank_that_comes_again():
     assert found == [1]
 
 
-def test_agents_whose_names_move():
-    """A spare takes over the name of a rank that has left, which has come again without it."""
+def test_a_spare_takes_over_a_name():
+    """The name's rank has left, and was started again without it."""
     store = MemoryStore()
 
     def agent(rank, name):
