@@ -244,13 +244,9 @@ def _cost(inputs: Sequence[DTensorSpec], targets: Sequence[Placement], axis: int
 
 
 def _input_cost(spec: DTensorSpec, target: Placement, axis: int, sharded: set[tuple[int, int]]) -> float:
-    """The bytes that a rank sends to bring one input to its target; infinite for an uneven shard nobody asked for.
+    """The bytes that a rank sends to bring one input to its target; infinite for uneven shards that no input has.
 
-    Args:
-        spec: The input's spec.
-        target: The target placement.
-        axis: The axis.
-        sharded: The sizes and blocks of the dims of other inputs that have their target sharding already.
+    ``sharded`` has the sizes and blocks of the dims of inputs that have their target sharding already.
     """
     current = spec.placements[axis]
     if current == target:

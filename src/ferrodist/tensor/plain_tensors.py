@@ -192,12 +192,12 @@ def check_plain(
     is_torchs: bool = False,
     is_overwritten: bool = False,
 ) -> None:
-    """Raise unless a plain tensor counts as replicated.
+    """Raise unless a plain tensor, which an operator takes beside distributed ones, counts as replicated.
 
     Args:
-        operator: The operator that takes the tensor.
+        operator: The operator, for the error.
         tensor: The plain tensor.
-        mesh: The mesh of the distributed tensors that it is used with.
+        mesh: The mesh of the distributed tensors.
         is_torchs: Whether only torch holds the tensor.
         is_overwritten: Whether all elements are replaced, so that they may differ between ranks.
 
