@@ -24,7 +24,7 @@ from ferrodist.rpc.client import RpcClient
 from ferrodist.rpc.executor import Executor, WaitEvents
 from ferrodist.rpc.large_messages import TensorPool
 from ferrodist.rpc.messages import OWN_NAMES, Call
-from ferrodist.rpc.metrics import RpcMetrics
+from ferrodist.rpc.metrics import RpcMetrics, RpcStatistics
 from ferrodist.rpc.peer import PeerOptions
 from ferrodist.rpc.peer_manager import PeerManager
 from ferrodist.rpc.remote_objects import CREATE, RRefManager
@@ -39,7 +39,6 @@ if TYPE_CHECKING:
     from types import TracebackType
 
     from ferrodist.rpc.future import Future
-    from ferrodist.rpc.metrics import RpcStatistics
     from ferrodist.rpc.refcount_tables import ReferenceCounts
     from ferrodist.rpc.rref import RRef
 

@@ -8,7 +8,7 @@ import functools
 import inspect
 import threading
 import traceback
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from typing_extensions import override
@@ -18,25 +18,23 @@ from ferrodist.errors import DistributedError, PeerLostError, ProtocolError, Rpc
 from ferrodist.rpc.messages import (
     OWN_NAMES,
     Call,
+    Content,
     Failure,
     FailureKind,
     MessageKind,
+    ValueCodec,
     pack_failure,
     pack_plain_result,
     pack_result,
     unpack_call,
 )
-from ferrodist.rpc.peer import IncomingCall, MessageHandler
+from ferrodist.rpc.peer import IncomingCall, MessageHandler, Peer
 from ferrodist.wording import counted, with_article
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
     from ferrodist.rpc.client import RpcClient
     from ferrodist.rpc.executor import Executor
-    from ferrodist.rpc.messages import Content, ValueCodec
     from ferrodist.rpc.metrics import RpcMetrics
-    from ferrodist.rpc.peer import Peer
 
     InternalHandler = Callable[[IncomingCall, Call], object]
 
