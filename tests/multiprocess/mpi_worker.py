@@ -1,4 +1,4 @@
-"""What the ranks of `test_mpi.py` run, started by an MPI's mpiexec: python mpi_worker.py TASK FOLDER [ARGUMENTS]."""
+"""The program of the ranks of `test_mpi.py`, started by mpiexec: python mpi_worker.py TASK FOLDER [ARGUMENTS]."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ _RECORD = struct.Struct("d")
 
 
 class SharedNumber:
-    """A number that processes of this host share by the name of a file; stands in for multiprocessing's, which need a
+    """A number that processes of this host share by a file's name; stands in for multiprocessing's, which need a
     fork."""
 
     def __init__(self, path: Path, value: float = 0) -> None:
@@ -105,7 +105,7 @@ class SharedThings:
 
 
 class MpiRunner:
-    """Runs programs on the first ranks of the MPI job: every rank of which runs the same checks with its own."""
+    """Runs programs on the first ranks of the MPI job, every rank of which runs the same checks."""
 
     def __init__(self) -> None:
         self._mpi = runtime.start(Deadline(_PATIENCE))
@@ -180,7 +180,7 @@ def conform(folder: Path, extent: str) -> dict[str, Any]:
 
 
 _FEW_BYTES = 10_000
-"""In place of MPI's own limit: large inputs of the checks are above, and small ones below."""
+"""A limit in place of MPI's own, between the checks' large and small inputs."""
 
 _IN_PIECES = [
     check
@@ -200,7 +200,7 @@ _OF_COLLECTIVES = [*reductions.CHECKS, *data_movement.CHECKS, *p2p.CHECKS]
 
 
 def kill(_folder: Path) -> dict[str, Any]:
-    """Rank 1 is killed in an allreduce; the others tell what they see, and go on in a group of their own."""
+    """Rank 1 is killed in an allreduce; the others record their errors, and continue in a group of their own."""
     group = fd.init_process_group("mpi", timeout=_PATIENCE)
     pair, survivors = fd.new_group([0, 1]), fd.new_group([0, 2])
     tensor = torch.ones(300_000)
@@ -228,7 +228,7 @@ def kill(_folder: Path) -> dict[str, Any]:
 
 
 def _leave_slowly(group: fd.MpiBackend) -> None:
-    """Rank 1 closes the group last, and takes its time before its goodbye, which is when all threads may end."""
+    """Rank 1 closes the group last and slowly; all ranks' threads may end only then."""
     leave = group._leave_groups
 
     def leave_slowly() -> None:
@@ -245,7 +245,7 @@ def _leave_slowly(group: fd.MpiBackend) -> None:
 
 
 def _start_late(folder: Path) -> str:
-    """Rank 1 starts MPI when the others have given it up; they tell what they saw, and MPI starts all the same."""
+    """Rank 1 starts MPI when the others have given up; they record their errors, and MPI starts all the same."""
     message, num_tired = "", SharedNumber(folder / "tired")
     if _launched_rank() == 1:
         assert num_tired.acquire(_PATIENCE), "rank 0 waits"
@@ -261,7 +261,7 @@ def _start_late(folder: Path) -> str:
 
 
 def _launched_rank() -> int:
-    """What MPI will say that this rank is."""
+    """This rank's number in MPI, from the launcher's variables."""
     return int(os.environ.get("PMI_RANK") or os.environ["OMPI_COMM_WORLD_RANK"])
 
 

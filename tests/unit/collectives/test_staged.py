@@ -420,10 +420,10 @@ def test_closing_keeps_memory_that_is_in_use(is_stuck: bool, monkeypatch: pytest
     gpu = Gpu(group)
     tensor = gpu.put(torch.ones(100))
     gpu.call("allreduce", tensor, tensor, ReduceOp.SUM)
-    (lane,) = gpu.staged._lanes.values()
+    (lane,) = gpu.staged._pipelines.values()
     gpu.streams.is_stuck = is_stuck
     group.close()
-    assert bool(gpu.staged._lanes) == is_stuck
+    assert bool(gpu.staged._pipelines) == is_stuck
     assert all(stream.num_done == len(stream.work) for stream in (lane._to_host, lane._to_device)) != is_stuck
 
 
@@ -567,7 +567,7 @@ def test_messages_into_inference_tensors() -> None:
     run_ranks(on_rank, 2)
 
 
-def test_lanes_give_up_in_order() -> None:
+def test_pipelines_give_up_in_order() -> None:
     """When the work of a segment fails, what was copied until then is still in the order of the caller's stream."""
     streams = FakeStreams("late")
     lane = CopyPipeline(streams, 8)

@@ -163,9 +163,8 @@ class MpiDataPlane(DataPlane):
             sends = [] if is_root else [(root, data)]
             return self._exchange(sends, self._peer_parts(data, sizes) if is_root else [])
         own = mpi.IN_PLACE if is_root else [data, len(data), mpi.BYTE]
-        return [
-            self._start(self._communicator.Igatherv, own, self._with_counts(data, sizes) if is_root else None, root)
-        ]
+        whole = self._with_counts(data, sizes) if is_root else None
+        return [self._start(self._communicator.Igatherv, own, whole, root)]
 
     @override
     def scatter(self, data: memoryview, sizes: Sequence[int], root: int) -> list[Any]:
@@ -174,9 +173,8 @@ class MpiDataPlane(DataPlane):
             receives = [] if is_root else [(root, data)]
             return self._exchange(self._peer_parts(data, sizes) if is_root else [], receives)
         own = mpi.IN_PLACE if is_root else [data, len(data), mpi.BYTE]
-        return [
-            self._start(self._communicator.Iscatterv, self._with_counts(data, sizes) if is_root else None, own, root)
-        ]
+        whole = self._with_counts(data, sizes) if is_root else None
+        return [self._start(self._communicator.Iscatterv, whole, own, root)]
 
     def _with_counts(self, data: memoryview, sizes: Sequence[int]) -> list[Any]:
         """A buffer with counts and displacements, as mpi4py takes it."""

@@ -82,7 +82,7 @@ class Encoding(Enum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReductionRecipe:
-    """A way to do a reduction with NCCL.
+    """The encoding and operation by which NCCL does a reduction.
 
     Args:
         encoding: The elements' encoding.

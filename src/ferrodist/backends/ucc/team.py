@@ -34,7 +34,7 @@ _FIRST_TAG_NUMBER = 1 << 55
 class Exchange:
     """An allgather in progress: the data by rank, the pending messages, and the address for the result."""
 
-    parts: list[bytearray]
+    payloads: list[bytearray]
     pending: list[Request]
     target: int = 0
     is_done: bool = False
@@ -52,13 +52,13 @@ class OobAllgather:
         """Begin to exchange ``data``, which has the same size on all ranks."""
         control = self._control
         tag = channel_tag(Channel.DATA, next(self._tag_numbers))
-        parts = [
+        payloads = [
             bytearray(data) if rank == control.rank else bytearray(len(data)) for rank in range(control.world_size)
         ]
         peers = [rank for rank in range(control.world_size) if rank != control.rank]
-        pending = [control.irecv(parts[rank], rank, tag=tag) for rank in peers]
+        pending = [control.irecv(payloads[rank], rank, tag=tag) for rank in peers]
         pending += [control.isend(data, rank, tag=tag) for rank in peers]
-        return Exchange(parts, pending)
+        return Exchange(payloads, pending)
 
     def poll(self, exchange: Exchange) -> bool:
         """Return whether all data has come, which is then copied to the target.
@@ -71,7 +71,7 @@ class OobAllgather:
         while pending and pending[-1].done():
             pending.pop().wait(0)
         if not pending:
-            data = b"".join(exchange.parts)
+            data = b"".join(exchange.payloads)
             ctypes.memmove(exchange.target, data, len(data))
             exchange.is_done = True
             return True

@@ -1,9 +1,8 @@
-"""The collectives of a group whose backend moves bytes for all ranks at once, as an MPI does: its `data_plane`.
+"""The engine of groups with a `DataPlane`, whose backend moves bytes between all ranks, as MPI and UCC do.
 
-The backend moves, and what is folded is folded here, by `fold` and in rank order: so the bits are those of every other
-backend, in every dtype, and what the backend itself can add does not matter. Chunks and segments are those of
-`reference.py`; the steps are the backend's operations. n is the tensor's bytes, p the number of ranks, and the figures
-are for what follows the agreement:
+The backend only moves bytes; reductions are folded here, by `fold` and in rank order. So the bits are those of every
+other backend, in every dtype. Chunks and segments are those of `reference.py`; the steps are the backend's operations.
+n is the tensor's bytes, p the number of ranks. After the agreement:
 
     operation        up to 108 B   up to 64 KiB             above
     allreduce        nothing       all_gather, (p-1)n       all_to_all a segment, all_gather: 2n(p-1)/p
@@ -14,7 +13,7 @@ are for what follows the agreement:
     reduce_scatter                 all_to_all a segment, n(p-1)/p
     all_to_all                     all_to_all, what is for others
 
-While a segment is folded the next one is on its way.
+While a segment is folded, the next one is in flight.
 """
 
 from __future__ import annotations
@@ -48,7 +47,7 @@ _ONE_STEP_BYTES = 64 * 1024
 """Up to here one step with more bytes is faster than two with fewer."""
 
 _SEGMENT_BYTES = 1 << 20
-"""What a reduction receives from each rank at once: two of them for each rank are its memory."""
+"""The bytes that a reduction receives from each rank at once; it buffers two segments for each rank."""
 
 _COUNT = struct.Struct("<q")
 
@@ -63,7 +62,7 @@ class DataPlaneEngine(ReferenceEngine):
     """
 
     def await_turn(self, sequence: int) -> None:
-        """Return when all before have ended, or the group has."""
+        """Return when all earlier collectives have ended, or the group has failed."""
         _data_plane_of(self._group).sequencer.wait(sequence, math.inf)
 
     def run(self, op: CollectiveOp, sequence: int) -> list[bytes] | None:
@@ -82,10 +81,10 @@ class DataPlaneEngine(ReferenceEngine):
 
     @contextmanager
     def _turn(self, op: CollectiveOp, payload: bytes, sequence: int) -> Iterator[_DataPlaneRun]:
-        """Use the group's data plane alone, once all ranks have made the call."""
+        """Use the group's data plane exclusively, once all ranks have made the call."""
         deadline = Deadline(op.timeout)
         call = op.signature(payload=payload)
-        with _data_plane_of(self._group).sequencer.hold(sequence, op.timeout):  # without a turn the agreement says so
+        with _data_plane_of(self._group).sequencer.hold(sequence, op.timeout):  # without a turn the agreement raises
             payloads = self._group.verifier.verify(call, deadline.remaining(), sequence)
             run = _DataPlaneRun(self._group, op, call, sequence, deadline, payloads)
             try:
@@ -99,14 +98,14 @@ class DataPlaneEngine(ReferenceEngine):
 
 
 class _DataPlaneRun(CollectiveRun):
-    """One collective that all ranks have agreed on, and that the group's data plane moves."""
+    """One collective in progress, on which all ranks have agreed, over the data plane."""
 
     @property
     def _data_plane(self) -> DataPlane:
         return _data_plane_of(self._group)
 
     def move(self, start: Callable[[DataPlane], list[Any]]) -> None:
-        """One step: ``start(data_plane)`` begins it."""
+        """Run one step, which ``start(data_plane)`` starts."""
         if self.world_size > 1:
             self._wait(start(self._data_plane))
 
@@ -123,23 +122,23 @@ class _DataPlaneRun(CollectiveRun):
         self.guard(wait)
 
     def collect(self, source: torch.Tensor) -> list[torch.Tensor]:
-        """Every rank's ``source``, by rank."""
+        """Gather every rank's ``source``, by rank."""
         table = source.new_empty((self.world_size, source.numel()))
         table[self.rank].copy_(source)
         self.move(lambda plane: plane.all_gather(bytes_of(table), [source.nbytes] * self.world_size))
         return list(table)
 
     def blocks(self, counts: Sequence[int], tensor: torch.Tensor) -> list[Block]:
-        """Where each rank's part of a tensor begins, and its size, in bytes; this rank's is not moved."""
+        """Offset and size of each rank's part of a tensor, in bytes; the size of this rank's is 0."""
         sizes = _in_bytes(counts, tensor)
-        places = [0, *accumulate(sizes)]
-        return [(places[rank], size if rank != self.rank else 0) for rank, size in enumerate(sizes)]
+        offsets = [0, *accumulate(sizes)]
+        return [(offsets[rank], size if rank != self.rank else 0) for rank, size in enumerate(sizes)]
 
     def check_counts(self) -> None:
-        """Raise when a rank sends this one another number of elements than it expects."""
+        """Raise if a rank sends another number of elements than this one expects."""
         op = self.op
         sent = _encode_counts(op.counts)
-        if len(sent) <= MAX_PAYLOAD:  # then they have come with the calls
+        if len(sent) <= MAX_PAYLOAD:  # they came with the calls
             offset = self.rank * _COUNT.size
             incoming = [_COUNT.unpack_from(self.payload(rank, len(sent)), offset)[0] for rank in range(self.world_size)]
         else:
@@ -165,35 +164,35 @@ class _DataPlaneRun(CollectiveRun):
         data = bytes_of(source)
         tables = [source.new_empty((self.world_size, min(step, mine))) for _ in range(2)]
 
-        def start(number: int) -> list[Any]:
-            begin = number * step
+        def start(index: int) -> list[Any]:
+            begin = index * step
             outgoing = [
                 ((starts[rank] + min(begin, counts[rank])) * item, _length(counts[rank], begin, step) * item)
                 for rank in range(self.world_size)
             ]
             outgoing[self.rank] = (0, 0)
-            table = tables[number % 2]
+            table = tables[index % 2]
             size = _length(mine, begin, step) * item
             incoming = [(rank * table.shape[1] * item, size) for rank in range(self.world_size)]
             incoming[self.rank] = (0, 0)
             return self._data_plane.all_to_all(bytes_of(table), incoming, data, outgoing) if self.world_size > 1 else []
 
         num_segments = -(-max(counts) // step)
-        coming = start(0) if num_segments else []
+        pending = start(0) if num_segments else []
         try:
-            for number in range(num_segments):
-                waited, coming = coming, []
+            for index in range(num_segments):
+                waited, pending = pending, []
                 self._wait(waited)
-                if number + 1 < num_segments:
-                    coming = start(number + 1)
-                begin, length = number * step, _length(mine, number * step, step)
+                if index + 1 < num_segments:
+                    pending = start(index + 1)
+                begin, length = index * step, _length(mine, index * step, step)
                 if length:
                     own = source[starts[self.rank] + begin : starts[self.rank] + begin + length]
-                    table = tables[number % 2]
+                    table = tables[index % 2]
                     inputs = [own if rank == self.rank else table[rank, :length] for rank in range(self.world_size)]
                     out[begin : begin + length].copy_(self.fold(inputs))
         finally:
-            self._data_plane.abandon(coming)
+            self._data_plane.abandon(pending)
 
 
 def _data_plane_of(group: Backend) -> DataPlane:
@@ -202,7 +201,7 @@ def _data_plane_of(group: Backend) -> DataPlane:
 
 
 def _length(count: int, begin: int, step: int) -> int:
-    """Elements of a chunk's segment that begins at ``begin``."""
+    """The number of elements of a chunk's segment that begins at ``begin``."""
     return max(0, min(step, count - begin))
 
 

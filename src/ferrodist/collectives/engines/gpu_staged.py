@@ -1,14 +1,12 @@
-"""The collectives of tensors on GPUs over the group's own engine on the host.
+"""Collectives and point-to-point of tensors on GPUs, staged through the host's memory and the group's host engine.
 
 [Note: two groups]
-An operation that fits into one segment is one call of the group's own engine, at the place that was reserved for it. A
-larger one is many calls, and nobody knew how many when places were reserved. The first of them, at its place, says what
-the whole operation is, so that ranks which disagree are told of that and not of segments. The segments go over a group
-of their own with the same ranks, whose places are taken only by the operation whose turn it is.
+A collective that fits into one segment is one call of the group's host engine, at its reserved position. A larger one
+is several calls, whose number is not known when positions are reserved. The first, at the reserved position, compares
+the whole collective, so that errors name it and not a segment. The segments run in a group of their own with the same
+ranks, in which only the collective whose turn it is reserves positions.
 
-The bits are those of the whole in one call: every reduction folds element by element, in rank order.
-
-Tensors on GPUs from rank to rank, through the host's memory.
+The bits are those of a single call: every reduction folds element by element, in rank order.
 """
 
 from __future__ import annotations
@@ -47,9 +45,9 @@ if TYPE_CHECKING:
 
 _KEY = "collectives.staged"
 
-# What ranks say of a large operation: dtype's place in DTYPES, number of the reduction or -1, root, dim, count; and
-# elements of their own largest part.
-_HEAD = struct.Struct("<Bbihqq")
+# A large collective: dtype's index in DTYPES, index of the reduction or -1, root, dim, count; and the number of
+# elements of the rank's largest part.
+_SIGNATURE = struct.Struct("<Bbihqq")
 _NUM_COMPARED = 5
 
 _CLOSE_SECONDS = 1.0
@@ -57,12 +55,12 @@ _CLOSE_SECONDS = 1.0
 
 
 class HostStagedEngine:
-    """`HostEngine` of tensors on GPUs, each of which returns when the host has done its part.
+    """A `HostEngine` of tensors on GPUs, whose calls return when the host has done its part.
 
     Args:
         group: Any backend whose engine carries tensors on the CPU.
         find_streams: The streams of a device.
-        segment_bytes: How much is worked on at once, at most; the same on all ranks.
+        segment_bytes: The maximum size of a segment; the same on all ranks.
     """
 
     def __init__(
@@ -75,24 +73,24 @@ class HostStagedEngine:
         self._find_streams = find_streams
         self._segment_bytes = segment_bytes
         self._sequencer = Sequencer(lambda: group.failure is not None)
-        self._lanes: dict[torch.device, CopyPipeline] = {}
+        self._pipelines: dict[torch.device, CopyPipeline] = {}
         self._inner: SubBackend | None = None
         self._has_shared = False
         group.on_synchronize(self._synchronize)
-        group.on_close(self._drop_lanes)
+        group.on_close(self._free_pipelines)
 
     def reserve(self) -> int:
         """Take the next position among the group's collectives."""
         return self._sequencer.reserve(host_engine_of(self._group).reserve)
 
     def await_turn(self, sequence: int) -> None:
-        """Return when all before have ended, or the group has."""
+        """Return when all earlier collectives have ended, or the group has failed."""
         if not self._sequencer.wait(sequence, math.inf):
-            return  # the group has failed: the operation raises it
+            return  # the group has failed: the collective raises it
         host_engine_of(self._group).await_turn(sequence)
 
     def run(self, op: CollectiveOp, sequence: int) -> list[bytes] | None:
-        """Run a collective; what fails in the middle ends the group, for its ranks are out of step then."""
+        """Run a collective; an error in the middle ends the group, whose ranks are out of step then."""
         if op.device is None:
             with self._sequencer.releasing(sequence):
                 return host_engine_of(self._group).run(op, sequence)
@@ -120,47 +118,49 @@ class HostStagedEngine:
         if not self._sequencer.wait(sequence, deadline.remaining()):
             self._check_alive()
             raise self._late(op, deadline, "what this rank started before it has not ended")
-        lane = self._lanes.get(device)
-        if lane is None:
-            lane = self._lanes[device] = CopyPipeline(self._find_streams(device), self._segment_bytes)
+        pipeline = self._pipelines.get(device)
+        if pipeline is None:
+            pipeline = self._pipelines[device] = CopyPipeline(self._find_streams(device), self._segment_bytes)
         engine = host_engine_of(self._group)
         windows = staged.windows(staged.largest, self._segment_bytes)
         # Ranks may differ in the parts of an all_to_all, and so in the number of segments.
         if len(windows) == 1 and op.kind is not CollectiveKind.ALL_TO_ALL:
             only = staged.segment(windows[0], engine, lambda: (deadline.remaining(), sequence))
-            lane.run([only], op.tensor.dtype, deadline, self._check_alive)
+            pipeline.run([only], op.tensor.dtype, deadline, self._check_alive)
             return
         windows = staged.windows(self._agree(staged, deadline, sequence), self._segment_bytes)
         inner = self._inner_group()
         if not self._has_shared:
-            self._share_memory(inner, lane, deadline)
+            self._share_memory(inner, pipeline, deadline)
         engine = host_engine_of(inner)
         segments = [
             staged.segment(window, engine, lambda: (deadline.remaining(), engine.reserve())) for window in windows
         ]
-        lane.run(segments, op.tensor.dtype, deadline, self._check_alive)
+        pipeline.run(segments, op.tensor.dtype, deadline, self._check_alive)
 
     def _check_alive(self) -> None:
         if self._group.failure is not None:
             raise self._group.failure.fresh()
 
     def _agree(self, staged: StagedOp, deadline: Deadline, sequence: int) -> int:
-        """Compare the operation with the other ranks'; returns the elements of the largest part on any."""
+        """Compare a large collective; returns the number of elements of the largest part on any rank."""
         op = staged.op
         number = -1 if op.op is None else op.op.number
-        head = _HEAD.pack(DTYPES.index(op.tensor.dtype), number, op.root, op.dim, op.signature().count, staged.largest)
+        payload = _SIGNATURE.pack(
+            DTYPES.index(op.tensor.dtype), number, op.root, op.dim, op.signature().count, staged.largest
+        )
         name = f"{op.kind} on GPUs"
-        share = CollectiveOp(kind=CollectiveKind.SHARE, name=name, payload=head, timeout=deadline.remaining())
+        share = CollectiveOp(kind=CollectiveKind.SHARE, name=name, payload=payload, timeout=deadline.remaining())
         payloads = host_engine_of(self._group).run(share, sequence) or []
-        heads = unpack_payloads(_HEAD, payloads, self._group, name)
-        if len({said[:_NUM_COMPARED] for said in heads}) > 1:
+        signatures = unpack_payloads(_SIGNATURE, payloads, self._group, name)
+        if len({each[:_NUM_COMPARED] for each in signatures}) > 1:
             raise self._group.verifier.mismatch_error(
-                [_call_of(op.kind.value, said[:_NUM_COMPARED], sequence) for said in heads]
+                [_decode_signature(op.kind.value, each[:_NUM_COMPARED], sequence) for each in signatures]
             )
-        return int(max(said[_NUM_COMPARED] for said in heads))
+        return int(max(each[_NUM_COMPARED] for each in signatures))
 
     def _inner_group(self) -> SubBackend:
-        """The group of the segments; see [Note: two groups]."""
+        """The group of the segments: [Note: two groups]."""
         if self._inner is None:
             group = self._group
             inner = self._inner = SubBackend(
@@ -169,23 +169,22 @@ class HostStagedEngine:
             group.on_close(inner.close)
         return self._inner
 
-    def _share_memory(self, inner: SubBackend, lane: CopyPipeline, deadline: Deadline) -> None:
-        """Have the first device's slots in symmetric memory, where there is any: then nothing is copied aside.
+    def _share_memory(self, inner: SubBackend, pipeline: CopyPipeline, deadline: Deadline) -> None:
+        """Put the first device's slots into symmetric memory, if there is any, on which the host engine copies nothing.
 
-        All ranks come to this in the same operation. Where a rank's other devices take turns with the first, the engine
-        copies aside.
+        A collective, within the same one on all ranks. For a rank's other devices the host engine copies as usual.
         """
         self._has_shared = True
         if inner.engine("cpu") is None:
             return
         try:
-            memory = empty_symmetric((lane.shared_bytes,), torch.uint8, group=inner, timeout=deadline.remaining())
+            memory = empty_symmetric((pipeline.shared_bytes,), torch.uint8, group=inner, timeout=deadline.remaining())
         except BackendUnavailable:  # on all ranks
             return
-        release = lane.share(memory)
+        release = pipeline.share(memory)
         if release is not None:
-            # It may be collected without being closed; and at exit the driver goes by itself.
-            weakref.finalize(lane, release).atexit = False
+            # The engine may be collected without being closed; at exit the driver frees the memory itself.
+            weakref.finalize(pipeline, release).atexit = False
 
     def _late(self, op: CollectiveOp, deadline: Deadline, why: str) -> DistributedTimeoutError:
         return DistributedTimeoutError(
@@ -198,8 +197,8 @@ class HostStagedEngine:
         deadline = Deadline(timeout)
         try:
             self._wait_until_idle(deadline)
-            for lane in list(self._lanes.values()):
-                lane.synchronize(deadline)
+            for pipeline in list(self._pipelines.values()):
+                pipeline.synchronize(deadline)
         except (NotReachedError, TimeoutError) as error:
             if isinstance(error, DistributedError):  # the group's failure
                 raise
@@ -213,19 +212,19 @@ class HostStagedEngine:
             self._check_alive()
             raise TimeoutError
 
-    def _drop_lanes(self) -> None:
-        """Free their memory, unless a device that does not come to its end may still copy from it."""
-        for device, lane in list(self._lanes.items()):
-            with contextlib.suppress(Exception):  # of a device that has failed, too
-                lane.synchronize(Deadline(_CLOSE_SECONDS))
-                del self._lanes[device]
+    def _free_pipelines(self) -> None:
+        """Free the slots' memory, unless a device that hangs may still copy from it."""
+        for device, pipeline in list(self._pipelines.items()):
+            with contextlib.suppress(Exception):  # also of a device that has failed
+                pipeline.synchronize(Deadline(_CLOSE_SECONDS))
+                del self._pipelines[device]
 
 
 _making = threading.Lock()
 
 
 def host_staged_engine_of(group: Backend) -> HostStagedEngine:
-    """The staged collectives of a group, made when first needed."""
+    """The staged engine of a group, made when first needed."""
     found = group.attachments.get(_KEY)
     if found is None:
         with _making:
@@ -236,13 +235,13 @@ def host_staged_engine_of(group: Backend) -> HostStagedEngine:
     return found
 
 
-def _call_of(operation: str, said: tuple[int, ...], sequence: int) -> CollectiveSignature:
-    """What a rank said of its operation, in words."""
-    place, number, root, dim, count = said
+def _decode_signature(operation: str, fields: tuple[int, ...], sequence: int) -> CollectiveSignature:
+    """The signature of a rank's large collective, for the error."""
+    dtype_index, number, root, dim, count = fields
     ops = [*map(str, ReduceOp), "premultiplied_sum"]
     return CollectiveSignature(
         operation=operation,
-        dtype=dtype_text(place),
+        dtype=dtype_text(dtype_index),
         reduce_op="" if number < 0 else ops[number] if number < len(ops) else f"reduction {number}",
         root=root,
         dim=dim,
@@ -252,7 +251,7 @@ def _call_of(operation: str, said: tuple[int, ...], sequence: int) -> Collective
 
 
 class HostStagedP2P:
-    """`DeviceP2P` over a group's own messages: tensors are on their way when the device has come to them.
+    """A `DeviceP2P` over the group's own messages, which are sent once the device has written the tensors.
 
     Args:
         group: Any backend whose messages carry tensors on the CPU.
@@ -264,10 +263,10 @@ class HostStagedP2P:
         self._find_streams = find_streams
 
     def exchange(self, operations: Sequence[Send | Recv], *, timeout: float) -> list[int]:
-        """Do all of these at the same time; returns the other rank of each."""
+        """Run all sends and receives at the same time; returns the peer of each."""
         deadline = Deadline(timeout)
         streams = self._find_streams(operations[0].tensor.device)
-        # Fresh memory each time: messages may stay in it when the call has raised.
+        # Fresh memory each time: messages may still use it after the call has raised.
         on_host = [_Pinned(streams, operation.tensor) for operation in operations]
         self._fill(
             [pair for pair in zip(operations, on_host, strict=True) if isinstance(pair[0], Send)], deadline, timeout
@@ -289,7 +288,7 @@ class HostStagedP2P:
         return peers
 
     def on_host(self, tensor: torch.Tensor, *, timeout: float) -> torch.Tensor:
-        """A copy of a tensor's elements, flat; waits for the device as `exchange` does, and raises the same."""
+        """A flat copy of a tensor on the host; waits for the device as `exchange` does."""
         pinned = _Pinned(self._find_streams(tensor.device), tensor)
         self._fill([(Send(tensor, 0), pinned)], Deadline(timeout), timeout)
         return pinned.flat
@@ -316,7 +315,7 @@ class HostStagedP2P:
 
 
 class _Pinned:
-    """Host memory for the elements of a tensor: ``flat``, and in the tensor's shape."""
+    """Pinned memory for the elements of a tensor: ``flat``, and ``shaped`` as the tensor."""
 
     def __init__(self, streams: Streams, like: torch.Tensor) -> None:
         memory = streams.pinned(like.nbytes) if like.numel() else torch.empty(0, dtype=torch.uint8, device="cpu")

@@ -1,10 +1,9 @@
-"""The collectives of any backend, over its ``isend`` and ``irecv``: what every engine's result is compared with.
+"""The reference engine: collectives over any backend's ``isend`` and ``irecv``, with which other engines are compared.
 
-Words: a *chunk* is the part of a tensor that one rank owns in a collective, a *segment* a piece of a chunk that
-moves at once. n is the tensor's bytes, p the number of ranks. Every operation begins with an agreement ([Note:
-agreement] in `backends/verification.py`: 2 steps, 192 bytes up and 192*p down for each rank), and tiny ones end with
-it, for their elements travel along. The figures below are for the steps after it: bytes are those that the busiest
-rank sends.
+A *chunk* is the part of a tensor that one rank owns in a collective, a *segment* a part of a chunk that moves at once.
+n is the tensor's bytes, p the number of ranks. Every collective begins with an agreement ([Note: agreement] in
+`backends/verification.py`: 2 steps, 192 bytes up and 192*p down for each rank), and tiny ones end with it, for their
+elements travel with the call. The figures below are for the steps after it, and the bytes that the busiest rank sends.
 
     operation        up to 108 B   up to 64 KiB                    above
     allreduce        0 steps       1 step, (p-1)n                  2 steps a segment, 2n(p-1)/p
@@ -15,8 +14,8 @@ rank sends.
     reduce_scatter                 1 step a segment, n(p-1)/p
     all_to_all                     1 step, what is for others
 
-A step is `_exchange`: all receives are posted, then all sends started, then all waited for. No rank waits for a send
-before its receives are posted, so no order of arrival and no size of socket buffers can block it.
+A step is `exchange`: all receives are posted, then all sends started, then all waited for. No rank waits for a send
+before its receives are posted, so it can't deadlock for any order of arrival and any size of socket buffers.
 """
 
 from __future__ import annotations
@@ -51,10 +50,10 @@ if TYPE_CHECKING:
     from ferrodist.backends.signature import CollectiveSignature
 
 _ONE_STEP_BYTES = 64 * 1024
-"""Up to here one step with more bytes is faster than two with fewer."""
+"""Up to this size one step with more bytes is faster than two with fewer."""
 
 _SEGMENT_BYTES = 4 << 20
-"""What a reduction receives from each rank before it folds: bounds its memory to p segments."""
+"""The bytes that a reduction receives from each rank before it folds: bounds its memory to p segments."""
 
 _FACTOR = struct.Struct("<d")
 
@@ -91,7 +90,7 @@ class ReferenceEngine:
 
 
 def payload_of(op: CollectiveOp, rank: int) -> tuple[bytes, bool]:
-    """The bytes that travel with a rank's call, and whether these are all of the data: the elements of tiny tensors."""
+    """The payload of a rank's call, and whether it is all of the data, as for tiny tensors."""
     match op.kind:
         case CollectiveKind.SHARE:
             return op.payload, True
@@ -108,7 +107,7 @@ def payload_of(op: CollectiveOp, rank: int) -> tuple[bytes, bool]:
 
 
 class CollectiveRun:
-    """One collective that all ranks have agreed on, under way."""
+    """One collective in progress, on which all ranks have agreed."""
 
     def __init__(  # noqa: PLR0917 - what `reach` has and gives
         self,
@@ -132,14 +131,14 @@ class CollectiveRun:
         self._factors = self._read_factors()
 
     def tensor(self, rank: int, dtype: torch.dtype, count: int) -> torch.Tensor:
-        """The elements that came with a rank's call."""
+        """The elements in the payload of a rank's call."""
         payload = self.payload(rank, count * dtype.itemsize)
         if not payload:
             return torch.empty(0, dtype=dtype, device="cpu")
         return torch.frombuffer(bytearray(payload), dtype=torch.uint8).view(dtype)
 
     def tensors(self, dtype: torch.dtype, counts: Sequence[int]) -> list[torch.Tensor]:
-        """The elements that came with every rank's call."""
+        """The elements in the payload of every rank's call."""
         return [self.tensor(rank, dtype, count) for rank, count in enumerate(counts)]
 
     def fold(self, inputs: Sequence[torch.Tensor]) -> torch.Tensor:
@@ -153,7 +152,7 @@ class CollectiveRun:
         return [_FACTOR.unpack(self.payload(rank, _FACTOR.size))[0] for rank in range(self.world_size)]
 
     def payload(self, rank: int, size_bytes: int) -> bytes:
-        """The bytes that came with a rank's call, which must be so many."""
+        """The payload of a rank's call; aborts the group unless it has ``size_bytes``."""
         payload = self._payloads[rank]
         if len(payload) != size_bytes:
             error = ProtocolError(
@@ -170,7 +169,7 @@ class CollectiveRun:
         sends: Iterable[tuple[int, torch.Tensor]],
         receives: Iterable[tuple[int, torch.Tensor]],
     ) -> None:
-        """One step: receive each (rank, tensor) and send each, all at once."""
+        """Run one step: all these receives and sends of (rank, tensor) at the same time."""
         self.guard(
             lambda: wait_all(
                 self._start(
@@ -184,7 +183,7 @@ class CollectiveRun:
     def exchange_uneven(
         self, sends: Iterable[tuple[int, torch.Tensor]], receives: Sequence[tuple[int, torch.Tensor]], unit: int
     ) -> None:
-        """`exchange` between ranks that may expect other sizes: empty messages go out too, so that none waits."""
+        """`exchange` between ranks that may expect other sizes: empty messages are sent, too, so that no rank waits."""
 
         def start_and_wait() -> None:
             pending = self._start(sends, receives)
@@ -215,7 +214,7 @@ class CollectiveRun:
         return pending
 
     def unmet(self, peer: int, num_rows: int) -> SizeMismatchError:
-        """The error of a rank that sends another number of rows than this one expects."""
+        """The error of a peer that sends another number of rows than this rank expects."""
         return SizeMismatchError(
             f"{self._call} on group {self._group.name!r}, operation {self._sequence}: rank {self.rank} expects"
             f" {num_rows} {'row' if num_rows == 1 else 'rows'} from rank {peer} (recv_counts[{peer}]), which sends it"
@@ -245,20 +244,20 @@ class CollectiveRun:
                 out[begin : begin + own.numel()].copy_(self.fold(inputs))
 
     def send_down_tree(self, tensor: torch.Tensor, root: int) -> None:
-        """Broadcast along a binomial tree: rank v (counted from the root) receives from v without its highest bit."""
-        place = (self.rank - root) % self.world_size
+        """Broadcast along a binomial tree: rank v (relative to the root) receives from v without its highest bit."""
+        position = (self.rank - root) % self.world_size
         distance = 1
-        if place:
-            distance = 1 << place.bit_length()
-            self.exchange([], [((place - (distance >> 1) + root) % self.world_size, tensor)])
+        if position:
+            distance = 1 << position.bit_length()
+            self.exchange([], [((position - (distance >> 1) + root) % self.world_size, tensor)])
         children = []
-        while place + distance < self.world_size:
-            children.append((place + distance + root) % self.world_size)
+        while position + distance < self.world_size:
+            children.append((position + distance + root) % self.world_size)
             distance <<= 1
         self.exchange([(child, tensor) for child in children], [])
 
     def guard(self, action: Callable[[], None]) -> None:
-        """Run a step; what fails in the middle of a collective ends the group, for its ranks are out of step now."""
+        """Run a step; an error in the middle of a collective ends the group, whose ranks are out of step then."""
         try:
             action()
         except GroupClosedError:
@@ -279,7 +278,7 @@ class CollectiveRun:
 
 
 def _has_other_size(receive: Request) -> bool:
-    """Whether a receive, of a step that has failed, ended because its message has another size."""
+    """True if a receive of a failed step ended because its message has another size."""
     try:
         receive.wait(0)
     except DistributedError as error:
@@ -288,7 +287,7 @@ def _has_other_size(receive: Request) -> bool:
 
 
 def _peers_of(rank: int, world_size: int) -> list[int]:
-    """The other ranks, beginning after this one, so that not all ranks send to the same one first."""
+    """The other ranks, starting after this one, so that not all ranks send to the same one first."""
     return [(rank + i) % world_size for i in range(1, world_size)]
 
 
@@ -317,7 +316,7 @@ EAGER_ALGORITHMS: dict[CollectiveKind, Callable[[CollectiveRun], None]] = {
     CollectiveKind.BROADCAST: _broadcast_eager,
     CollectiveKind.ALL_GATHER: _all_gather_eager,
 }
-"""What is left to do when all data has come with the calls."""
+"""The rest of a collective whose data has come with the calls."""
 
 
 def _allreduce(run: CollectiveRun) -> None:
