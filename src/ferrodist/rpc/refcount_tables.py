@@ -27,8 +27,8 @@ if TYPE_CHECKING:
 
     from ferrodist.rpc.executor import SerialExecutor
 
-    ForkKey = tuple[int, int]
-    """A message with references of third ranks: its sender, and its fork id."""
+ForkKey = tuple[int, int]
+"""A message with references of third ranks: its sender, and its fork id."""
 
 FREED = "the object was freed: its owner knows of no reference to it"
 
