@@ -88,7 +88,7 @@ def write_obstacle(tensor: torch.Tensor) -> str:
     if tensor.is_inference():
         return "was made under inference_mode"
     if tensor.layout is torch.strided and tensor.device.type != "meta":
-        with contextlib.suppress(RuntimeError):  # without memory of its own, as a DTensor: check_tensor refuses it
+        with contextlib.suppress(RuntimeError):  # no memory of its own, such as a DTensor, which check_tensor refuses
             if elements_overlap(tensor):
                 return "has elements that share memory (expand, as_strided)"
     return ""

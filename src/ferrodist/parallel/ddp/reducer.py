@@ -21,8 +21,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-import weakref
-from typing import TYPE_CHECKING, Concatenate, ParamSpec
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -39,7 +38,7 @@ from ferrodist.errors import (
 )
 from ferrodist.parallel.ddp.autograd_hooks import BackwardRound, ParameterHooks
 from ferrodist.parallel.ddp.bucket import compute_bucket_assignment, make_buckets, model_title
-from ferrodist.parallel.module_guard import current_backward_id, hook_gradients
+from ferrodist.parallel.module_guard import current_backward_id, hook_gradients, weak_method
 from ferrodist.torch_private.autograd import version_of
 from ferrodist.wording import counted
 
@@ -48,8 +47,6 @@ if TYPE_CHECKING:
 
     from ferrodist.backends.base import Backend
     from ferrodist.parallel.ddp.config import Options
-
-P = ParamSpec("P")
 
 _FIRST_BYTES = 1 << 20
 """Size limit of the first bucket, which starts first."""
@@ -91,8 +88,8 @@ class Reducer:
         self._positions = list(range(len(self._ordered)))  # by param_id
         self._hooks = ParameterHooks(
             self._ordered,
-            _weak_method(self, Reducer.on_accumulated),
-            _weak_method(self, Reducer.on_ready),
+            weak_method(self, Reducer.on_accumulated),
+            weak_method(self, Reducer.on_ready),
             title=self._title,
         )
 
@@ -169,14 +166,12 @@ class Reducer:
             positions = frozenset(position for position, owner in enumerate(self._ordered) if id(owner) in unused)
             self._round.unused = positions & self._round.unused if self._has_forwards else positions
             self._has_forwards = True
-        reference = weakref.ref(self)
-
-        def hook(_: torch.Tensor) -> None:
-            reducer = reference()
-            if reducer is not None and reducer.is_syncing:
-                reducer.enter_round()
-
+        hook = weak_method(self, Reducer._on_output_gradient)
         hook_gradients([output for output in outputs if not output.is_leaf], hook)
+
+    def _on_output_gradient(self, _: torch.Tensor) -> None:
+        if self.is_syncing:
+            self.enter_round()
 
     def matches_parameters(self) -> bool:
         """True if the parameters still have the dtypes, devices and shapes of the buckets."""
@@ -232,7 +227,7 @@ class Reducer:
             self._root, self._scale = (0, 1.0) if self.before_round is None else self.before_round()
         while self._num_started < end:
             index = self._num_started
-            self._num_started += 1  # before the start, which may be interrupted
+            self._num_started += 1  # before the start, which an interrupt may end
             self.buckets[index].start(self._options.comm_hook, is_idle=is_idle, timeout=timeout)
 
     @contextlib.contextmanager
@@ -362,7 +357,7 @@ class Reducer:
         self._count_missed()
         if self._round.counts:
             self.reduce()
-        else:  # torch.autograd.grad, which leaves the parameters' gradients alone
+        else:  # torch.autograd.grad, which accumulates no gradients of parameters
             self._reset_round(is_complete=False)
 
     def _fail_round(self) -> None:
@@ -383,15 +378,3 @@ class Reducer:
         self._has_forwards = False
         self._hooks.clear_pending()
         self._round.close(is_complete=is_complete)
-
-
-def _weak_method(reducer: Reducer, method: Callable[Concatenate[Reducer, P], None]) -> Callable[P, None]:
-    """Bind a method without holding the reducer, which itself holds the hooked objects."""
-    reference = weakref.ref(reducer)
-
-    def call(*arguments: P.args, **keywords: P.kwargs) -> None:
-        owner = reference()
-        if owner is not None:
-            method(owner, *arguments, **keywords)
-
-    return call

@@ -238,7 +238,7 @@ class FlatParameters:
 
     def broadcast_to_replicas(self) -> None:
         """Broadcast the shards of the first replica to all; every rank calls this."""
-        increment_version(self.parameters)  # of the shards' memory, which is written without them
+        increment_version(self.parameters)  # the collectives write to the shards' memory without them
         if self._axes.replicate is not None:
             broadcast(self.shard, 0, group=self._axes.replicate, out=self.shard)
 

@@ -57,27 +57,27 @@ class ShardGroups:
         Returns:
             The same number on all ranks. Its gradient is that of a loss that all ranks have: each shard gets its own.
         """
-        reduce = own.detach()
+        total = own.detach()
         if op is ReduceOp.SUM:
-            reduce = reduce / self.num_copies
+            total = total / self.num_copies
         with add_error_context(
             lambda: f"Rank {self.groups[-1].rank} asked for a norm or total of tensors that FSDP shards.",
             "Every rank must ask for it, as in clip_grad_norm_().",
         ):
             for group in self.groups:
-                reduce = allreduce(reduce, op, group=group)
+                total = allreduce(total, op, group=group)
         if not own.requires_grad:
-            return reduce
+            return total
         if op is ReduceOp.SUM:
-            return reduce + (own - own.detach())
-        return torch.where(own.detach() == reduce, own, reduce)
+            return total + (own - own.detach())
+        return torch.where(own.detach() == total, own, total)
 
 
-def shard_groups_of(axes: ShardAxes, layout: DTensorSpec | None) -> ShardGroups | None:
+def shard_groups_of(axes: ShardAxes, spec: DTensorSpec | None) -> ShardGroups | None:
     """The groups of a parameter, sharded by FSDP and over the mesh of its DTensor; None if each rank has all of it."""
     groups, num_copies = [], 1
-    if layout is not None and layout.mesh.size > 1:
-        groups, num_copies = [layout.mesh.group], count_replicas(layout)
+    if spec is not None and spec.mesh.size > 1:
+        groups, num_copies = [spec.mesh.group], count_replicas(spec)
     if axes.shard is not None:
         groups.append(axes.shard)
     return ShardGroups(groups=tuple(groups), num_copies=num_copies) if groups else None
@@ -117,8 +117,8 @@ class FlatShardTensor(torch.Tensor):
 
     def __deepcopy__(self, memo: dict[int, Any]) -> torch.Tensor:
         """Copy as a plain tensor."""
-        memo[id(self)] = twin = to_plain(self).clone()
-        return twin
+        memo[id(self)] = copied = to_plain(self).clone()
+        return copied
 
 
 class FlatShardParameter(torch.nn.Parameter):
@@ -154,8 +154,8 @@ class FlatShardParameter(torch.nn.Parameter):
 
     def __deepcopy__(self, memo: dict[int, Any]) -> torch.nn.Parameter:
         """Copy as a plain parameter."""
-        memo[id(self)] = twin = self._as_parameter(copies=True)
-        return twin
+        memo[id(self)] = copied = self._as_parameter(copies=True)
+        return copied
 
     def _as_parameter(self, *, copies: bool = False) -> torch.nn.Parameter:
         value = to_plain(self)
@@ -190,16 +190,16 @@ def to_plain(tensor: torch.Tensor) -> torch.Tensor:
 
 def _as_shard(tensor: torch.Tensor, groups: ShardGroups) -> FlatShardTensor:
     with plain_functions():
-        divided = tensor.as_subclass(FlatShardTensor)
-    divided.shard_groups = groups
-    return divided
+        shard = tensor.as_subclass(FlatShardTensor)
+    shard.shard_groups = groups
+    return shard
 
 
 def _groups_of(value: object) -> ShardGroups | None:
     return value.shard_groups if isinstance(value, (FlatShardTensor, FlatShardParameter)) else None
 
 
-# Forward, in which modules have whole parameters while they are called, and else pieces.
+# Modules have full parameters during their own calls, and shards during those of others.
 
 _models_in_forward: dict[int, list[object]] = {}
 """For each thread the models whose forwards it is in."""
@@ -242,7 +242,7 @@ def _check_not_in_forward(func: Callable[..., Any], args: tuple[Any, ...], kwarg
             )
 
 
-# What stays divided.
+# Results that stay shards.
 
 
 def _preserve(func: Callable[..., Any], source: Any, *args: Any, **kwargs: Any) -> Any:
@@ -267,14 +267,14 @@ def _propagate(result: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> An
 
 
 def _propagate_one(result: Any, sources: Sequence[Any]) -> Any:
-    if type(result) is not torch.Tensor:  # what is written is what it was
+    if type(result) is not torch.Tensor:  # an in-place result keeps its class
         return result
     found_groups = {_groups_of(source) for source in sources if isinstance(source, torch.Tensor) and source.dim()}
     groups = found_groups.pop() if len(found_groups) == 1 else None
     return result if groups is None else _as_shard(result, groups)
 
 
-# What is asked of all elements.
+# Reductions of all elements.
 
 
 def _norm(func: Callable[..., Any], source: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
@@ -294,9 +294,9 @@ def _foreach_norm(func: Callable[..., Any], tensors: Sequence[torch.Tensor], *ar
     order = float(kwargs.get("ord", args[0] if args else 2))
     dtype = kwargs.get("dtype", args[1] if len(args) > 1 else None)
     results: list[torch.Tensor | None] = [None] * len(tensors)
-    divided = [index for index, each in enumerate(tensors) if _groups_of(each) is not None]
+    shards = [index for index, each in enumerate(tensors) if _groups_of(each) is not None]
     others = [index for index, each in enumerate(tensors) if _groups_of(each) is None]
-    for index, norm in zip(divided, _norms([tensors[index] for index in divided], order, dtype), strict=True):
+    for index, norm in zip(shards, _norms([tensors[index] for index in shards], order, dtype), strict=True):
         results[index] = norm
     if others:
         for index, norm in zip(others, func([tensors[index] for index in others], *args, **kwargs), strict=True):
@@ -337,7 +337,9 @@ def _power(tensor: torch.Tensor, order: float) -> torch.Tensor:
 def _reduce(func: Callable[..., Any], source: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
     """Call a reduction of all elements: sum, mean, max, min, any, all, count_nonzero."""
     groups = _groups_of(source)
-    is_of_two = any(isinstance(each, torch.Tensor) for each in (*args, *kwargs.values()))  # the larger of each pair
+    is_of_two = any(
+        isinstance(each, torch.Tensor) for each in (*args, *kwargs.values())
+    )  # elementwise max or min of two tensors
     if groups is None or is_of_two:
         return func(source, *args, **kwargs)
     options = dict(kwargs)

@@ -374,7 +374,7 @@ class FSDP(TransparentWrapper, Generic[WrappedModule]):
                 " optimizer's step: step outside of the block. Its full parameters were not written back."
             )
 
-    # States.
+    # State dicts.
 
     def full_state_dict(self, *, rank0_only: bool = False) -> dict[str, torch.Tensor]:
         """The module's state dict with full parameters, as in one process; every rank must call.

@@ -148,7 +148,7 @@ def _device_refusal(tensors: Mapping[str, torch.Tensor], device: torch.device, g
 
 
 def _parameter_refusal(parameter: torch.nn.Parameter) -> str | None:
-    if bool(is_lazy(parameter)):  # as a condition it would promise that parameters are never lazy
+    if bool(is_lazy(parameter)):  # bool(), or mypy would narrow parameters to lazy ones
         return "is lazy and has no shape yet: run the module once before FSDP"
     if parameter.grad is not None:
         return "has a gradient, which would be lost: call zero_grad() before FSDP"

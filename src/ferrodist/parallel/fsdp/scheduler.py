@@ -24,7 +24,6 @@ a backward had begun, the other ranks wait for its rest: the group is aborted, a
 from __future__ import annotations
 
 import contextlib
-import weakref
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -33,7 +32,13 @@ from ferrodist.collectives.all_to_all import barrier
 from ferrodist.errors import DistributedError, GroupAbortedError, UnsupportedOpError, add_error_context, describe_error
 from ferrodist.parallel.fsdp.backward_plan import Action, BackwardRun, ForwardTrace, Step, plan_backward
 from ferrodist.parallel.fsdp.unit import ADVICE, Unit, UnitState
-from ferrodist.parallel.module_guard import current_backward_id, find_outputs, find_tensors, hook_gradients
+from ferrodist.parallel.module_guard import (
+    current_backward_id,
+    find_outputs,
+    find_tensors,
+    hook_gradients,
+    weak_method,
+)
 from ferrodist.torch_private.autograd import queue_callback
 from ferrodist.wording import counted
 
@@ -64,9 +69,9 @@ class UnitScheduler:
         self._buffer = buffer
         self._forward_prefetch, self._backward_prefetch = prefetch
         self._reshards_after_forward = reshards_after_forward
-        self._forward_order: list[int] = []  # of the units, as their calls began in the last forward
+        self._forward_order: list[int] = []  # unit indices in the call order of the last forward
         self._last_ended: set[int] = set()
-        self._trace: ForwardTrace | None = None  # of the forward under way
+        self._trace: ForwardTrace | None = None  # of the running forward
         self._open_calls: list[tuple[int, int]] = []
         self._run: BackwardRun | None = None
         self._reducing: list[Unit] = []
@@ -76,7 +81,9 @@ class UnitScheduler:
         self._unsharded_units = dict.fromkeys(unit for unit in self.units if unit.is_unsharded)
         self.is_summoned = False
         for unit in self.units:
-            _hook_gradients(self, unit)
+            # torch holds hooks on full parameters where Python's garbage collector sees no cycle.
+            for flat in unit.flats:
+                flat.watch(weak_method(self, UnitScheduler.on_gradient, unit.index))
 
     # Forward.
 
@@ -138,7 +145,7 @@ class UnitScheduler:
                 )
             self.recover(keeps_prefetched=True)
             self._trace = ForwardTrace()
-            for other in self._unsharded_units:  # a parent may use what it does not call
+            for other in self._unsharded_units:  # a parent may use parameters of children that it does not call
                 other.finish_gather()
         trace = self._trace
         call = trace.begin_call(unit.index)
@@ -201,14 +208,13 @@ class UnitScheduler:
         for unit in self.units:
             if not will_return or unit.index not in used:
                 self._free(unit)
-            unit.set_module_params(
-                full=False
-            )  # between forward and backward programs look for gradients and optimizers
+            # Programs access gradients and optimizers between forward and backward.
+            unit.set_module_params(full=False)
         if succeeded:
             self._wait_for_readers()
             return
         failure = next((group.failure for group in self._axes.other_groups if group.failure is not None), None)
-        if failure is not None:  # in the module's own collectives, after which no rank of the mesh can go on
+        if failure is not None:  # in the module's own collectives: no rank of the mesh can continue
             self._fail(failure)
 
     def _check_unchanged(self, trace: ForwardTrace) -> None:
@@ -219,15 +225,8 @@ class UnitScheduler:
 
     def _watch_outputs(self, output: Any, trace: ForwardTrace, call: int) -> bool:
         """Call `pre_backward` when a gradient reaches an output; returns whether one can."""
-        reference = weakref.ref(self)
-
-        def hook(_: torch.Tensor) -> None:
-            scheduler = reference()
-            if scheduler is not None:
-                scheduler.pre_backward(trace, call)
-
         outputs = find_outputs(output)
-        hook_gradients(outputs, hook)
+        hook_gradients(outputs, weak_method(self, UnitScheduler.pre_backward, trace, call))
         return bool(outputs)
 
     def _check_outputs(self, unit: Unit, output: Any) -> None:
@@ -245,7 +244,7 @@ class UnitScheduler:
 
     # Backward.
 
-    def pre_backward(self, trace: ForwardTrace, call: int) -> None:
+    def pre_backward(self, trace: ForwardTrace, call: int, _gradient: object = None) -> None:
         """Gather a unit, because autograd has reached the end of its call."""
         if torch.is_grad_enabled():
             error = UnsupportedOpError(
@@ -270,9 +269,9 @@ class UnitScheduler:
             while (step := run.next_step) is not None and step.action is Action.GATHER:
                 self._do(run, step)
 
-    def on_gradient(self, unit: Unit) -> None:
+    def on_gradient(self, index: int) -> None:
         """Count a gradient, and reduce the next units of the plan that have all of theirs."""
-        run = self._run
+        run, unit = self._run, self.units[index]
         if run is None:
             error = UnsupportedOpError(
                 f"a gradient reached parameters of {unit.title} by another path than through the forward's outputs:"
@@ -309,14 +308,14 @@ class UnitScheduler:
                 flat.gradients.drop()
 
     def _begin_backward(self, trace: ForwardTrace) -> None:
-        if self._run is not None:  # of another forward, within one backward: as with two losses of two forwards
+        if self._run is not None:  # of another forward in the same backward, as for the sum of two losses
             self._finish_backward()
         for unit in self.units:
             unit.reset_gradient_count()
         trainable = [unit.index for unit in self.units if unit.is_trainable]
         self._run = BackwardRun(trace, plan_backward(trace.events, self._backward_prefetch, trainable))
         for unit in self.units:
-            unit.set_module_params(full=True)  # for what checkpoints compute again
+            unit.set_module_params(full=True)  # for recomputed checkpoints
         queue_callback(self._on_backward_end)
 
     def _on_backward_end(self) -> None:
@@ -331,7 +330,7 @@ class UnitScheduler:
                 self._do(run, step)
             self._run = None
             if self.is_syncing:
-                # Several backwards inside this one may bring a gradient after its unit was reduced: averages add up.
+                # Nested backwards may produce a gradient after its unit was reduced: averages add up.
                 for unit in reversed(self.units):
                     if unit.index in self._unsynced or unit.has_gradients:
                         self._reduce(unit)
@@ -379,7 +378,7 @@ class UnitScheduler:
         for unit in reducing:
             unit.finish_reduce()
 
-    # Ends.
+    # Failures and cleanup.
 
     def _free(self, unit: Unit) -> None:
         with self._abort_on_error():
@@ -411,16 +410,3 @@ class UnitScheduler:
         self._buffer.reset()
         for unit in self.units:
             unit.reset_after_failure()
-
-
-def _hook_gradients(scheduler: UnitScheduler, unit: Unit) -> None:
-    # Hooks on whole parameters are kept by torch, where Python's collector sees no cycle.
-    references = weakref.ref(scheduler), weakref.ref(unit)
-
-    def hook() -> None:
-        scheduler, unit_ = references[0](), references[1]()
-        if scheduler is not None and unit_ is not None:
-            scheduler.on_gradient(unit_)
-
-    for flat in unit.flats:
-        flat.watch(hook)

@@ -53,7 +53,7 @@ class Unit:
         self.state = UnitState.SHARDED
         self._group = group
         self._num_gradients = 0
-        self._versions: tuple[int, ...] = ()  # of the pieces, when the gathering started
+        self._versions: tuple[int, ...] = ()  # of the shards, when gathering started
         self.is_reducing = False
         self.has_full_params = False
         """True if the module has full parameters; otherwise it has its shards."""

@@ -11,7 +11,6 @@ import torch
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection
 
-if TYPE_CHECKING:
     WrapPolicy: TypeAlias = Callable[[str, torch.nn.Module], bool]
 
 

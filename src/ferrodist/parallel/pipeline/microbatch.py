@@ -74,7 +74,7 @@ def _split_tensor(tensor: torch.Tensor, num_parts: int) -> Sequence[torch.Tensor
     parts = tensor.tensor_split(num_parts)
     if tensor.requires_grad:
         return parts
-    # Not views for autograd, which would count a stage's write to one microbatch as a change of all.
+    # Not views, or autograd would count a stage's write to one microbatch as a change of all.
     return [
         tensor.new_empty(0).set_(part.untyped_storage(), part.storage_offset(), part.shape, part.stride())
         for part in parts

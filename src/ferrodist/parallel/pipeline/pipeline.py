@@ -70,14 +70,14 @@ class StepScope:
             try:
                 raise reported from error
             finally:
-                del reported  # it and this frame would hold each other, and the activations
+                del reported  # it and this frame would reference each other, and hold the activations
 
     def _fail(self, group: Backend, error: BaseException) -> DistributedError | None:
         """Abort the group with an error and cancel transfers; returns the error to raise in its place, if any."""
         action = self._executor.current_action
         self._group = None
-        # Abort before canceling: other ranks would see transfers end without a reason. Groups get copies of the error,
-        # since they hold it, and the one raised here comes to hold frames.
+        # Abort before canceling, or other ranks would see transfers end without a reason. Groups get copies of the
+        # error, since they store it, and the one raised here references frames.
         if isinstance(error, DistributedError) and group.failure is not None:
             reported = error
         else:

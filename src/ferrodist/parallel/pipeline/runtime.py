@@ -126,7 +126,7 @@ class PendingRecv:
             for each in out_of_band_specs:
                 body = TensorReceive(self._group, self._src, self._tag, shape=each.shape, dtype=each.dtype)
                 self._out_of_band.append((each.index, body))
-        except DistributedError as error:  # of the group, in which the receives begin
+        except DistributedError as error:  # the group failed when the receives started
             self._error = error
         except Exception as error:  # noqa: BLE001 - a message may be wrong in any way, and callbacks must not raise
             text = (

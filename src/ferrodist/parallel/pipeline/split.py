@@ -31,8 +31,9 @@ if TYPE_CHECKING:
 
     from ferrodist.backends.base import Backend
 
-if TYPE_CHECKING:
     Shared: TypeAlias = tuple[tuple[int, str], ...]
+    Children: TypeAlias = Sequence[tuple[str, torch.nn.Module]]
+    ChildCosts: TypeAlias = Sequence[float | None]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -271,11 +272,6 @@ def _least_squares(sums: Sequence[int], limit: int, num_parts: int) -> list[dict
 def _ends(sums: Sequence[int], start: int, limit: int) -> range:
     """The possible ends of a part that begins at ``start``."""
     return range(start + 1, bisect_right(sums, sums[start] + limit))
-
-
-if TYPE_CHECKING:
-    Children: TypeAlias = Sequence[tuple[str, torch.nn.Module]]
-    ChildCosts: TypeAlias = Sequence[float | None]
 
 
 class Balance(enum.Enum):

@@ -59,6 +59,8 @@ if TYPE_CHECKING:
     from torch.autograd.graph import Node
     from torch.utils.hooks import RemovableHandle
 
+    Gradients = tuple[torch.Tensor | None, ...]
+
 _ACCUMULATE_GRAD = accumulate_grad_type
 
 _DEEP = 10_000
@@ -229,10 +231,6 @@ def _drop(_: torch.Tensor) -> None:
 
 def _refuse(_: object) -> torch.Tensor:
     raise RuntimeError("this graph was freed by a backward in two phases: call the stage's forward again")
-
-
-if TYPE_CHECKING:
-    Gradients = tuple[torch.Tensor | None, ...]
 
 
 _REENTRANT = "CheckpointFunctionBackward"

@@ -94,12 +94,12 @@ class TiedParameters:
         allreduce(is_used, ReduceOp.MAX, group=group, out=is_used, timeout=deadline.remaining())
         tied = zip(self._indices, self._parameters(), self._groups, self._accumulated, strict=True)
         for index, parameter, owners, accumulated in tied:
-            if not is_used[index]:  # optimizers would take a gradient of zeros for one
+            if not is_used[index]:  # optimizers would apply a gradient of zeros
                 parameter.grad = accumulated
                 continue
             own = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
             allreduce(own, group=owners, out=own, timeout=deadline.remaining())
-            if parameter.requires_grad:  # a frozen one has none, for optimizers would change it
+            if parameter.requires_grad:  # optimizers would change a frozen one
                 parameter.grad = own if accumulated is None else accumulated.add_(own)
         self._accumulated = []
 

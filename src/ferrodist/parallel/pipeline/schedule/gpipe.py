@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 def breadth_first(size: PipelineSize, rank: int) -> list[Slot]:
     """A rank's slots: each stage's forwards, first stage first, then each one's backwards, last stage first."""
-    del rank  # all do the same; the one difference is how long they wait
+    del rank  # all ranks have the same slots, and only wait differently
     local_stages = range(size.stages_per_rank)
     forwards = [slot for local_stage in local_stages for slot in repeat(f"F{local_stage}", size.num_microbatches)]
     return forwards + [

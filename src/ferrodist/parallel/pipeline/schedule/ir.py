@@ -38,7 +38,7 @@ class ActionKind(enum.Enum):
     RECV_BACKWARD = "RB"
     """Start receiving the gradients of a stage's outputs; the backward waits for them."""
 
-    # Members are equal if they are the same. Enum hashes their names, in Python, for every set and dict of actions.
+    # Members are compared by identity. Enum would hash their names, in Python, for every set and dict of actions.
     __hash__ = object.__hash__
 
     @property

@@ -140,6 +140,6 @@ def _add_to_rank(schedule: Schedule, actions: Sequence[Action]) -> tuple[Action,
     receives = [receive_for(schedule, action) for action in actions]
     result = receives[:1]
     for index, action in enumerate(actions):
-        # A send goes first: another rank waits for it, and nobody yet for the receive.
+        # A send precedes the next receive: another rank waits for it already.
         result += [*receives[index + 1 : index + 2], action, send_after(schedule, action)]
     return tuple(action for action in result if action is not None)

@@ -179,13 +179,13 @@ def _draw_row(cells: Sequence[_Cell], num_columns: int, width: int) -> str:
 
 
 def _column(time: float, unit: float) -> int:
-    # Unlike round(), this never brings two times together that are a unit apart.
+    # Unlike round(), this never merges two times that are a unit apart.
     return math.floor(time / unit + 0.5)
 
 
 def _choose_unit(timeline: Timeline) -> float:
     """The longest time that all actions are multiples of; a fraction of the shortest action if there is none."""
-    # The unit that is looked for divides the shortest action, since it divides its beginning and its end.
+    # The unit divides the shortest action, since it divides its begin and its end.
     shortest = min(_lengths(timeline), default=1.0)
     most = max(_MOST_COLUMNS, _MOST_COLUMNS_FOR_AN_ACTION * max(map(len, timeline.spans)))
     for parts in range(1, _MOST_PARTS + 1):
@@ -250,5 +250,5 @@ def _plot_boxes(axes: Axes, timeline: Timeline, points: float) -> None:
 def _plot_number(axes: Axes, rank: int, span: Span, points: float, colour: str) -> None:
     number = str(span.action.microbatch)
     size = min(9.0, (span.stop - span.start) * points / (0.75 * len(number)))
-    if size >= 3:  # smaller ones are only dirt
+    if size >= 3:  # smaller ones are illegible
         axes.text((span.start + span.stop) / 2, rank, number, ha="center", va="center", color=colour, fontsize=size)
