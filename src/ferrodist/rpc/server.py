@@ -299,17 +299,17 @@ class RpcServer(MessageHandler):
 
     def respond(self, incoming: IncomingCall, value: Any) -> None:
         """Answer a call with a value or a `Failure`; does not raise."""
+        if incoming.is_submitted:
+            self._metrics.count("failed" if isinstance(value, Failure) else "served")
         try:
-            if incoming.is_submitted:
-                self._metrics.count("failed" if isinstance(value, Failure) else "served")
             if incoming.on_result is not None:
                 value = incoming.on_result(value)
-            incoming.function = incoming.on_result = None
-            if incoming.number is not None:
-                incoming.peer.incoming.pop(incoming.number, None)
-                self._send_response(incoming.peer, incoming.number, value)
-        finally:
+        finally:  # calls that follow from it are being served by now, and the caller's has not ended
             self._serving.discard(incoming)
+        incoming.function = incoming.on_result = None
+        if incoming.number is not None:
+            incoming.peer.incoming.pop(incoming.number, None)
+            self._send_response(incoming.peer, incoming.number, value)
 
     def _send_response(self, peer: Peer, number: int, value: Any) -> None:
         if peer.internal_thread == threading.get_ident():
