@@ -97,7 +97,7 @@ SHOWN = Shown(
         "ReduceOp::Sum": "docs/test_from_ferrotorch.py",
         "DistributedError::NoConnection": "docs/test_from_ferrotorch.py",
         "TcpBackend": "docs/test_from_ferrotorch.py",
-        "TcpBackend::new": "unit/backends/test_tcp_backend.py",
+        "TcpBackend::new": "unit/backends/tcp/test_tcp_backend.py",
     },
 )
 

@@ -24,7 +24,7 @@ _NAME = "ferrodist"
 """Torch's name for our backend, and the name of our entry point for torch."""
 
 _LONGEST_SECONDS = 1e9
-"""The longest timeout that torch is told; it counts milliseconds in 64 bits."""
+"""The longest timeout that torch gets, which counts milliseconds in 64 bits."""
 
 
 def check_torch_default() -> None:
@@ -58,16 +58,16 @@ def open_torch_default(group: Backend, store: Store | None, deadline: Deadline) 
     Raises:
         CollectiveMismatchError: On every rank, when others do not make theirs torch's.
     """
-    if _NAME not in dist.Backend.backend_list:  # torch was told not to load backends
+    if _NAME not in dist.Backend.backend_list:  # TORCH_DEVICE_BACKEND_AUTOLOAD=0
         for entry in entry_points(group="torch.backends", name=_NAME):
             entry.load()()
     try:
         group.barrier(deadline.remaining())
     except CollectiveMismatchError as error:
-        told = error.fresh()
-        told.message += " Pass torch_default=True to init_process_group on all ranks, or on none."
-        told.args = (told.message,)
-        raise told from None
+        extended = error.fresh()
+        extended.message += " Pass torch_default=True to init_process_group on all ranks, or on none."
+        extended.args = (extended.message,)
+        raise extended from None
     torchs_store = _NoStore() if store is None else _StoreForTorch(PrefixStore(store, "torch"), group.timeout)
     dist.init_process_group(
         _NAME,

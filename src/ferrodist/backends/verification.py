@@ -109,7 +109,7 @@ class VerificationTags:
 
     def _check(self, data: memoryview, tag: memoryview, rank: int, what: str) -> None:
         if not hmac.compare_digest(tag, self._tag(data, rank)):
-            raise AuthenticationError(f"{what} on its way: somebody between the hosts changes what passes there")
+            raise AuthenticationError(f"{what} on its way: something between the hosts alters messages")
 
 
 _COORDINATOR = 0
@@ -399,7 +399,7 @@ class CollectiveVerifier:
         who, doubt = f"{ranks_text(ranks)} {'has' if len(ranks) == 1 else 'have'} not called it", self._doubt
         if late.is_relay:  # calls may have been made, and not come through
             ranks = late.ranks
-            who, doubt = f"{ranks_text(ranks)} did not pass on what others said", ""
+            who, doubt = f"{ranks_text(ranks)} did not relay the messages of others", ""
         return DistributedTimeoutError(
             f"{call} on group {group.name!r}, operation {call.sequence}: {who}, after {elapsed}{late.detail}{detail}."
             f"{doubt and ' ' + doubt} Look at what is going on there, or pass a larger timeout for it. Reported by"

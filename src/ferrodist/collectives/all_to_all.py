@@ -1,4 +1,4 @@
-"""all_to_all, its own gradient; and the barrier, which moves nothing."""
+"""all_to_all, which is its own gradient, and barrier."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def barrier(group: Backend | None = None, *, timeout: float | None = None) -> No
 
     Raises:
         CollectiveMismatchError: On all ranks, when one called something else.
-        DistributedTimeoutError: On all ranks, naming every rank that is late.
+        DistributedTimeoutError: On all ranks, naming all stragglers.
         PeerLostError: On all ranks, when one died.
     """
     if is_profiling() and not is_recorded():
@@ -62,7 +62,7 @@ def barrier(group: Backend | None = None, *, timeout: float | None = None) -> No
 
 @profiled
 def monitored_barrier(group: Backend | None = None, *, timeout: float | None = None) -> None:
-    """`barrier`, under the name it has in torch: every barrier here names all the ranks that are late."""
+    """`barrier`, under torch's name: every barrier names all stragglers."""
     barrier(group, timeout=timeout)
 
 
@@ -92,22 +92,22 @@ def all_to_all(
     """Send a tensor to each rank and receive one from each.
 
     Args:
-        tensors: One tensor a rank, all of one shape and dtype, on all ranks; ``tensors[r]`` goes to rank r. Or one
-            tensor that is divided evenly along dim 0, of equal size on all ranks. Ranks compare the dtype and the
-            number of elements that go to a rank.
+        tensors: One tensor for each rank, all of one shape and dtype, on all ranks; ``tensors[r]`` goes to rank r. Or
+            one tensor that is divided evenly along dim 0, of equal size on all ranks. Ranks compare the dtype and the
+            number of elements for each rank.
         group: The group, on all of whose ranks this is called; None is the default group.
-        out: Where the result goes: a tensor, or one tensor a rank when ``tensors`` are. They may be ``tensors``. None
-            makes fresh ones.
+        out: The output: a tensor, or one tensor for each rank if ``tensors`` is a list. May be ``tensors``. None makes
+            fresh tensors.
         timeout: Seconds; None takes the group's.
 
     Returns:
-        What the ranks sent here, in rank order: a list of tensors with memory of their own, or joined along dim 0 when
-            one tensor was given. Differentiable.
+        The received tensors in rank order: a list of tensors with memory of their own, or their concatenation along dim
+            0 if one tensor was given. Differentiable.
 
     Raises:
         ValueError: The tensors differ in shape, or there is not one for each rank: use `all_to_all_single_uneven`. Or
             ``out`` has another shape, or elements that share memory.
-        TypeError, RuntimeError: ``tensors`` or ``out`` won't do, as for `allreduce`.
+        TypeError, RuntimeError: ``tensors`` or ``out`` is invalid, as for `allreduce`.
         CollectiveMismatchError, DistributedTimeoutError, PeerLostError: As for `allreduce`.
     """
     if is_profiling() and not is_recorded():
@@ -175,7 +175,7 @@ def _all_to_all(
 
     def take(joined: torch.Tensor) -> list[torch.Tensor]:
         if outs is None:
-            # Not views of one tensor, which autograd doesn't let users write to, and which would keep all of it alive.
+            # Not views of one tensor: autograd forbids writes to these, and each would keep all of it alive.
             return [received.clone() for received in joined.unbind(0)]
         for mine, received in zip(outs, joined, strict=True):
             with writing_to(mine):
@@ -186,7 +186,7 @@ def _all_to_all(
 
 
 def _check_parts(parts: Sequence[torch.Tensor]) -> None:
-    """Raise unless the tensors can travel and are alike."""
+    """Raise unless the tensors are supported and of one shape, dtype and device."""
     for i, part in enumerate(parts):
         check_tensor(part, f"tensors[{i}]")
         if part.device != parts[0].device:
@@ -201,7 +201,7 @@ def _check_parts(parts: Sequence[torch.Tensor]) -> None:
 
 
 def _check_outs(out: torch.Tensor | Sequence[torch.Tensor], parts: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """The tensors of ``out``, where each of ``parts`` has its counterpart."""
+    """Return ``out`` as a list; raises unless its tensors match ``parts``."""
     if isinstance(out, torch.Tensor):
         raise TypeError("out must be a list of tensors, as tensors is")
     outs = list(out)
@@ -228,24 +228,25 @@ def all_to_all_single_uneven(
     """Send rows of a tensor to each rank and receive rows from each.
 
     Args:
-        tensor: Its first ``send_counts[0]`` rows (of dim 0) go to rank 0, the next ``send_counts[1]`` to rank 1, ...
-        send_counts: Rows for each rank; together all rows of ``tensor``.
-        recv_counts: Rows from each rank: what its ``send_counts`` says for this one. Ranks compare the dtype and the
-            number of elements in a row.
+        tensor: The input, whose first ``send_counts[0]`` rows (of dim 0) go to rank 0, the next ``send_counts[1]`` to
+            rank 1, and so on.
+        send_counts: The number of rows for each rank; together all rows of ``tensor``.
+        recv_counts: The number of rows from each rank, equal to its ``send_counts`` for this one. Ranks compare the
+            dtype and the number of elements of a row.
         group: The group, on all of whose ranks this is called; None is the default group.
-        out: Where the rows received go, which may be ``tensor``; None makes a fresh tensor.
+        out: The output tensor, which may be ``tensor``; None makes a fresh one.
         timeout: Seconds; None takes the group's.
 
     Returns:
-        ``out``, or a fresh tensor: the rows received, in rank order. Differentiable.
+        ``out``, or a fresh tensor: the received rows, in rank order. Differentiable.
 
     Raises:
         ValueError: The counts don't fit the tensor or the group, or ``out`` is not of ``sum(recv_counts)`` rows or has
             elements that share memory.
-        TypeError: ``send_counts`` or ``recv_counts`` has what is no integer.
-        TypeError, RuntimeError: ``tensor`` or ``out`` won't do, as for `allreduce`.
-        SizeMismatchError: A rank's ``recv_counts`` is not what another sends. The group has failed; a rank whose own
-            counts fit may hear of it at its next call.
+        TypeError: A member of ``send_counts`` or ``recv_counts`` is not an integer.
+        TypeError, RuntimeError: ``tensor`` or ``out`` is invalid, as for `allreduce`.
+        SizeMismatchError: A rank's ``recv_counts`` does not match another's ``send_counts``. The group has failed; a
+            rank whose own counts match may raise this only at its next call.
         CollectiveMismatchError, DistributedTimeoutError, PeerLostError: As for `allreduce`.
     """
     check_tensor(tensor)
@@ -265,7 +266,7 @@ def all_to_all_single_uneven(
 
 
 def _check_counts(counts: Sequence[int], name: str, group: Backend) -> list[int]:
-    """``counts`` as a list of ints, one for each rank."""
+    """Return ``counts`` as a list of ints, one for each rank."""
     checked = [check_int(f"{name}[{rank}]", count) for rank, count in enumerate(counts)]
     if len(checked) != group.world_size or any(count < 0 for count in checked):
         raise ValueError(f"{name} needs a number of rows for each rank, {group.world_size} in all, not {checked}")

@@ -1,6 +1,6 @@
-"""allreduce; reduce and broadcast, of which each is the other's gradient.
+"""allreduce, reduce and broadcast; reduce and broadcast are each other's gradient.
 
-Collectives for tensors on GPUs alone, under the names that they have in the crate.
+`gpu_allreduce` and `gpu_broadcast` take tensors on GPUs only.
 """
 
 from __future__ import annotations
@@ -46,11 +46,11 @@ def allreduce(
     """Fold a tensor over all ranks; every rank gets the result.
 
     Args:
-        tensor: Of equal shape and dtype on all ranks; any strides. Ranks compare the dtype and the number of elements:
-            a shape (2, 3) and a shape (3, 2) are joined as elements in order, and each rank's result has its own shape.
-        op: How elements become one, folded in rank order.
+        tensor: The input, of equal shape and dtype on all ranks; any strides. Ranks compare the dtype and the number
+            of elements: shapes (2, 3) and (3, 2) match, element by element, and each rank's result has its own shape.
+        op: The reduction, folded in rank order.
         group: The group, on all of whose ranks this is called; None is the default group.
-        out: Where the result goes, which may be ``tensor``; None makes a fresh tensor.
+        out: The output tensor, which may be ``tensor``; None makes a fresh one.
         timeout: Seconds; None takes the group's.
 
     Returns:
@@ -60,8 +60,8 @@ def allreduce(
         TypeError: ``op`` is not defined for the dtype, or ``out`` is of another one; raised before anything is sent.
         ValueError: ``out`` has another shape, or elements that share memory; raised before anything is sent.
         RuntimeError: ``out`` is given where gradients would be lost; raised before anything is sent.
-        NotImplementedError: ``tensor`` or ``out`` carries a tangent of forward-mode differentiation, or this is inside
-            of a functorch transform (vmap, torch.func.grad) or of make_fx; raised before anything is sent.
+        NotImplementedError: ``tensor`` or ``out`` carries a tangent of forward-mode differentiation, or the call is
+            inside a functorch transform (vmap, torch.func.grad) or make_fx; raised before anything is sent.
         UnsupportedOpError: ``tensor`` is on a GPU, and the group has no engine for it; raised before anything is sent.
         CollectiveMismatchError: On all ranks, when one called something else.
         DistributedTimeoutError: On all ranks, when one is late.
@@ -107,7 +107,7 @@ def _allreduce(
 
 
 def _attach_reduction(tensor: torch.Tensor, result: torch.Tensor, op: Op, group: Backend) -> torch.Tensor:
-    """The gradient of allreduce: every rank's output depends on every rank's input."""
+    """Attach the gradient of allreduce: every rank's output depends on every rank's input."""
     if op in (ReduceOp.SUM, ReduceOp.MEAN):
         return attach(tensor, result, lambda grad: allreduce(grad, op, group=group))
     if isinstance(op, PremultipliedSum):
@@ -126,14 +126,14 @@ def _attach_reduction(tensor: torch.Tensor, result: torch.Tensor, op: Op, group:
 
 
 def _share_of_extremum(own: torch.Tensor, extremum: torch.Tensor, grad: torch.Tensor, group: Backend) -> torch.Tensor:
-    """The gradient goes to the ranks that have the extremum, in equal parts, as torch's amin and amax divide it."""
+    """The gradient of this rank: equal shares for the ranks that have the extremum, as in torch's amin and amax."""
     own, extremum, wide = own.detach(), extremum.detach(), widen(grad)
     mine = ((own == extremum) | (own.isnan() & extremum.isnan())).to(wide.dtype)
     return (wide * mine / allreduce(mine, group=group)).to(grad.dtype)
 
 
 def _times_other_factors(own: torch.Tensor, grad: torch.Tensor, group: Backend) -> torch.Tensor:
-    """The product of the other ranks' elements: gathered, not divided out, so that zeros are right."""
+    """The gradient times the product of the other ranks' elements, which are gathered so that zeros are right."""
     everyone = all_gather(own.unsqueeze(0), group=group)
     others = widen(torch.cat([everyone[: group.rank], everyone[group.rank + 1 :]]))
     return (widen(grad) * others.prod(dim=0).conj()).to(grad.dtype)
@@ -152,11 +152,11 @@ def reduce(
     """Fold a tensor over all ranks; rank ``dst`` gets the result.
 
     Args:
-        tensor: Of equal shape and dtype on all ranks, compared as for `allreduce`; any strides.
+        tensor: The input, of equal shape and dtype on all ranks, compared as for `allreduce`; any strides.
         dst: The rank that gets the result, the same on all ranks.
-        op: How elements become one, folded in rank order.
+        op: The reduction, folded in rank order.
         group: The group, on all of whose ranks this is called; None is the default group.
-        out: On rank ``dst``: where the result goes, which may be ``tensor``. Refused elsewhere.
+        out: The output tensor on rank ``dst``, which may be ``tensor``; refused elsewhere.
         timeout: Seconds; None takes the group's.
 
     Returns:
@@ -202,7 +202,7 @@ def reduce(
 def _reduce_backward(
     shape: torch.Size, op: Op, dst: int, group: Backend, grad: torch.Tensor, *saved: torch.Tensor
 ) -> torch.Tensor:
-    """The gradient of reduce: the root's gradient goes to all ranks, then as for allreduce."""
+    """The gradient of reduce: the root's gradient is broadcast, then as for allreduce."""
     is_root = group.rank == dst
     whole = broadcast(grad if is_root else grad.new_empty(shape), dst, group=group)
     if is_linear(op):
@@ -222,14 +222,14 @@ def broadcast(
     out: torch.Tensor | None = None,
     timeout: float | None = None,
 ) -> torch.Tensor:
-    """Give every rank the root's tensor.
+    """Copy the root's tensor to every rank.
 
     Args:
         tensor: The elements on the root; elsewhere any tensor of the same shape and dtype, compared as for `allreduce`,
             whose elements are not read.
-        root: The rank whose elements everyone gets, the same on all ranks.
+        root: The rank whose elements are copied, the same on all ranks.
         group: The group, on all of whose ranks this is called; None is the default group.
-        out: Where the result goes, which may be ``tensor``; None makes a fresh tensor.
+        out: The output tensor, which may be ``tensor``; None makes a fresh one.
         timeout: Seconds; None takes the group's.
 
     Returns:
@@ -238,7 +238,7 @@ def broadcast(
 
     Raises:
         InvalidRankError: ``root`` is not a rank of the group.
-        TypeError, ValueError, RuntimeError: ``tensor`` or ``out`` won't do, as for `allreduce`.
+        TypeError, ValueError, RuntimeError: ``tensor`` or ``out`` is invalid, as for `allreduce`.
         CollectiveMismatchError, DistributedTimeoutError, PeerLostError: As for `allreduce`.
     """
     if is_profiling() and not is_recorded():
@@ -292,7 +292,7 @@ def gpu_allreduce(
     out: torch.Tensor | None = None,
     timeout: float | None = None,
 ) -> torch.Tensor:
-    """`allreduce` of a tensor on a GPU, and of no other.
+    """`allreduce` of a tensor on a GPU.
 
     Raises:
         UnsupportedOpError: ``tensor`` is on the CPU; or the group has no engine for tensors on GPUs, and
@@ -311,7 +311,7 @@ def gpu_broadcast(
     out: torch.Tensor | None = None,
     timeout: float | None = None,
 ) -> torch.Tensor:
-    """`broadcast` of a tensor on a GPU, and of no other.
+    """`broadcast` of a tensor on a GPU.
 
     Raises:
         UnsupportedOpError: As for `gpu_allreduce`.

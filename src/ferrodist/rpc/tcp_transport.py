@@ -88,9 +88,9 @@ class PairGroup(TcpBackend):
         return self._agents[rank], f"rank {self._agents[rank]}"
 
     @override
-    def peer_left(self, group_id: int, rank: int, departure: PeerExit = _LEFT) -> None:
-        self.peer_has_left |= departure is _LEFT
-        super().peer_left(group_id, rank, departure)
+    def peer_left(self, group_id: int, rank: int, peer_exit: PeerExit = _LEFT) -> None:
+        self.peer_has_left |= peer_exit is _LEFT
+        super().peer_left(group_id, rank, peer_exit)
 
 
 _log = logging.getLogger(__name__)

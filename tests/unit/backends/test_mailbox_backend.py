@@ -37,7 +37,7 @@ def _control(group: Any) -> Any:
 
 @pytest.mark.parametrize("backend", _BACKENDS)
 def test_dropped_sub_groups_are_forgotten(backend: str) -> None:
-    """A sub-group that is made for one use and not closed costs nothing once the next one is made."""
+    """A sub-group that is made for one use and not closed takes no memory once the next one is made."""
 
     def program(group: MailboxBackend) -> int:
         for _ in range(20):
@@ -59,7 +59,7 @@ def test_closed_sub_groups_are_forgotten(backend: str, first: int, monkeypatch: 
     """Groups that all members have closed, whoever did so first, take no memory; what comes in one of them is refused
     as long as a member may send it.
     """
-    monkeypatch.setattr(mailbox_backend, "_SILENT_KEPT", 3)
+    monkeypatch.setattr(mailbox_backend, "_MAX_SILENT_IDS", 3)
 
     def program(group: MailboxBackend) -> None:
         later = fd.SubBackend(group, [0, 1], name="later")
@@ -97,8 +97,8 @@ def test_closed_sub_groups_are_forgotten(backend: str, first: int, monkeypatch: 
 
 @pytest.mark.parametrize("backend", _BACKENDS)
 def test_sub_groups_of_a_dead_rank_are_forgotten(backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Who has died or left the world sends nothing in groups that were closed before, or that are closed after."""
-    monkeypatch.setattr(mailbox_backend, "_SILENT_KEPT", 0)
+    """A rank that has died or left the world sends nothing in groups that were closed before, or are closed later."""
+    monkeypatch.setattr(mailbox_backend, "_MAX_SILENT_IDS", 0)
 
     def program(group: MailboxBackend) -> None:
         subs = [fd.SubBackend(group, [0, 1]) for _ in range(10)]
@@ -119,7 +119,7 @@ def test_sub_groups_of_a_dead_rank_are_forgotten(backend: str, monkeypatch: pyte
 
 @pytest.mark.parametrize("backend", _BACKENDS)
 def test_dropping_a_sub_group_does_not_take_its_messages_back(backend: str) -> None:
-    """What was started in it arrives, and only then is the group left: who waits for more learns it."""
+    """Messages that were started in it arrive, and only then is the group left: ranks that wait for more learn it."""
 
     def program(group: MailboxBackend) -> None:
         size = EAGER_LIMIT + 1
@@ -144,8 +144,8 @@ def test_dropping_a_sub_group_does_not_take_its_messages_back(backend: str) -> N
 
 
 @pytest.mark.parametrize("backend", _BACKENDS)
-def test_a_large_receive_given_up_does_not_fill_the_mailbox(backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The room for a message that this rank asked for and then gave up is no room that its sender took."""
+def test_a_cancelled_large_receive_does_not_fill_the_mailbox(backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The buffered message of a cancelled receive does not count against its sender."""
     monkeypatch.setattr(mailbox, "MAX_UNEXPECTED_BYTES", 1 << 20)
 
     def program(group: MailboxBackend) -> None:
@@ -180,7 +180,7 @@ def test_a_reason_that_utf8_cannot_carry_reaches_all() -> None:
 
 
 def test_closing_ends_the_thread_whatever_goes_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
-    """An error on the way out is raised, and neither a thread nor a connection stays behind."""
+    """An error while closing is raised, and neither a thread nor a connection stays behind."""
 
     def program(group: MailboxBackend) -> None:
         group.barrier()

@@ -99,13 +99,13 @@ class NativeBackend(ControlPlaneBackend):
         )
         super().__init__(control)
         self._control: TcpBackend = control
-        control.on_close(self._run_close_callbacks)  # whoever closes it: at exit the interpreter does
+        control.on_close(self._run_close_callbacks)  # at exit, the interpreter closes the control group
         self._p2p_engine: Any = _UnopenedEngine
         self._messages: TcpBackend | NativeP2P = control
         try:
             self._open(resolve_secret(secret), job, deadline, shares_memory=shares_memory)
         except GroupAbortedError:
-            pass  # by a rank that had all it needed and went ahead: the next call says so
+            pass  # by a rank that had opened all and went ahead: the next call raises it
         except BaseException:
             self.close()
             raise
@@ -134,7 +134,7 @@ class NativeBackend(ControlPlaneBackend):
         control.relays_messages = False
         self._p2p, self._messages, self._p2p_engine = p2p, p2p, engine
         self.verifier = CollectiveVerifier(self, first=control.verifier.reserve())
-        if self._topology.num_hosts > 1:  # messages between them go over connections that nothing protects
+        if self._topology.num_hosts > 1:  # messages between hosts are not authenticated
             known = secret_or_user_secret(secret)
             self.verification_key = hmac.digest(known, b"agreement\0" + b"".join(payloads), "sha256")
         self._equip(self, tuple(range(self.world_size))).open(
@@ -234,7 +234,7 @@ class NativeBackend(ControlPlaneBackend):
 
 
 class _UnopenedEngine:
-    """In place of the compiled engine where the group has failed before it was opened: nothing has a fast path."""
+    """Stands in for the compiled engine if the group has failed before it was opened: nothing has a fast path."""
 
     @staticmethod
     def quick_send(*_: object) -> None: ...
@@ -267,13 +267,13 @@ class _NativeEngines(GroupObserver):
             engine.abort(error)
 
     @override
-    def on_peer_left(self, rank: int, departure: PeerExit) -> None:
-        if departure.relay is None or rank == self._control.rank:
+    def on_peer_left(self, rank: int, peer_exit: PeerExit) -> None:
+        if peer_exit.relay is None or rank == self._control.rank:
             return
         # The ranks of an engine that is being opened wait in shared memory for ranks that may have given up.
         for group_id, engine in snapshot_weak(self.by_group.items):
             if engine.is_opening and rank in self._control.members_of(group_id):
-                self._control.fail_group(group_id, self._control.exit_error(group_id, rank, departure))
+                self._control.fail_group(group_id, self._control.exit_error(group_id, rank, peer_exit))
 
     @override
     def on_closed(self) -> None:
@@ -297,7 +297,7 @@ class GlooBackend(NativeBackend):
 
     @classmethod
     def from_env(cls, *, timeout: float | None = None, secret: str | bytes | None = None) -> GlooBackend:
-        """Meet the other ranks as the environment says (torchrun's variables), and make a group of them.
+        """Meet the other ranks by the environment's variables (torchrun's), and make a group of them.
 
         Args:
             timeout: Seconds for all ranks to meet, and the group's default for blocking calls.
@@ -331,7 +331,7 @@ def open_host_group(membership: Membership, timeout: float, deadline: Deadline) 
 def _warn_of_slow_collectives() -> None:
     """Warn, once, of the cost of having no native engine."""
     _log.warning(
-        "this installation of ferrodist has no native engine (%s): all that ranks say goes through rank 0 over TCP, and"
+        "this installation of ferrodist has no native engine (%s): all messages go through rank 0 over TCP, and"
         " a small allreduce takes hundreds of times as long. With a C++ compiler, install it again without"
         " FERRODIST_NO_NATIVE; init_process_group('tcp') asks for this without the warning",
         why_no_native(),

@@ -124,7 +124,7 @@ def _lost_error(failed: _Failed) -> DistributedError:
 
 def _remote_failure_error(failed: _Failed) -> DistributedError:
     return _await_failure(failed.group, _MAX_NOTICE_SECONDS) or GroupAbortedError(
-        f"{failed.where}: it has failed on {ranks_text(failed.ranks)}, which did not say why", ranks=failed.ranks
+        f"{failed.where}: it has failed on {ranks_text(failed.ranks)}, which gave no reason", ranks=failed.ranks
     )
 
 
@@ -141,9 +141,9 @@ def _unreadable_error(failed: _Failed) -> DistributedError:
     own, peer = failed.group.rank, failed.ranks[0]
     # A rank that is ending may look the same for a moment.
     return _await_failure(failed.group, _NOTICE_SECONDS) or BackendUnavailable(
-        f"{failed.where}: the system no longer lets rank {own} read the memory of rank {peer}, as it did when they met"
-        f" (process_vm_readv: {os.strerror(number)}, errno {number}). Ranks that change their user or who may trace"
-        " them (setuid, prctl) must do so before they make a group.",
+        f"{failed.where}: the system no longer lets rank {own} read the memory of rank {peer}, as it did when the"
+        f" group was made (process_vm_readv: {os.strerror(number)}, errno {number}). Ranks that change their user or"
+        " who may trace them (setuid, prctl) must do so before they make a group.",
         ranks=failed.ranks,
     )
 

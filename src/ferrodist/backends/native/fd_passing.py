@@ -190,7 +190,7 @@ def _check(group: Backend, missing: Sequence[int], deadline: Deadline) -> None:
         raise group.failure.fresh()
     if deadline.expired:
         raise DistributedTimeoutError(
-            f"sharing memory in group {group.name!r}: {ranks_text(missing)} did not meet rank {group.rank} for it"
+            f"sharing memory in group {group.name!r}: {ranks_text(missing)} did not connect to rank {group.rank}"
             f" within {deadline.timeout:g} s. Look at what is going on there, or pass a larger timeout. Reported by"
             f" rank {group.rank}.",
             ranks=tuple(missing),

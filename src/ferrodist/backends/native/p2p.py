@@ -106,8 +106,8 @@ class _NativeRequest:
         """Block until done; see `Request.wait`."""
         if not self._request.wait(check_timeout(timeout)):
             self._p2p.check_open()  # just closed, or in a forked child, where nothing else ends it
-            whom, ranks = (f"rank {self.peer}", (self.peer,)) if self.peer >= 0 else ("any rank", ())
-            raise DistributedTimeoutError(f"no transfer with {whom} within {timeout:g} s", ranks=ranks)
+            peer, ranks = (f"rank {self.peer}", (self.peer,)) if self.peer >= 0 else ("any rank", ())
+            raise DistributedTimeoutError(f"no transfer with {peer} within {timeout:g} s", ranks=ranks)
         error = self.error
         if error is not None:
             raise error.fresh()
@@ -266,7 +266,7 @@ class NativeP2P(GroupObserver):
             return DistributedTimeoutError("the transfer was cancelled")
         if outcome != _Outcome.ENDED:
             return None
-        known = self._reasons.get(reason_id) or control.failure_of(group_id) or control.departure_error(group_id, peer)
+        known = self._reasons.get(reason_id) or control.failure_of(group_id) or control.peer_error(group_id, peer)
         return known or GroupClosedError(f"group {control.name!r} has ended")
 
     def _id_of(self, reason: DistributedError) -> int:

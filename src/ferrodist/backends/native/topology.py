@@ -73,19 +73,19 @@ class HostTopology:
 
 def agree_on_topology(group: Backend, problem: str, what: str, deadline: Deadline) -> None:
     """Raise BackendUnavailable on all ranks if any has a problem; all ranks call it."""
-    said = group.verifier.verify(
+    answers = group.verifier.verify(
         CollectiveSignature(operation=what, payload=problem.encode()[:MAX_TEXT_BYTES]), deadline.remaining()
     )
-    check_problems(group, said, what)
+    check_problems(group, answers, what)
 
 
-def check_problems(group: Backend, said: Iterable[bytes], what: str) -> None:
+def check_problems(group: Backend, answers: Iterable[bytes], what: str) -> None:
     """Raise BackendUnavailable if any text is not empty; the texts are those of all ranks, or this rank's own."""
-    problems = dict.fromkeys(text.decode(errors="replace") for text in said if text)
+    problems = dict.fromkeys(text.decode(errors="replace") for text in answers if text)
     if problems:
         raise BackendUnavailable(
-            f"the ranks of group {group.name!r} can't {what}: {'; '.join(problems)}. Use the tcp backend, or mend"
-            " what the system says."
+            f"the ranks of group {group.name!r} can't {what}: {'; '.join(problems)}. Use the tcp backend, or"
+            " fix the cause."
         )
 
 

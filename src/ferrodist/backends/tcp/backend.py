@@ -49,9 +49,9 @@ _ANSWER_GRACE_SECONDS = 0.5
 """How long past its deadline a connected rank waits for rank 0 to name the missing rank."""
 
 _FAREWELL_SECONDS = 0.2
-"""How long a rank that was not let in waits until its goodbye is sent."""
+"""How long a rank that was not let in waits until its notices are sent."""
 
-_FLUSH_POLL_SECONDS = 0.01
+_FLUSH_POLL_INTERVAL_SECONDS = 0.01
 
 
 class TcpBackend(MailboxBackend):
@@ -553,7 +553,7 @@ class TcpBackend(MailboxBackend):
                 for link in list(self._links.values()):
                     if not link.waiting and (self.rank != _HUB or link.has_left):
                         link.finish_writing()
-                self._changed.wait(min(_FLUSH_POLL_SECONDS, deadline.remaining()))
+                self._changed.wait(min(_FLUSH_POLL_INTERVAL_SECONDS, deadline.remaining()))
 
 
 class _Bytes:
@@ -573,4 +573,4 @@ def _new_message(frame: Frame) -> Message:
 
 
 def _death(reason: str) -> PeerExit:
-    return PeerExit(what=f"died: {reason} without a goodbye")
+    return PeerExit(what=f"died: {reason} without leaving the group")

@@ -85,7 +85,7 @@ def _mismatch_of(name: str) -> CollectiveCheck:
             _check_agreement(world, error, what)
 
     check.__name__ = check.__qualname__ = f"mismatches_of_{name}"
-    check.__doc__ = f"When a rank calls another collective than {name}, all ranks are told, with both names."
+    check.__doc__ = f"When a rank calls another collective than {name}, all ranks raise an error with both names."
     return check
 
 
@@ -265,7 +265,7 @@ def counts_that_do_not_meet(world: Backend) -> None:
 
         def twice(group: Backend = group, send: list[int] = send, receive: list[int] = receive) -> None:
             fd.all_to_all_single_uneven(torch.zeros(sum(send), 3), send, receive, group=group)
-            fd.barrier(group)  # a rank whose own counts fit may hear of it here
+            fd.barrier(group)  # where the error may reach a rank whose own counts fit
 
         error = error_of(fd.SizeMismatchError, twice, "counts that don't meet")
         assert error.ranks == (0,), f"rank 0 sends too little, the error names {error.ranks}: {error!r}"
@@ -276,7 +276,7 @@ def counts_that_do_not_meet(world: Backend) -> None:
 
 
 def _late(world: Backend, late: tuple[int, ...], name: str) -> None:
-    """Have ``late`` stay away from a collective and check that every rank is told, in time."""
+    """Let ``late`` skip a collective, and check that every rank raises the error in time."""
     group = duplicate_group(world)
     watch = Deadline(_DEADLINE_SECONDS)
     if world.rank in late:
@@ -291,7 +291,9 @@ def _late(world: Backend, late: tuple[int, ...], name: str) -> None:
         limited = _LIMITED[name]
         error = error_of(fd.DistributedTimeoutError, lambda: limited(group), f"{name} without {late}")
     elapsed = watch.elapsed()
-    assert elapsed <= _DEADLINE_SECONDS + SLACK_SECONDS, f"rank {world.rank} was told of {late} after {elapsed:.2f} s"
+    assert elapsed <= _DEADLINE_SECONDS + SLACK_SECONDS, (
+        f"rank {world.rank} raised the error of {late} after {elapsed:.2f} s"
+    )
     assert error.ranks == late, f"{late} stayed away from {name}, rank {world.rank} names {error.ranks}: {error}"
     assert name.removeprefix("async_") in error.message, f"{name} is not in {error.message!r}"
     _check_stays_failed(group, error)

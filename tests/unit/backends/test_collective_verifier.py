@@ -38,7 +38,7 @@ class _HubWithoutTakers(fd.SimulatedBackend):
 
 
 def test_ranks_that_do_not_take_the_answer_are_named() -> None:
-    """When rank 0 can't hand out the calls it has collected, all ranks say in which operation, and to whom."""
+    """If rank 0 can't send the table of calls, all ranks name the operation and the ranks that did not take it."""
 
     def on_rank(group):
         if group.rank == 0:
@@ -64,8 +64,8 @@ class _OutOfThinAirError(Exception):
 @pytest.mark.parametrize("error", [KeyboardInterrupt(), _OutOfThinAirError("no memory"), SystemExit(3)], ids=repr)
 @pytest.mark.parametrize("leaver", [0, 1, 2])
 @pytest.mark.parametrize("step", ["agreement", "data"])
-def test_any_exception_that_leaves_a_collective_is_told(error, leaver, step):
-    """Ranks that count on one that has left by an exception raise at once who left, and by what."""
+def test_any_exception_that_leaves_a_collective_is_reported(error, leaver, step):
+    """Ranks that wait for one that has left by an exception raise at once, and name the rank and its exception."""
 
     def program(group):
         fd.barrier()
@@ -115,7 +115,7 @@ class _AnsweredJustInTime(fd.SimulatedBackend):
 
 
 def test_an_answer_at_the_moment_of_a_warning_counts():
-    """Else a group would end by a timeout of 30 seconds that nobody has set, though all ranks had come."""
+    """Else a group would end by a timeout of 30 seconds that nobody has set, though all ranks had called."""
     assert run_ranks(lambda group: group.barrier(timeout=60), 2, backend=_AnsweredJustInTime.create_group) == [None] * 2
 
 
@@ -136,8 +136,8 @@ class _Tapped(fd.SimulatedBackend):
 
 @pytest.mark.parametrize("place", [0, 100, -1], ids=["operation", "payload", "tag"])
 @pytest.mark.parametrize(("source", "target", "what"), [(2, 0, "the call of rank 2"), (0, 1, "the list of all")])
-def test_what_is_agreed_is_what_was_said(monkeypatch, source, target, what, place):
-    """A call or a list that is changed on its way is an error on all ranks, and never another result."""
+def test_altered_messages_are_errors(monkeypatch, source, target, what, place):
+    """A call or a table that is altered on its way is an error on all ranks, and never another result."""
     monkeypatch.setattr(_Tapped, "changes", [(source, target, place)])
 
     def on_rank(group):
@@ -158,7 +158,7 @@ class _Controlled(ControlPlaneBackend):
 
 @pytest.mark.parametrize("in_subgroup", [False, True])
 def test_groups_over_a_control_group_are_protected_as_it_is(monkeypatch, in_subgroup):
-    """Agreements of hybrid, NCCL and UCC groups, and of groups made from them, go through the control group's hands."""
+    """Messages of hybrid, NCCL and UCC groups, and of their sub-groups, are authenticated like the control group's."""
     monkeypatch.setattr(_Tapped, "changes", [(1, 0, 0)])
 
     def on_rank(control):
@@ -171,8 +171,8 @@ def test_groups_over_a_control_group_are_protected_as_it_is(monkeypatch, in_subg
     run_ranks(on_rank, 2, backend=_Tapped.create_group)
 
 
-def test_agreements_of_groups_and_positions_are_told_apart():
-    """The tag of a call in one group, or at one position, is none in another: nothing can be said again."""
+def test_tags_depend_on_group_and_sequence():
+    """The tag of a call in one group, or at one position, is invalid in another: no message can be replayed."""
     call = CollectiveSignature(operation="barrier").encode()
     places = itertools.product((0, 1 << 64, 7), (0, 1), (0, 1))
     assert (

@@ -1,4 +1,4 @@
-"""How memory is handed out on a host: by whom it is got, and by whom it is not."""
+"""Passing of a descriptor on a host: which processes receive it, and which don't."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def _stranger(name, sent=None):
 
 
 def test_strangers_hold_nobody_up():
-    """Those who connect and say nothing, nonsense, or another nonce, and those who go, get nothing; ranks all do."""
+    """Processes that send nothing, nonsense or another nonce, and those that close, get nothing; all ranks do."""
     found = {}
     with _meeting() as (name, listener), contextlib.ExitStack() as stack:
         for sent in (
@@ -86,12 +86,12 @@ def test_strangers_hold_nobody_up():
 
 
 def test_other_users_are_turned_away(monkeypatch):
-    """A process of a user that no rank has is refused before it says anything, and ranks come after it."""
+    """A process of a user that no rank has is refused before it sends anything, and ranks come after it."""
     monkeypatch.setattr(fd_passing, "_ROOT", -1)
     found = {}
     with _meeting() as (name, listener):
         thread = _fetch_in_thread(name, 1, found)
-        with pytest.raises(DistributedTimeoutError, match="rank 1 did not meet rank 0"):
+        with pytest.raises(DistributedTimeoutError, match="rank 1 did not connect to rank 0"):
             _hand_out(listener, [1], users={os.geteuid() + 1}, timeout=0.3)
         thread.join()
     assert isinstance(found[1], ConnectionError)
@@ -99,7 +99,7 @@ def test_other_users_are_turned_away(monkeypatch):
 
 
 def test_nothing_is_taken_from_another_user(monkeypatch):
-    """Who has taken the name of a lowest rank that has gone learns no nonce, and gives no memory."""
+    """A process that has taken the name of a lowest rank that has gone learns no nonce, and passes no memory."""
     monkeypatch.setattr(fd_passing, "_ROOT", -1)
     with _meeting() as (name, listener), fd_passing.make_socket() as sock:
         with pytest.raises(ConnectionError, match="rank 0 did not hand out the memory"):
@@ -110,7 +110,7 @@ def test_nothing_is_taken_from_another_user(monkeypatch):
 
 
 def test_a_full_backlog_is_waited_for():
-    """A rank that comes when too many are in line comes again."""
+    """A rank that finds the backlog full tries again."""
     found = {}
     with _meeting() as (name, listener), contextlib.ExitStack() as stack:
         listener.listen(1)
@@ -126,7 +126,7 @@ def test_a_full_backlog_is_waited_for():
 
 
 def test_the_end_of_the_group_ends_the_wait():
-    """Neither side waits on when the group has failed; a listener that is closed is told to who waits at it."""
+    """Neither side waits on when the group has failed; ranks notice a closed listener."""
     failed = SimpleNamespace(failure=GroupAbortedError("over"), rank=0, name="g")
     with _meeting() as (name, listener), fd_passing.make_socket() as sock:
         with pytest.raises(GroupAbortedError, match="over"):
@@ -139,7 +139,7 @@ def test_the_end_of_the_group_ends_the_wait():
 
 
 def test_a_descriptor_that_does_not_fit_is_no_fault_of_the_other_side(monkeypatch):
-    """What the system cuts off is said of this process."""
+    """Data that the system has cut off is reported of this process."""
 
     def receive(*_):
         return b"\0", [], socket.MSG_CTRUNC, None

@@ -72,7 +72,7 @@ def within(world, kind, program):
 @pytest.mark.parametrize("kind", ["world", "sub"])
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_all_messages_come_in_their_order(backend, kind):
-    """Those that were sent before, and while nobody waits, and with other messages in between."""
+    """Messages that were sent before the receive, while nobody waits, and with other messages between them."""
 
     def program(group):
         count, heard, others = 3000, [Heard() for _ in range(group.world_size)], []
@@ -101,8 +101,8 @@ def test_all_messages_come_in_their_order(backend, kind):
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_ends_are_told_once(backend):
-    """After all that was sent before: of an abort, and of a rank that leaves. A closed listener hears nothing."""
+def test_the_end_is_reported_once(backend):
+    """After all earlier messages, an abort or a rank's leaving is reported; a closed receive gets nothing."""
 
     def on_rank(world):
         pair = SubBackend(world, [0, 1], label="one")
@@ -144,7 +144,7 @@ def test_ends_are_told_once(backend):
 
 @pytest.mark.parametrize("backend", BACKENDS[:3])
 def test_a_message_of_another_size_is_an_end(backend):
-    """Nothing after it is heard; the messages before it are."""
+    """Messages before it are delivered, none after it."""
 
     def on_rank(world):
         if world.rank == 1:
@@ -164,7 +164,7 @@ def test_a_message_of_another_size_is_an_end(backend):
 
 
 def test_a_group_that_was_closed():
-    """Nobody listens in it."""
+    """A closed group refuses a persistent receive."""
 
     def on_rank(world):
         pair = SubBackend(world, [0, 1])
@@ -177,8 +177,8 @@ def test_a_group_that_was_closed():
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_a_signal_ends_one_wait(backend):
-    """Whether it is given before the wait or in it; what is given twice before counts once."""
+def test_a_wait_event_ends_one_wait(backend):
+    """An event may be set before the wait or during it; setting it twice before a wait counts once."""
 
     def on_rank(world):
         signal = world.signal()
@@ -207,8 +207,8 @@ def test_a_signal_ends_one_wait(backend):
     run_ranks(on_rank, 2, backend=backend)
 
 
-def test_a_signal_that_many_give():
-    """All at once, again and again: none of it raises, and the wait ends."""
+def test_many_threads_set_a_wait_event():
+    """Many threads set it at once, again and again: none raises, and the wait ends."""
     signal, done = LockWaitEvent(), threading.Event()
 
     def give():
@@ -227,8 +227,8 @@ def test_a_signal_that_many_give():
 
 
 @pytest.mark.parametrize("backend", ["native-threads", "native"])
-def test_who_waits_for_a_signal_hears(backend):
-    """There and back, many times: the answer is given in the thread that waits, or in another one."""
+def test_messages_are_delivered_in_a_waiting_thread(backend):
+    """Ping-pong, many times: the answer is sent in the thread that waits, or in another one."""
 
     def on_rank(world):
         peer, signal, got, rounds = 1 - world.rank, world.signal(), [], 3000
@@ -254,8 +254,8 @@ def test_who_waits_for_a_signal_hears(backend):
 
 
 @pytest.mark.parametrize("when", ["before it is taken", "after it was taken"])
-def test_interrupted_while_it_hears(when):
-    """What was not taken is heard again, and what comes later is heard: the interruption is raised all the same."""
+def test_an_interrupted_delivery_is_repeated(when):
+    """Messages that were not taken are delivered again, then later ones; the interruption is raised all the same."""
     one, other = SimulatedBackend.create_group(2)
     heard, are_left = [], 1
 

@@ -1,4 +1,4 @@
-"""Collections of weak references while other threads add to them."""
+"""Snapshots of weak collections while other threads add to them."""
 
 from __future__ import annotations
 
@@ -28,10 +28,10 @@ def _of_dictionary() -> tuple[Callable[[_Thing], object], Callable[[], Iterable[
 
 
 @pytest.mark.parametrize("make", [_of_set, _of_dictionary])
-def test_a_look_while_others_add(
+def test_a_snapshot_while_others_add(
     make: Callable[[], tuple[Callable[[_Thing], object], Callable[[], Iterable[object]]]],
 ) -> None:
-    """What is added in the middle of a look has it taken again; it shows what was there all the time."""
+    """A snapshot is repeated if an element is added meanwhile; it has all elements that were there throughout."""
     add, collection = make()
     kept = [_Thing() for _ in range(5)]
     for thing in kept:

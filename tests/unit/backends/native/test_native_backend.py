@@ -103,8 +103,8 @@ def test_the_same_bits_on_every_backend(world_size, calls):
 # Short ways.
 
 
-def test_short_and_long_ways_meet():
-    """One rank's call may go the short way while another's goes the long way, started ones in between."""
+def test_the_fast_and_the_slow_path_meet():
+    """One rank's call may take the fast path while another's takes the slow one, started ones in between."""
 
     def program(group):
         odd = group.rank % 2 == 1
@@ -121,8 +121,8 @@ def test_short_and_long_ways_meet():
     run_ranks(program, 2, backend="native-threads")
 
 
-def test_a_short_way_counts_as_a_write():
-    """Autograd refuses a backward through what an in-place collective has overwritten."""
+def test_the_fast_path_counts_as_a_write():
+    """Autograd refuses a backward through values that an in-place collective has overwritten."""
 
     def program(group):
         for write in (
@@ -140,8 +140,8 @@ def test_a_short_way_counts_as_a_write():
     run_ranks(program, 2, backend="native-threads")
 
 
-def test_what_a_short_way_does_not_take():
-    """Gradients, lazily negated and conjugated tensors, other layouts and wrong arguments go the long way."""
+def test_calls_that_the_fast_path_does_not_take():
+    """Gradients, lazily negated and conjugated tensors, other layouts and wrong arguments take the slow path."""
 
     def program(group):
         x = torch.ones(2, requires_grad=True)
@@ -180,7 +180,7 @@ def test_what_a_short_way_does_not_take():
 
 
 def test_started_collectives_keep_their_tensors():
-    """A handle that is dropped, and tensors with it, leave nothing behind that the engine would write into."""
+    """The engine never writes into the memory of a dropped handle, or of dropped tensors."""
 
     def program(group):
         for _ in range(20):
@@ -314,8 +314,8 @@ def test_symmetric_is_ordinary_elsewhere():
     assert run_ranks(lambda group: fd.empty_symmetric((2, 3), torch.int8).shape, 2) == [(2, 3)] * 2
 
 
-def test_a_late_rank_is_told_over_the_connections():
-    """A collective that has failed elsewhere fails for a rank that comes late, also before other news reaches it."""
+def test_a_late_rank_learns_of_the_failure_over_the_connections():
+    """A collective that has failed elsewhere fails for a rank that comes late, even before a notice reaches it."""
     has_failed = threading.Event()
 
     def program(group):
@@ -358,7 +358,7 @@ def _moved(group):
 
 @pytest.mark.parametrize("world_size", [2, 3])
 def test_tensors_of_other_processes_are_read_in_place(world_size):
-    """Where the system lets ranks read each other's memory, what moves that way is the same as elsewhere."""
+    """Where the system lets ranks read each other's memory, results are the same as elsewhere."""
 
     def program(group):
         fd.barrier()
@@ -382,8 +382,8 @@ def test_tensors_of_other_processes_are_read_in_place(world_size):
     ],
     ids=["barrier", "allreduce", "broadcast", "all_gather", "all_to_all", "reduce_scatter"],
 )
-def test_who_waits_gives_up_the_interpreter(call):
-    """Small collectives keep it until a wait begins; a rank that is another thread would never come otherwise."""
+def test_waiting_releases_the_interpreter(call):
+    """Small collectives hold it until a wait begins; a rank that is another thread would never come otherwise."""
     interval = sys.getswitchinterval()
     sys.setswitchinterval(1000.0)  # no thread has to let another run
     try:

@@ -1,4 +1,4 @@
-"""What engines that move bytes share: whose turn it is, and how long one waits."""
+"""The order of operations by tickets, and waits by polling."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from ferrodist.deadline import Deadline
 
 
 def test_turns_are_taken_in_order():
-    """Whoever comes first waits for those whose position is before, and one is at it at a time."""
+    """A thread waits for those with smaller tickets, and one runs at a time."""
     sequencer = Sequencer(lambda: False)
     tickets = [sequencer.reserve() for _ in range(4)]
     order = []
@@ -31,7 +31,7 @@ def test_turns_are_taken_in_order():
     assert order == tickets
 
 
-def test_a_turn_that_does_not_come():
+def test_a_turn_may_not_come():
     """Waiting for a turn ends with the deadline, and with the group."""
     with Sequencer(lambda: False).hold(1, 0.01) as has_turn:
         assert not has_turn
@@ -40,7 +40,7 @@ def test_a_turn_that_does_not_come():
 
 
 def test_waiting_keeps_its_deadline():
-    """A wait ends when it is done, when its time is over, or when it has become vain."""
+    """A wait ends when its condition holds, when its time is over, or when the group has ended."""
     looks = iter(range(1000))
     assert wait_until(lambda: next(looks) == 500, Deadline(60))
     assert not wait_until(lambda: False, Deadline(0.01))

@@ -34,7 +34,7 @@ def test_all_failures_are_mapped():
         ((255, 255, 255), "operation 255("),
     ],
 )
-def test_numbers_that_are_unknown_here_stand_for_themselves(line, said):
+def test_unknown_ids_are_shown_as_they_are(line, said):
     """Another rank's call of an operation, dtype or reduction that this build lacks is named in a mismatch."""
     call = call_of_line(struct.pack("<BBBbiQ", *line, -1, -1, 7).ljust(64, b"\0"), 3)
     assert said in str(call)

@@ -19,7 +19,7 @@ def num_mappings():
 
 @pytest.mark.parametrize("backend", ["native-threads", "native"])
 def test_a_view_shows_what_all_ranks_write_and_keeps_its_own_changes(backend):
-    """Writing to it is for its rank only, until it is restored."""
+    """Writes to it are visible to its rank only, until it is restored."""
 
     def program(group):
         own, (first, second) = empty_joined(3 * PAGE, [(0, PAGE), (2 * PAGE, PAGE)], group=group)
@@ -43,7 +43,7 @@ def test_a_view_shows_what_all_ranks_write_and_keeps_its_own_changes(backend):
 
 
 def test_a_view_lives_as_long_as_a_tensor_in_it():
-    """And is unmapped then."""
+    """It is unmapped with the last one."""
 
     def program(group):
         before = num_mappings()
@@ -63,8 +63,8 @@ def test_a_view_lives_as_long_as_a_tensor_in_it():
     assert run_ranks(program, 2, backend="native") == [0, 0]
 
 
-def test_what_the_system_refuses():
-    """It raises what the system said."""
+def test_errors_of_the_system_are_raised():
+    """It raises the system's error."""
     with pytest.raises(OSError, match="mmap"):
         ContiguousSharedView(-2, [0], PAGE)
 

@@ -40,13 +40,13 @@ def rank(machine: bytes, usable: int, quota: int = 0xFFFF) -> CpuSet:
         "one rank a container",
     ],
 )
-def test_is_crowded(ranks, hosts, crowded):
-    """Processors are shared by machine, quotas by host; both must do."""
+def test_is_oversubscribed(ranks, hosts, crowded):
+    """Processors are shared by machine, quotas by host; both must suffice."""
     assert is_oversubscribed(ranks, hosts) is crowded
 
 
-def test_what_a_process_says_of_itself():
-    """Another rank reads what this one has packed, and that is what the system says."""
+def test_the_cpu_set_of_a_process():
+    """Another rank reads the set that this one has packed, and it is the system's."""
     own = CpuSet.of_this_process()
     assert len(own.pack()) == CpuSet.size()
     assert CpuSet.unpack(own.pack()) == own

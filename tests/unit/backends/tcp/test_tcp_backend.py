@@ -74,7 +74,7 @@ def test_missing_rank_is_named_on_every_rank():
 
 
 def test_a_rank_0_that_goes_silent_costs_no_more_than_the_deadline():
-    """Rank 0 took the connection and then says nothing: the others raise soon after their deadline."""
+    """Rank 0 accepts the connection and then sends nothing: the others raise soon after their deadline."""
     taken = []
     server = Listener("127.0.0.1", 0, secret=b"s")
     server.serve(lambda hello: None, lambda sock, hello: taken.append(sock))
@@ -87,7 +87,7 @@ def test_a_rank_0_that_goes_silent_costs_no_more_than_the_deadline():
     server.close()
 
 
-def test_wrong_secret_is_told_at_once_and_reported_to_the_others():
+def test_wrong_secret_is_reported_at_once_on_all_ranks():
     """The rank with the wrong secret raises immediately; the ranks it fails to join learn that one was turned away."""
     with check_leaks():
         hub, wrong = meet((0, 2, {}), (1, 2, {"secret": "not it"}))
@@ -104,8 +104,8 @@ def test_wrong_secret_is_told_at_once_and_reported_to_the_others():
         (1, 2, {"name": "another"}, fd.RendezvousError, "another"),
     ],
 )
-def test_wrong_facts_are_told_to_who_is_wrong(rank, world_size, options, kind, word):
-    """Another world size, job or group is refused with the two facts that differ, and rank 0 says whom it refused."""
+def test_wrong_facts_are_reported_to_the_rank_that_has_them(rank, world_size, options, kind, word):
+    """Another world size, job or group is refused with the two values that differ; rank 0 names the refused rank."""
     hub, wrong = meet((0, 2, {}), (rank, world_size, options))
     assert isinstance(wrong, kind)
     assert word in str(wrong)
@@ -122,8 +122,8 @@ def test_duplicate_rank_does_not_disturb_the_group():
     assert sum(isinstance(result, fd.TcpBackend) for result in results) == 3
 
 
-def test_one_rank_number_at_the_same_instant(monkeypatch):
-    """Of two processes with one rank number that come to the verdict together one is told so, the other is let in."""
+def test_duplicate_ranks_at_the_same_instant(monkeypatch):
+    """Of two processes with one rank that come at the same time one is refused, the other is let in."""
     both_judged = threading.Barrier(2)
     send_sealed = auth._send_sealed
 
@@ -140,7 +140,7 @@ def test_one_rank_number_at_the_same_instant(monkeypatch):
 
 
 def test_rank_that_vanishes_before_it_is_let_in_may_come_again(monkeypatch):
-    """A number is free again when its process went away before it was told that it is in."""
+    """A rank is free again if its process went away before it knew that it was let in."""
     send_sealed = auth._send_sealed
     failures = iter([True])
 
@@ -540,7 +540,7 @@ def test_frames_survive_packing():
     ids=str,
 )
 def test_malformed_headers_are_refused(changes):
-    """What no rank of this group and version writes is refused from its header alone."""
+    """A header that no rank of this group and version writes is refused."""
     with pytest.raises(ProtocolError):
         Frame.unpack(header(**changes), 3)
 

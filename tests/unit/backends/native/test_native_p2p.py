@@ -81,7 +81,7 @@ def test_a_rank_that_computes_takes_messages(backend):
 
 @_either_way
 def test_large_transfers_go_on_while_both_ranks_compute(backend):
-    """A large send and its receive, both started, end without a call of either rank; both are told."""
+    """A large send and its receive, both started, end without a call of either rank; both callbacks run."""
 
     def program(group):
         ended = threading.Event()
@@ -143,8 +143,8 @@ def test_more_ranks_than_processors(backend):
 
 
 @_either_way
-def test_what_is_sent_in_vain_ends_the_group(backend, monkeypatch):
-    """A rank that sends what is not received, more than there is room for, ends the group and is named."""
+def test_too_many_unexpected_messages_end_the_group(backend, monkeypatch):
+    """A rank that sends more unexpected messages than there is room for ends the group and is named."""
     monkeypatch.setattr(mailbox, "MAX_UNEXPECTED_BYTES", 1 << 20)
 
     def program(group):
@@ -161,8 +161,8 @@ def test_what_is_sent_in_vain_ends_the_group(backend, monkeypatch):
 
 
 @_either_way
-def test_small_and_wrong_receives_by_the_short_way(backend):
-    """A receive of another size says whose message it is, and leaves it; arguments that are no tags or ranks raise."""
+def test_small_and_wrong_receives_on_the_fast_path(backend):
+    """A receive of another size names the sender and leaves the message; arguments that are no tags or ranks raise."""
 
     def program(group):
         if group.rank == 0:
@@ -188,7 +188,7 @@ def test_small_and_wrong_receives_by_the_short_way(backend):
 
 @_either_way
 def test_tags_of_65_bits_and_more_keep_apart(backend):
-    """The upper half of a tag counts, whichever way a message is sent and received."""
+    """The upper half of a tag counts, whichever path a message takes."""
 
     def program(group):
         if group.rank == 0:
@@ -206,7 +206,7 @@ def test_tags_of_65_bits_and_more_keep_apart(backend):
 
 @_either_way
 def test_a_message_outlives_its_sender(backend):
-    """What a rank sent before it closed the group is received after, by all ways; then comes that it has left."""
+    """Messages that a rank sent before it closed the group are received, on all paths; then its leaving is seen."""
     closed = threading.Event()
 
     def program(group):
@@ -233,7 +233,7 @@ def test_a_message_outlives_its_sender(backend):
 
 @pytest.mark.parametrize("backend", ["native", "gloo"])
 def test_a_forked_child_has_no_messages(backend):
-    """In a forked child every call raises that the group is the parent's, and a request that was started there too."""
+    """In a forked child every call raises that the group is the parent's, and so does an older request."""
 
     def program(group):
         peer = 1 - group.rank
@@ -284,8 +284,8 @@ def test_closing_leaves_nothing_behind(backend):
 
 
 @_either_way
-def test_what_was_sent_in_a_subgroup_comes_before_the_news_of_its_end(backend):
-    """However much is on its way when a rank leaves a sub-group, it is received; then comes that the rank has left."""
+def test_messages_of_a_subgroup_come_before_the_notice_of_its_end(backend):
+    """However many are on their way when a rank leaves a sub-group, they are received; then its leaving is seen."""
     num_messages = 40
 
     def program(group):
@@ -308,7 +308,7 @@ def test_what_was_sent_in_a_subgroup_comes_before_the_news_of_its_end(backend):
 
 @_either_way
 def test_transfers_that_have_ended_keep_few_errors(backend, monkeypatch):
-    """Who goes on asking for what can't come any more fills no memory with it, and each transfer says why it ended."""
+    """Repeated attempts after the end take no memory, and each transfer raises the reason."""
     monkeypatch.setattr(p2p, "_MAX_REASONS", 20)
 
     def program(group):
@@ -333,7 +333,7 @@ def test_transfers_that_have_ended_keep_few_errors(backend, monkeypatch):
 
 @_either_way
 def test_the_engine_forgets_a_group(backend):
-    """What comes in a group that has ended is dropped; the engine has nothing of the group any more once told so."""
+    """Messages for a group that has ended are dropped; the engine keeps nothing of a group that it has to forget."""
 
     def program(group):
         engine = group._p2p_engine
