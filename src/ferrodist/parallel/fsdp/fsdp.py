@@ -359,15 +359,15 @@ class FSDP(TransparentWrapper, Generic[WrappedModule]):
         """
         self._scheduler.recover()
         self._scheduler.is_summoned = True
-        keeps = False
+        succeeded = False
         try:
             for unit in self._units:
                 unit.begin_summon()
             yield
-            keeps = writeback
+            succeeded = True
         finally:
             self._scheduler.is_summoned = False
-            changed = [unit for unit in self._units if unit.end_summon(keeps=keeps)]
+            changed = [unit for unit in self._units if unit.end_summon(writeback=writeback and succeeded)]
         if changed:
             raise RuntimeError(
                 f"this rank's shards of {changed[0].title} were changed inside summon_full_params(), as by an"
