@@ -63,8 +63,8 @@ class BenchTarget(Protocol):
 
         Raises:
             UnsupportedError: The peer has no such operation, or takes too long for it.
-            PeerFailedError: It has ended.
-            WrongResultError: Its result is wrong.
+            PeerFailedError: The peer has ended.
+            WrongResultError: The result is wrong.
         """
 
     def release(self) -> None:
@@ -90,7 +90,7 @@ class Runner:
 
         Raises:
             PeerFailedError: The peer has ended.
-            WrongResultError: Its result is wrong.
+            WrongResultError: The result is wrong.
         """
         self.values.append(self.run(self.num_calls))
 
@@ -261,7 +261,7 @@ class Iperf3Target(BenchTarget):
         hosts: The two hosts; not owned.
 
     Raises:
-        PeerFailedError: It is not installed, or can't serve.
+        PeerFailedError: iperf3 is not installed.
     """
 
     peer = Peer.IPERF3

@@ -206,11 +206,7 @@ def _rendezvous_backend(text: str) -> str:
 
 
 def spec_from_arguments(arguments: argparse.Namespace) -> LaunchSpec:
-    """Convert parsed arguments to a spec.
-
-    Raises:
-        ValueError: Options contradict each other or can't be launched.
-    """
+    """Convert parsed arguments to a spec."""
     if arguments.module and arguments.no_python:
         raise ValueError("--module and --no-python exclude each other; give the one that fits the program")
     nnodes = 1 if arguments.nnodes is None else arguments.nnodes

@@ -33,11 +33,7 @@ _VERSION_SECONDS = 30
 
 
 def find_mpiexec() -> str:
-    """Return the mpiexec beside this interpreter, or else the first on PATH.
-
-    Raises:
-        BackendUnavailable: No mpiexec was found.
-    """
+    """Return the mpiexec beside this interpreter, or else the first on PATH."""
     adjacent = Path(sys.executable).parent / "mpiexec"
     found = str(adjacent) if os.access(adjacent, os.X_OK) else shutil.which("mpiexec")
     if found is None:
@@ -49,11 +45,7 @@ def find_mpiexec() -> str:
 
 
 def is_open_mpi(mpiexec: str) -> bool:
-    """Return whether an mpiexec is Open MPI's, according to its version.
-
-    Raises:
-        BackendUnavailable: The mpiexec can't be run.
-    """
+    """Return whether an mpiexec is Open MPI's, according to its version."""
     try:
         version = subprocess.run(  # noqa: S603 - the user's MPI
             [mpiexec, "--version"],

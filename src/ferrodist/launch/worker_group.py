@@ -133,14 +133,7 @@ def _shell_code(code: int) -> int:
 
 
 class WorkerGroup:
-    """The processes of one attempt. Leaving the ``with`` block ends and reaps all of them.
-
-    Args:
-        ranks: The processes; each is requested when it is started.
-        timeout_before_kill: Seconds between asking the ranks to end and SIGKILL.
-        inbox: Signals sent to the launcher.
-        sinks: The destinations of their output.
-    """
+    """The processes of one attempt. Leaving the ``with`` block ends and reaps all of them."""
 
     def __init__(
         self, ranks: Iterable[RankProcess], *, timeout_before_kill: float, inbox: SignalInbox, sinks: Sinks

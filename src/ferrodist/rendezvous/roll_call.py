@@ -46,14 +46,7 @@ _NEVER = b"\0"
 
 
 class Claim(msgspec.Struct, frozen=True, array_like=True):
-    """A process's claim of a rank.
-
-    Args:
-        host: The process's host.
-        network: See `network_id`: hosts, and containers, may share a name.
-        process: The process id.
-        token: A random token, so that two claims always differ.
-    """
+    """A process's claim of a rank."""
 
     host: str
     network: str
@@ -74,18 +67,7 @@ _CLAIM_DECODER = msgspec.msgpack.Decoder(Claim)
 
 
 def claim_rank(store: Store, *, rank: int, where: str, advice: str, deadline: Deadline) -> None:
-    """Claim a rank, which makes this process a member.
-
-    Args:
-        store: The job's store, without a prefix.
-        rank: The rank.
-        where: The job and its address, for messages.
-        advice: The advice if the rank is taken.
-        deadline: The deadline of the whole rendezvous.
-
-    Raises:
-        RendezvousError: The rank is taken, or the rendezvous has already failed.
-    """
+    """Claim a rank, which makes this process a member."""
     view = PrefixStore(store, _FOLDER)
     # Compared with an impossible value, a key is read without waiting for it.
     _raise_failure(view.compare_set("verdict", _NEVER, _NEVER, timeout=deadline.remaining()))
@@ -105,20 +87,7 @@ def claim_rank(store: Store, *, rank: int, where: str, advice: str, deadline: De
 def await_all(
     store: Store, *, rank: int, world_size: int, where: str, deadline: Deadline, stage: str = _CLAIM_STAGE
 ) -> None:
-    """Wait until all ranks have reached a stage; each member calls this once per stage.
-
-    Args:
-        store: The job's store, without a prefix.
-        rank: This rank.
-        world_size: The number of ranks.
-        where: The job and its address, for messages.
-        deadline: The deadline of the whole rendezvous.
-        stage: The stage; it has a verdict of its own.
-
-    Raises:
-        RendezvousError: Ranks are missing; with the same message on every rank.
-        DistributedTimeoutError: The store itself did not answer.
-    """
+    """Wait until all ranks have reached a stage; each member calls this once per stage."""
     view = PrefixStore(store, _FOLDER + stage)
     if view.add("present", 1, timeout=deadline.remaining()) >= world_size:
         _publish(view, JoinReply(), deadline.remaining())

@@ -67,11 +67,7 @@ def secret_or_user_secret(secret: bytes) -> bytes:
 
 
 def user_secret() -> bytes:
-    """Return the secret that the processes of this user share on this host, creating it if necessary.
-
-    Raises:
-        AuthenticationError: None of the folders for it can be used.
-    """
+    """Return the secret that the processes of this user share on this host, creating it if necessary."""
     folders = _folders()
     problems: list[str] = []
     for folder in folders:  # an existing secret takes precedence over a new one in an earlier folder

@@ -29,11 +29,7 @@ _SEQUENCE_NUMBER = struct.Struct("!Q")
 
 
 class FrameAuthenticator:
-    """Computes the tags of one direction of a connection, frame by frame.
-
-    Args:
-        key: The direction's key, at most 64 bytes.
-    """
+    """Computes the tags of one direction of a connection, frame by frame."""
 
     __slots__ = ("_mac", "_sequence_number")
 
@@ -54,23 +50,14 @@ class FrameAuthenticator:
         self._sequence_number += 1
 
     def check(self, tag: Buffer, *parts: Buffer) -> None:
-        """Check the tag of the next received frame, and advance.
-
-        Raises:
-            AuthenticationError: The tag is wrong.
-        """
+        """Check the tag of the next received frame, and advance."""
         if not hmac.compare_digest(tag, self.tag(*parts)):
             raise AuthenticationError("a frame was altered, repeated, left out or put in another order on its way")
         self.advance()
 
 
 class Session:
-    """Both directions of a connection; see [Note: session keys].
-
-    Args:
-        key: The key from the handshake.
-        is_server: Whether this is the server's side.
-    """
+    """Both directions of a connection; see [Note: session keys]."""
 
     __slots__ = ("incoming", "outgoing")
 
@@ -101,13 +88,7 @@ class Connection(socket.socket):
         write(self, length + tag + payload, deadline)
 
     def receive_frame(self, limit: int, deadline: Deadline | None) -> bytes:
-        """Read one frame; one that announces more than ``limit`` bytes is refused before memory is allocated.
-
-        Raises:
-            AuthenticationError: The frame is not the next one that the peer has sent.
-            ProtocolError: The frame is too large.
-            ConnectionError, TimeoutError: As `read_exactly`.
-        """
+        """Read one frame; one that announces more than ``limit`` bytes is refused before memory is allocated."""
         length = read_exactly(self, _LENGTH.size, deadline)
         (size,) = _LENGTH.unpack(length)
         if size > limit:

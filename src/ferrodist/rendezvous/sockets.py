@@ -36,12 +36,7 @@ def apply_deadline(sock: socket.socket, deadline: Deadline | None) -> None:
 
 
 def read_exactly(sock: socket.socket, size: int, deadline: Deadline | None) -> bytes:
-    """Read ``size`` bytes; the deadline is for all of them, so that a peer can't prolong it byte by byte.
-
-    Raises:
-        ConnectionError: The peer closed first.
-        TimeoutError: The deadline passed first.
-    """
+    """Read ``size`` bytes; the deadline is for all of them, so that a peer can't prolong it byte by byte."""
     data = bytearray(size)
     view = memoryview(data)
     received = 0
@@ -172,10 +167,6 @@ def bind_all(host: str, port: int, secret: bytes, deadline: Deadline) -> list[so
     """Bind every address of ``host`` on this machine, IPv4 first, all to one port, and listen.
 
     Another process could take an address left free, and ranks that connect by name would reach it.
-
-    Raises:
-        AuthenticationError: The secret is missing, and an address is not loopback.
-        RendezvousError: No address is this machine's, or one can't be bound.
     """
     where = format_address(host, port)
     try:

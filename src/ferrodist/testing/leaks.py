@@ -143,7 +143,7 @@ def _child_processes() -> dict[int, str]:
 
 def _descriptors() -> Counter[str]:
     found: Counter[str] = Counter()
-    # The pipe that tells the resource tracker of this process's end; made with the tracker.
+    # The pipe on which the resource tracker notices this process's end; created with the tracker.
     tracker_pipe = getattr(resource_tracker._resource_tracker, "_fd", None)  # noqa: SLF001 - no public name for it
     for entry in os.listdir("/proc/self/fd"):  # noqa: PTH208 - a Path for each would open more descriptors to look at
         with suppress(OSError):  # the listing's own descriptor

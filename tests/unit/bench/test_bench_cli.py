@@ -27,7 +27,7 @@ _ASKED_FOR = {Peer.NATIVE_TCP, Peer.TCP, Peer.OVER_MPI, Peer.OVER_UCC, Peer.OVER
 
 
 def parse(*arguments):
-    return bench_options(build_parser().parse_args(["bench", *arguments])).plan
+    return bench_options(build_parser().parse_args(["bench", *arguments]))
 
 
 def filled(report, *, failures=None, peer=Peer.NATIVE):
@@ -48,7 +48,7 @@ def filled(report, *, failures=None, peer=Peer.NATIVE):
 
 def run(monkeypatch, tmp_path, behave):
     """Run the command with ``behave(report)`` in place of the measurements; returns exit code and report."""
-    monkeypatch.setattr(driver, "run_plan", lambda plan, report, display: behave(report))
+    monkeypatch.setattr(driver, "run_suites", lambda options, report, display: behave(report))
     code = main(["bench", "--output", str(tmp_path / "new" / "folder")])
     (path,) = (tmp_path / "new" / "folder").glob("bench-*.json")
     return code, json.loads(path.read_text())

@@ -14,10 +14,10 @@ from ferrodist.bench.adapters import UnsupportedError
 from ferrodist.bench.cases import Case, MpiLibrary, Operation, Peer
 from ferrodist.bench.channel import MAX_LINE_BYTES, Channel, ChannelClosedError
 from ferrodist.bench.driver import measure_case
-from ferrodist.bench.environments import EnvironmentUnavailableError, MpiEnvironment, obtain_environment
+from ferrodist.bench.environments import EnvironmentUnavailableError, obtain_environment
 from ferrodist.bench.netns import EmulatedHosts
 from ferrodist.bench.processes import PeerFailedError, RankGroup, rank_environment, start_commands
-from ferrodist.bench.suites import BenchPlan, Suite
+from ferrodist.bench.suites import BenchOptions, Suite
 from ferrodist.bench.targets import RankTarget
 
 HELLO = """
@@ -161,11 +161,11 @@ def test_a_peer_that_fails_in_a_request_is_killed(monkeypatch, tmp_path, program
 
 
 def measure(groups, case=None, max_seconds=10):
-    plan = BenchPlan(suites=[], num_rounds=4, seconds=10)
+    options = BenchOptions(suites=[], num_rounds=4, seconds=10)
     rounds = []
     case = case or Case(operation=Operation.ALLREDUCE, num_ranks=2, size_bytes=8)
     targets = [RankTarget(group, max_seconds) for group in groups]
-    report = measure_case(Suite.COLLECTIVES, case, targets, plan, rounds.append)
+    report = measure_case(Suite.COLLECTIVES, case, targets, options, rounds.append)
     return report, rounds
 
 
@@ -266,9 +266,7 @@ def test_each_peer_has_its_start_commands(monkeypatch, tmp_path):
     options = {"socket_path": tmp_path / "socket", "folder": tmp_path, "log": print}
     ours = start_commands(Peer.NATIVE, 2, **options)
     assert [command[-2:] for command in ours] == [["--rank", "0"], ["--rank", "1"]]
-    monkeypatch.setattr(
-        "ferrodist.bench.processes.obtain_environment", lambda library, log: MpiEnvironment(folder=Path("/x"))
-    )
+    monkeypatch.setattr("ferrodist.bench.processes.obtain_environment", lambda library, log: Path("/x"))
     (mpi,) = start_commands(Peer.OPENMPI_SINGLE, 4, **options)
     assert mpi[0] == "/x/bin/mpiexec"
     assert mpi[mpi.index("-n") + 1 : mpi.index("--socket")] == ["4", "/x/bin/python", foreign.__file__, "worker"]
@@ -304,7 +302,7 @@ def test_environments_are_created_once(monkeypatch, tmp_path):
     monkeypatch.setattr(environments.subprocess, "run", run)
     for _ in range(2):
         made = obtain_environment(MpiLibrary.MPICH, told.append)
-    assert made.python.is_relative_to(tmp_path / "ferrodist" / "bench")
+    assert made.is_relative_to(tmp_path / "ferrodist" / "bench")
     assert len(commands) == 3
     assert commands[-1][-3:] == ["mpich", "mpi4py", "numpy"]
     assert len(told) == 1

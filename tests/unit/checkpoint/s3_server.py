@@ -21,7 +21,7 @@ _REFUSAL = '<?xml version="1.0"?><Error><Code>{}</Code><Message>{}</Message></Er
 
 @dataclass(frozen=True)
 class Request:
-    """What a test may look at: ``PUT /bucket/key ?query``."""
+    """A request for tests to check: ``PUT /bucket/key ?query``."""
 
     method: str
     path: str
@@ -29,7 +29,7 @@ class Request:
 
     @property
     def is_part(self):
-        """Whether it sends a part of a file."""
+        """True for the upload of a part of a file."""
         return self.method == "PUT" and "uploadId=" in self.query
 
     @property

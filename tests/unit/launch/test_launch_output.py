@@ -44,7 +44,7 @@ def test_lines_of_any_bytes_survive(lines):
 
 
 def test_a_partial_last_line_is_flushed():
-    """What a rank wrote last appears even without its newline."""
+    """A rank's last line appears even without a newline."""
     assert prefix_all([b"one\ntw", b"o"]) == b"> one\n> two\n"
     assert prefix_all([]) == b""
 
@@ -146,7 +146,7 @@ def test_a_progress_bar_is_no_prompt():
 
 
 def test_another_ranks_line_interrupts_a_prompt():
-    """It gets a line of its own, and the prompt appears again after it."""
+    """The other rank's line is separate, and the prompt appears again after it."""
     pump = OutputPump()
     ours, sink = os.pipe()
     clock = _Clock()

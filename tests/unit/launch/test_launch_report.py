@@ -72,8 +72,8 @@ def test_secondary_failures_are_listed_separately():
     ]
 
 
-def test_a_cause_that_is_not_here():
-    """Where the rank that failed first names another as the reason, the report says so, and who was gone by then."""
+def test_a_cause_on_another_host():
+    """If the first failure names another rank as the reason, the report says so, and which ranks had exited by then."""
     first = ended(0, 1, 1.5, is_secondary=True)
     outcome = outcome_of(ended(1, 0, 1.25), first, ended(2, 1, 1.75, is_secondary=True), failure=first)
     assert failure_report(outcome, host="h", attempt=1, max_attempts=1).splitlines()[1:] == [

@@ -29,7 +29,7 @@ def test_signals_arrive_in_order_and_handlers_come_back():
 
 
 def test_ignored_signals_stay_ignored():
-    """What nohup ignores, the launcher does not take back."""
+    """Signals that nohup ignores stay ignored by the launcher."""
     previous = signal.signal(signal.SIGHUP, signal.SIG_IGN)
     try:
         with SignalInbox() as inbox:

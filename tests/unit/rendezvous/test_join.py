@@ -58,8 +58,8 @@ def test_all_ranks_meet(method, in_threads, tmp_path, size):
     assert list(tmp_path.iterdir()) == []
 
 
-def test_the_same_place_serves_again(method, in_threads):
-    """After all have closed, the next job can meet in the same place."""
+def test_an_address_can_be_reused(method, in_threads):
+    """After all ranks have closed, the next job can meet at the same address."""
     for _ in range(3):
         members = in_threads(*[join(method, rank, 2) for rank in range(2)])
         assert all(isinstance(member.rank, int) for member in members)
@@ -97,8 +97,8 @@ def test_missing_ranks_are_named_in_the_same_words(method, in_threads, tmp_path)
     assert list(tmp_path.iterdir()) == []
 
 
-def test_ranks_with_shorter_deadlines_speak_for_all(method, in_threads):
-    """Whoever's deadline passes first ends the rendezvous for all, rank 0 included, with one text."""
+def test_the_first_deadline_ends_the_rendezvous_for_all(method, in_threads):
+    """The first deadline that passes, on any rank, ends the rendezvous for all, with one text."""
     started = time.monotonic()
     errors = in_threads(join(method, 0, 3, timeout=60), join(method, 1, 3, timeout=LIMIT))
     assert time.monotonic() - started < 30
@@ -128,8 +128,8 @@ def test_a_rank_number_claimed_twice(method, in_threads, until):
     close_all(in_threads, results)
 
 
-def test_a_duplicate_in_place_of_a_missing_rank_is_told(method, in_threads):
-    """When a rank is missing since its process took another number, the failure says both."""
+def test_a_duplicate_in_place_of_a_missing_rank_is_reported(method, in_threads):
+    """If a rank is missing because its process claimed another one, the failure says both."""
     errors = in_threads(*[join(method, rank, 3, timeout=LIMIT) for rank in (0, 1, 1)])
     assert {type(error) for error in errors} == {RendezvousError}
     failures = {error.message for error in errors if error.ranks == (2,)}
@@ -139,7 +139,7 @@ def test_a_duplicate_in_place_of_a_missing_rank_is_told(method, in_threads):
 
 
 def test_two_ranks_0(method, in_threads):
-    """Of two processes with rank 0 one is refused at once, with what to check."""
+    """One of two processes with rank 0 is refused at once, with advice."""
     results = in_threads(join(method, 0, 2), join(method, 0, 2), join(method, 1, 2))
     refused = [result for result in results if isinstance(result, Exception)]
     assert len(refused) == 1
@@ -158,7 +158,7 @@ def test_two_ranks_0(method, in_threads):
     ],
 )
 def test_a_rank_that_does_not_belong(method, in_threads, options, kind, reason):
-    """It is told at once why; the others name it as missing, with the reason, at their deadline."""
+    """It is refused at once with a reason; the others report it as missing, with the reason, at their deadline."""
     options = {"size": 2, **options}
     started = time.monotonic()
     ours, theirs = in_threads(join(method, 0, 2, timeout=LIMIT), join(method, 1, timeout=60, **options))
@@ -187,7 +187,7 @@ def test_the_others_are_served_meanwhile(method, in_threads, options):
     [(2, 2, InvalidRankError), (-1, 2, InvalidRankError), (0, 0, InvalidWorldSizeError)],
 )
 def test_a_rank_out_of_range(method, rank, size, kind):
-    """It is refused before anything is opened."""
+    """The rank is refused before anything is opened."""
     with pytest.raises(kind, match=r"ranks go from 0|at least 1"):
         join(method, rank, size)()
 
@@ -205,7 +205,7 @@ def test_a_rank_out_of_range(method, rank, size, kind):
     ],
 )
 def test_an_argument_of_another_type(options, message):
-    """It is a TypeError that names the argument and says what it must be."""
+    """A TypeError names the argument and the right type."""
     arguments = {"init_method": "tcp://127.0.0.1:1", "rank": 0, "world_size": 1, "secret": "s", **options}
     with pytest.raises(TypeError, match=message):
         rendezvous(arguments.pop("init_method"), timeout=5, **arguments)
@@ -219,7 +219,7 @@ def test_a_job_name_that_is_too_long(method, rank):
 
 
 def test_a_rank_that_dies_between_claiming_and_coming(in_threads):
-    """It counts as missing: a claim alone does not complete the rendezvous, at no deadline."""
+    """The rank counts as missing: a claim alone does not complete the rendezvous, at no deadline."""
     store = MemoryStore()
     options = {"where": "job 'j'", "deadline": Deadline(LIMIT)}
     for rank in range(3):
@@ -266,7 +266,7 @@ def test_another_version(free_port, in_threads):
 
 
 def test_garbage_on_the_port(in_threads):
-    """Where another program listens, clients fail at once by ProtocolError and rank 0 by address in use."""
+    """If another program listens there, clients fail at once by ProtocolError and rank 0 by address in use."""
     with socket.create_server(("127.0.0.1", 0)) as other:
         method = f"tcp://127.0.0.1:{other.getsockname()[1]}"
 
@@ -318,7 +318,7 @@ def test_no_secret_on_loopback(free_port, in_threads):
 
 
 def test_a_stale_file(tmp_path, in_threads):
-    """What a killed run left behind is an error at once, on each rank, that says to remove the file."""
+    """A file left by a killed run is an error at once, on each rank, with the advice to remove it."""
     method = f"file://{tmp_path}/meet"
     abandoned = in_threads(*[join(method, rank, 2) for rank in range(2)])
     errors = in_threads(*[join(method, rank, 2) for rank in range(2)])
@@ -393,7 +393,7 @@ def test_from_the_environment(monkeypatch, free_port, in_threads):
 
 
 def test_under_torchrun_on_one_host(monkeypatch, tmp_path, in_threads):
-    """Where torchrun's agent has MASTER_PORT, ranks of one host meet in the attempt's own folder."""
+    """If torchrun's agent has MASTER_PORT, ranks of one host meet in the attempt's own folder."""
     with socket.create_server(("127.0.0.1", 0)) as agent:
         launch(monkeypatch, MASTER_ADDR="127.0.0.1", MASTER_PORT=agent.getsockname()[1])
         launch(monkeypatch, WORLD_SIZE=2, LOCAL_WORLD_SIZE=2, TORCHELASTIC_USE_AGENT_STORE=True)
@@ -418,8 +418,8 @@ def test_under_torchrun_on_several_hosts(monkeypatch, free_port, in_threads):
             from_environment(0)()
 
 
-def test_what_the_environment_lacks(monkeypatch):
-    """A missing variable is named, with what to do."""
+def test_missing_variables_are_named(monkeypatch):
+    """A missing variable is named, with advice."""
     with pytest.raises(RendezvousError, match=r"RANK and WORLD_SIZE.*torchrun"):
         from_environment(None)()
     launch(monkeypatch, RANK=0, WORLD_SIZE=2)
@@ -430,7 +430,7 @@ def test_what_the_environment_lacks(monkeypatch):
 @pytest.mark.parametrize(
     "method", ["", "tcp://", "tcp://host", "tcp://host:x", "http://a:1", "file://", "tcp://127.0.0.1:0"]
 )
-def test_methods_that_cannot_be_read(method):
+def test_invalid_init_methods(method):
     """A wrong init_method is a ValueError."""
     with pytest.raises(ValueError, match=r"init_method|address|port"):
         join(method, 0, 2)()
@@ -498,8 +498,8 @@ def test_ranks_of_several_hosts_all_find_their_interfaces(tmp_path, in_threads, 
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_rank_without_a_way_to_the_others_fails_all(tmp_path, in_threads, hosts):
-    """When one host finds no way to another every rank raises that at once; none becomes a member."""
+def test_a_rank_without_a_route_fails_all(tmp_path, in_threads, hosts):
+    """If one host finds no route to another every rank raises at once; none becomes a member."""
     on_host, reachable = hosts
     reachable.update(a=1)
     started = time.monotonic()
@@ -514,7 +514,7 @@ def test_a_rank_without_a_way_to_the_others_fails_all(tmp_path, in_threads, host
 
 
 def test_hosts_of_one_name_are_not_one_host(tmp_path, in_threads, hosts):
-    """They can't find each other by it, and say so; by the address of rank 0 or of a server they would."""
+    """Ranks can't find each other by the shared name, and say so; by the address of rank 0 or of a server they can."""
     on_host, _ = hosts
     calls = [on_host(name, join(f"file://{tmp_path}/meet", rank, 2)) for rank, name in enumerate(["a", "a's twin"])]
     errors = in_threads(*calls)
@@ -535,8 +535,8 @@ def test_ranks_of_several_hosts_in_a_store_of_a_server(in_threads, hosts, monkey
     assert {member.host for member in in_threads(*calls)} == {"10.0.0.5"}
 
 
-def test_a_way_that_is_sought_too_long_is_a_missing_rank(tmp_path, in_threads, hosts, monkeypatch):
-    """Ranks that have found theirs don't wait longer than their deadline for one that has not."""
+def test_a_slow_route_lookup_is_a_missing_rank(tmp_path, in_threads, hosts, monkeypatch):
+    """Ranks don't wait longer than their deadline for one that still looks for its route."""
     on_host, reachable = hosts
     reachable.update(a=1, b=1)
     release = threading.Event()
@@ -562,7 +562,7 @@ def test_a_way_that_is_sought_too_long_is_a_missing_rank(tmp_path, in_threads, h
 
 
 def test_a_rejection_that_utf8_cannot_carry(in_threads):
-    """The reason why a process was turned away is told also when it names a file whose name is no text."""
+    """The reason of a rejection is reported also with a file name that is not UTF-8."""
     store = MemoryStore()
     roll_call.note_rejection(store, "job at file:///caf\udce9: no")
     options = {"where": "job 'j'", "deadline": Deadline(0.1)}
@@ -617,8 +617,8 @@ def test_ranks_meet_again_at_one_place_at_any_pace(method, step):
             process.join()
 
 
-def test_who_leaves_last_is_one_rank():
-    """A rank that learns of the others' leaving late is not the last one, which would remove the next store."""
+def test_exactly_one_rank_leaves_last():
+    """A rank that learns late of the others' leaving is not the last one, which would remove the next store."""
     store = MemoryStore()
     for rank in range(2):
         claim_rank(store, rank=rank, where="here", advice="", deadline=Deadline(5))

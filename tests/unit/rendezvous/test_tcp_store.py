@@ -85,7 +85,7 @@ def test_the_server_sees_what_clients_set(server, client):
         ({"rank": 2}, InvalidRankError, "rank 2 is not in a job of 2"),
     ],
 )
-def test_clients_that_do_not_belong_are_told_why(server, client, until, options, kind, message):
+def test_foreign_clients_are_refused_with_a_reason(server, client, until, options, kind, message):
     """A client of another job, size or rank range is refused at once, and the others are served."""
     with pytest.raises(kind, match=message):
         open_client(server, **options)
@@ -149,7 +149,7 @@ def test_a_request_with_wrong_arguments_keeps_its_connection(server, request_fie
         assert reply_to(sock, msgspec.msgpack.encode([4, ["n"], 0.0, b"", b"", 2])) == [b"2", None]
 
 
-def test_slow_and_broken_clients_hold_up_nobody(server, client, until):
+def test_slow_and_broken_clients_do_not_block_others(server, client, until):
     """A client that stops inside a request, or leaves inside one, costs its own connection."""
     with raw(server) as slow, raw(server) as leaver:
         slow.sendall(b"\0\0")

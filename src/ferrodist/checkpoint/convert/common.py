@@ -19,7 +19,7 @@ import torch
 from ferrodist.checkpoint.format.coverage import covers_once
 from ferrodist.checkpoint.format.dtypes import dtype_from_name, dtype_name
 from ferrodist.checkpoint.format.manifest import MAX_DIMS, FileEntry, Manifest, ShardEntry, TensorEntry
-from ferrodist.checkpoint.format.tree import Encoder
+from ferrodist.checkpoint.format.tree import Encoder, map_children, split_node
 from ferrodist.checkpoint.load_plan import LoadPlanner
 from ferrodist.checkpoint.reader import CheckpointReader
 from ferrodist.checkpoint.retention import read_manifest
@@ -40,13 +40,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FileShard:
-    """A box of a tensor, row-major in a file.
-
-    Args:
-        box: The elements.
-        file: The file's name.
-        start: The first byte in the file.
-    """
+    """A box of a tensor, row-major in a file."""
 
     box: Box
     file: str
@@ -55,12 +49,7 @@ class FileShard:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LazyShard:
-    """A box of a tensor that is loaded whole when it is needed.
-
-    Args:
-        box: The elements.
-        load: Returns them.
-    """
+    """A box of a tensor that is loaded whole when it is needed."""
 
     box: Box
     load: Callable[[], torch.Tensor]
@@ -68,13 +57,7 @@ class LazyShard:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExternalTensor:
-    """A tensor in files of another format; stands for it in a state.
-
-    Args:
-        shape: The full tensor's shape.
-        dtype: torch's name of its dtype.
-        parts: Shards that cover the tensor, all of one kind.
-    """
+    """A tensor in files of another format; stands for it in a state."""
 
     shape: tuple[int, ...]
     dtype: str
@@ -104,12 +87,7 @@ def _first_line(error: Exception) -> str:
 
 
 def make_rewrite_source(state: Any, storage: Storage) -> RewriteSource:
-    """Return a state that may have `ExternalTensor` leaves as a source for `rewrite`.
-
-    Raises:
-        TypeError, ValueError: A part of it can't be saved.
-        DistCheckpointError: A tensor's shards don't cover it.
-    """
+    """Return a state that may have `ExternalTensor` leaves as a source for `rewrite`."""
     external: dict[int, ExternalTensor] = {}
     encoder = Encoder(0)
     tree = encoder.encode(_with_placeholders(state, external))
@@ -297,17 +275,11 @@ def _mmap_tensor(file: Path, shape: tuple[int, ...], dtype: torch.dtype) -> torc
 
 def _portable_tree(node: Any) -> Any:
     """Replace nodes that other formats don't support."""
-    if isinstance(node, list):
-        return [_portable_tree(each) for each in node]
-    if not isinstance(node, dict):
-        return node
-    ((mark, content),) = node.items()
-    if mark in ("array", "number"):
-        return {"tensor": content} if mark == "array" else content[1]
-    if mark in ("dict", "per_rank"):
-        return {"dict": {key: _portable_tree(each) for key, each in content.items()}}
-    if mark == "pairs":
-        content = [[key, _portable_tree(each)] for key, each in content]
-    elif mark in ("tuple", "set", "frozenset"):
-        content = _portable_tree(content)
-    return {mark: content}
+    mark, content = split_node(node)
+    if mark == "array":
+        return {"tensor": content}
+    if mark == "leaf" and isinstance(node, dict) and "number" in node:
+        return node["number"][1]
+    if mark == "per_rank":
+        node = {"dict": content}
+    return map_children(node, lambda _, each: _portable_tree(each))

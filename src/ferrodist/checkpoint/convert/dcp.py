@@ -81,15 +81,7 @@ class DcpTensor:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DcpItem:
-    """The position of a chunk or a value.
-
-    Args:
-        name: The name of the tensor or value.
-        file: The file's name.
-        offset: The item's first byte in the file.
-        length: The item's size in bytes.
-        transforms: The names of transforms of its bytes.
-    """
+    """The position of a chunk or a value."""
 
     name: str
     file: str
@@ -100,13 +92,7 @@ class DcpItem:
 
 @dataclass(slots=True, kw_only=True)
 class DcpMetadata:
-    """The contents of a folder.
-
-    Args:
-        tensors: Tensors by name; None for a value.
-        paths: The path of each in the state, where it is known.
-        items: Items by name, and for a chunk its offsets.
-    """
+    """The contents of a folder."""
 
     tensors: dict[str, DcpTensor | None] = field(default_factory=dict)
     paths: dict[str, tuple[str | int, ...]] = field(default_factory=dict)
@@ -114,11 +100,7 @@ class DcpMetadata:
 
 
 def decode_metadata(data: bytes) -> DcpMetadata:
-    """Decode ``.metadata``. Nothing is called or changed by it, and memory is proportional to its size.
-
-    Raises:
-        ValueError: The bytes are something else, or name an unexpected class.
-    """
+    """Decode ``.metadata``. Nothing is called or changed by it, and memory is proportional to its size."""
     try:
         value = read_pickle(io.BytesIO(data), len(data), _check_allowed)
         check_expansion(value, len(data))  # chunks that many tensors share are made for each
@@ -206,7 +188,7 @@ def _str_keyed(node: Any) -> dict[str, Any]:
 
 def _path(node: Any) -> tuple[str | int, ...]:
     if not isinstance(node, tuple) or not node or not all(type(step) in (str, int) for step in node):
-        raise ValueError("it has a path that is none")
+        raise ValueError("it has an invalid path")
     return node
 
 
@@ -221,7 +203,7 @@ def _sizes(node: Any) -> tuple[int, ...]:
 
 def _expect(node: Any, kind: Any) -> Any:
     if not isinstance(node, kind) or isinstance(node, (bool, Global)):
-        raise ValueError(f"it has {with_article(type(node).__name__)} in a place of something else")  # noqa: TRY004 - of the file
+        raise ValueError(f"it has {with_article(type(node).__name__)} in place of something else")  # noqa: TRY004 - of the file
     return node
 
 
@@ -251,7 +233,7 @@ class _View(io.RawIOBase):
     def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
         base = {os.SEEK_SET: 0, os.SEEK_CUR: self._at, os.SEEK_END: self._size_bytes}[whence]
         if base + offset < 0:
-            raise OSError("a place before the beginning of a file")
+            raise OSError("a position before the beginning of a file")
         self._at = base + offset
         return self._at
 
@@ -349,7 +331,7 @@ class _DcpReader:
         """Return the position of a value, or of a chunk of a tensor."""
         found = self._metadata.items.get((key, offsets))
         if found is None:
-            raise ValueError("it has no place in a file")
+            raise ValueError("it is in no file")
         name = found.file
         if "/" in name or "\\" in name or name in ("", ".", ".."):
             raise ValueError(f"it is in a file named {name!r}")

@@ -49,14 +49,7 @@ class PickledDict:
 
 @dataclass(slots=True, eq=False)
 class PickledCall:
-    """A call that a pickle requests, and its use of the result.
-
-    Args:
-        function: The class or function.
-        arguments: The arguments of the call.
-        state: The state that BUILD sets; None without BUILD.
-        items: Items that are set as in a dict.
-    """
+    """A call that a pickle requests, and its use of the result."""
 
     function: Global
     arguments: tuple[Any, ...]
@@ -98,11 +91,7 @@ def members_of(value: Any) -> list[Any]:
 
 
 def check_expansion(value: Any, pickle_bytes: int) -> None:
-    """Check that a value is in proportion to the bytes of its pickle when shared members are expanded.
-
-    Raises:
-        ValueError: The value is larger, or contains itself.
-    """
+    """Check that a value is in proportion to the bytes of its pickle when shared members are expanded."""
     check_expanded_size(value, max(_MIN_MEMBERS, _MEMBERS_PER_BYTE * pickle_bytes))
 
 
@@ -111,9 +100,6 @@ def check_expanded_size(value: Any, max_members: int) -> None:
 
     A few bytes of pickle can encode a list of two lists, each of which is the same list of two, and so on. Strings and
     bytes count one more per 8 of them.
-
-    Raises:
-        ValueError: The value has more members, or contains itself.
     """
     sizes: dict[int, int] = {}
     in_progress: set[int] = set()

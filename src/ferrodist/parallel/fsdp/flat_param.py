@@ -300,11 +300,11 @@ class FlatParameters:
                 each.register_post_accumulate_grad_hook(_refuse_backward)  # type: ignore[no-untyped-call]
         self._install(self._summoned)
 
-    def end_summon(self, *, keeps: bool) -> None:
-        """Give the module its shards again, with the values of the full parameters if ``keeps``."""
+    def end_summon(self, *, writeback: bool) -> None:
+        """Give the module its shards again, with the values of the full parameters if ``writeback``."""
         summoned, self._summoned = self._summoned, []
         self._install(self.parameters)
-        if keeps:
+        if writeback:
             for index, value in enumerate(summoned):
                 self.load(index, local_tensor(value))
 

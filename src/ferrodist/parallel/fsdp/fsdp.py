@@ -69,7 +69,7 @@ def install_hooks(unit: Unit, scheduler: UnitScheduler) -> None:
 
 
 def outside_of_compiler(function: Callable[..., R]) -> Callable[..., R]:
-    """Hide a function from torch.compile of a module around it.
+    """Hide a function from torch.compile of a surrounding module.
 
     The compiler is slow to load, and is asked only where something else has loaded it.
     """
@@ -359,15 +359,15 @@ class FSDP(TransparentWrapper, Generic[WrappedModule]):
         """
         self._scheduler.recover()
         self._scheduler.is_summoned = True
-        keeps = False
+        succeeded = False
         try:
             for unit in self._units:
                 unit.begin_summon()
             yield
-            keeps = writeback
+            succeeded = True
         finally:
             self._scheduler.is_summoned = False
-            changed = [unit for unit in self._units if unit.end_summon(keeps=keeps)]
+            changed = [unit for unit in self._units if unit.end_summon(writeback=writeback and succeeded)]
         if changed:
             raise RuntimeError(
                 f"this rank's shards of {changed[0].title} were changed inside summon_full_params(), as by an"

@@ -89,7 +89,7 @@ class UnitScheduler:
 
     def prefetch_forward(self) -> None:
         """Start gathering the first units of the next forward."""
-        self.recover(keeps_prefetched=True)
+        self.recover(keep_prefetched=True)
         with self._abort_on_error():
             for index in (self._forward_order or [0])[: self._forward_prefetch + 1]:
                 self.units[index].start_gather()
@@ -100,7 +100,7 @@ class UnitScheduler:
         """True if a unit is being gathered that no forward waits for yet."""
         return any(unit.state is UnitState.GATHERING for unit in self.units)
 
-    def recover(self, *, keeps_prefetched: bool = False) -> None:
+    def recover(self, *, keep_prefetched: bool = False) -> None:
         """Free units that an earlier forward left, and abort the group if a backward was cut short."""
         is_in_backward = self._run is not None and current_backward_id() != -1
         if self._trace is not None or is_in_backward or self.is_summoned:
@@ -110,7 +110,7 @@ class UnitScheduler:
         if self._run is not None:
             self._abort_incomplete_run(self._run)
         for unit in self.units:
-            if not keeps_prefetched or unit.state is UnitState.GATHERED or unit.index not in self._prefetched:
+            if not keep_prefetched or unit.state is UnitState.GATHERED or unit.index not in self._prefetched:
                 unit.free()
 
     def _abort_incomplete_run(self, run: BackwardRun) -> None:
@@ -143,7 +143,7 @@ class UnitScheduler:
                     f"{unit.title} was called outside of its model's forward, while its parameters are not gathered:"
                     " call the FSDP, or use summon_full_params()"
                 )
-            self.recover(keeps_prefetched=True)
+            self.recover(keep_prefetched=True)
             self._trace = ForwardTrace()
             for other in self._unsharded_units:  # a parent may use parameters of children that it does not call
                 other.finish_gather()

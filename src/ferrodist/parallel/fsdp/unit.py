@@ -176,8 +176,8 @@ class Unit:
         self.state = UnitState.GATHERED
         self.has_full_params = True
 
-    def end_summon(self, *, keeps: bool) -> bool:
-        """Give the module its shards again, with the values of the full parameters if ``keeps``.
+    def end_summon(self, *, writeback: bool) -> bool:
+        """Give the module its shards again, with the values of the full parameters if ``writeback``.
 
         Returns:
             Whether the shards were changed meanwhile; then these changes are kept.
@@ -188,7 +188,7 @@ class Unit:
         self.has_full_params = False
         has_changed = self._versions != self.shard_versions()
         for flat in self.flats:
-            flat.end_summon(keeps=keeps and not has_changed)
+            flat.end_summon(writeback=writeback and not has_changed)
         return has_changed
 
     def count_gradient(self) -> bool:

@@ -93,8 +93,8 @@ class Outputs:
     def add(self, microbatch: int, value: Any) -> list[torch.Tensor]:
         """Add a microbatch's output; returns its tensors that require grad."""
         spec, tensors = flatten(value, "the output of the last stage")
-        wants = [tensor.requires_grad for tensor in tensors]
-        self._outputs[microbatch] = spec, [tensor.detach() for tensor in tensors], wants
+        needs_grad = [tensor.requires_grad for tensor in tensors]
+        self._outputs[microbatch] = spec, [tensor.detach() for tensor in tensors], needs_grad
         return [tensor for tensor in tensors if tensor.requires_grad]
 
     def result(self) -> Any:
@@ -103,8 +103,10 @@ class Outputs:
         if not found:
             return None
         if not self.is_joined:
-            return Microbatches(unflatten(spec, _wanting(tensors, wants)) for spec, tensors, wants in found)
-        spec, first, wants = found[0]
+            return Microbatches(
+                unflatten(spec, _set_requires_grad(tensors, needs_grad)) for spec, tensors, needs_grad in found
+            )
+        spec, first, needs_grad = found[0]
         if any(other != spec for other, _, _ in found) or not all(
             each.dim() for _, others, _ in found for each in others
         ):
@@ -113,7 +115,7 @@ class Outputs:
                 " Microbatches([...]), and get the outputs one by one"
             )
         joined = [torch.cat([others[index] for _, others, _ in found]) for index in range(len(first))]
-        return unflatten(spec, _wanting(joined, wants))
+        return unflatten(spec, _set_requires_grad(joined, needs_grad))
 
     def split(self, gradients: Any) -> dict[int, list[torch.Tensor | None]]:
         """Split gradients of the result into those of each microbatch's tensors that require grad."""
@@ -131,8 +133,8 @@ class Outputs:
                 for part, piece in zip(split, pieces, strict=True):
                     part.append(piece)
         found = {
-            microbatch: [gradient for gradient, wanted in zip(others, wants, strict=True) if wanted]
-            for microbatch, (others, (_, _, wants)) in enumerate(zip(split, given, strict=True))
+            microbatch: [gradient for gradient, wanted in zip(others, needs_grad, strict=True) if wanted]
+            for microbatch, (others, (_, _, needs_grad)) in enumerate(zip(split, given, strict=True))
         }
         wanted = [gradient for others in found.values() for gradient in others]
         if wanted and all(gradient is None for gradient in wanted):
@@ -143,8 +145,8 @@ class Outputs:
         return [self._outputs[microbatch] for microbatch in sorted(self._outputs)]
 
 
-def _wanting(tensors: Sequence[torch.Tensor], wants: Sequence[bool]) -> list[torch.Tensor]:
-    return [tensor.requires_grad_(wanted) for tensor, wanted in zip(tensors, wants, strict=True)]
+def _set_requires_grad(tensors: Sequence[torch.Tensor], needs_grad: Sequence[bool]) -> list[torch.Tensor]:
+    return [tensor.requires_grad_(wanted) for tensor, wanted in zip(tensors, needs_grad, strict=True)]
 
 
 def _flatten_like(gradients: Any, spec: TreeSpec) -> list[torch.Tensor | None]:

@@ -257,8 +257,10 @@ class Executor:
         for edge in self._outgoing[index]:
             value = output.value if edge.name == MAIN else output.skips[edge.name]
             packed = PackedValue.of(value, f"the output of stage {index}")
-            wanting = [tensor for tensor, wants in zip(packed.tensors, packed.wants_gradient, strict=True) if wants]
-            stage.retain_outputs(microbatch, edge.name, wanting)
+            requiring_grad = [
+                tensor for tensor, needs_grad in zip(packed.tensors, packed.wants_gradient, strict=True) if needs_grad
+            ]
+            stage.retain_outputs(microbatch, edge.name, requiring_grad)
             if self._is_written_locally(edge) or stage.has_buffers(packed.tensors):
                 packed = packed.copy()
             self._store(_TransferKey(edge, microbatch, is_gradient=False), packed)

@@ -367,7 +367,7 @@ def _run_inside(graph: BackwardGraph, roots: Sequence[_Root], inputs: Sequence[t
         out_edges = {
             branch: found for branch in graph.branches if (found := _find_out_edges(graph, branch, not_deferred))
         }
-        _run_engine(roots, inputs=(*inputs, *graph.leaves_of(not_deferred)), keeps_graph=bool(out_edges))
+        _run_engine(roots, inputs=(*inputs, *graph.leaves_of(not_deferred)), retain_graph=bool(out_edges))
     finally:  # otherwise branch nodes would hold themselves through their hooks, unseen by Python's garbage collector
         for handle in handles:
             handle.remove()
@@ -460,7 +460,7 @@ def _take_complete(roots: list[_Root], remaining: Counter[int]) -> list[_Root]:
     return complete
 
 
-def _run_engine(roots: Sequence[_Root], *, inputs: Sequence[torch.Tensor] = (), keeps_graph: bool = False) -> None:
+def _run_engine(roots: Sequence[_Root], *, inputs: Sequence[torch.Tensor] = (), retain_graph: bool = False) -> None:
     """Call autograd's engine, which adds to ``.grad`` of ``inputs``, or of all leaves."""
     if not roots:
         return
@@ -468,7 +468,7 @@ def _run_engine(roots: Sequence[_Root], *, inputs: Sequence[torch.Tensor] = (), 
     run_backward(
         tuple(root.edge for root in roots),
         tuple(root.gradient for root in roots),
-        keeps_graph,
+        retain_graph,
         False,
         tuple(inputs),
         allow_unreachable=True,

@@ -128,9 +128,11 @@ class Stage:
         values: dict[str, Any] = {MAIN: value}
         for name, packed in received.items():
             leaves = [tensor.detach() for tensor in packed.tensors]
-            wanting = [leaf for leaf, wants in zip(leaves, packed.wants_gradient, strict=True) if wants]
+            requiring_grad = [
+                leaf for leaf, needs_grad in zip(leaves, packed.wants_gradient, strict=True) if needs_grad
+            ]
             if torch.is_grad_enabled():
-                inputs[name] = [leaf.requires_grad_() for leaf in wanting]
+                inputs[name] = [leaf.requires_grad_() for leaf in requiring_grad]
                 leaves = [_WritableLeaf.apply(leaf) if leaf.requires_grad else leaf for leaf in leaves]  # type: ignore[no-untyped-call]
             values[name] = unflatten(packed.spec, leaves)
         main = values.pop(MAIN)

@@ -214,7 +214,7 @@ def test_version(capsys):
     ],
 )
 def test_output_that_cannot_be_written(kind, message, unbuffered, command):
-    """A reader that left is no news, another failure is one line; neither is a traceback nor a success."""
+    """A closed pipe is silent, another failure is one line; neither is a traceback nor a success."""
     options = {}
     read_end, write_end = os.pipe()
     os.close(read_end)
@@ -241,8 +241,8 @@ def test_output_that_cannot_be_written(kind, message, unbuffered, command):
 
 
 @pytest.mark.parametrize(("arguments", "code"), [(["nonsense"], 2), (["run", "no/such.py"], 2), (["secret"], 1)])
-def test_nothing_can_be_said(arguments, code):
-    """Where neither stream can be written, the exit code is what it is otherwise."""
+def test_both_streams_closed(arguments, code):
+    """If neither stream can be written, the exit code is the same."""
     read_end, write_end = os.pipe()
     os.close(read_end)
     done = subprocess.run(
