@@ -409,7 +409,7 @@ class Backend(ABC):
             ended: Called with the reason why no more messages come.
             tag: As in `recv`.
         """
-        return PostedPersistentRecv(self, (src, tag), size_bytes, heard, ended)
+        return PostedPersistentRecv(lambda buffer: self.irecv(buffer, src, tag=tag), size_bytes, heard, ended)
 
     def signal(self) -> WaitEvent:
         """Make an event for one thread to wait for. If waiting threads move the backend's messages, that wait does."""

@@ -152,12 +152,7 @@ class Mailbox:
         self._matched: set[Receive] = set()  # with a message that is arriving
         self._num_receives = 0
         self._num_arrivals = 0
-        self._unexpected_bytes = 0
-
-    @property
-    def unexpected_bytes(self) -> int:
-        """Bytes of unexpected messages, each with a fixed cost on top."""
-        return self._unexpected_bytes
+        self._unexpected_bytes = 0  # with a fixed cost for each message
 
     @property
     def is_awaited(self) -> bool:

@@ -51,7 +51,7 @@ _TAG_BITS = 128
 MAX_AHEAD = 1 << 16
 """How many ends of groups that this rank has not made (yet) it records for one other rank."""
 
-_SILENT_KEPT = 1000
+_MAX_SILENT_IDS = 1000
 """How many ids it keeps of closed sub-groups that all members have left."""
 
 
@@ -85,7 +85,7 @@ class GroupObserver:
     def on_failed(self, group_id: int, error: DistributedError) -> None:
         """A group has failed, and its transfers have been ended."""
 
-    def on_peer_left(self, rank: int, departure: PeerExit) -> None:
+    def on_peer_left(self, rank: int, peer_exit: PeerExit) -> None:
         """A rank has left a group."""
 
     def on_subgroup_closed(self, group_id: int) -> None:
@@ -220,7 +220,7 @@ class MailboxBackend(NonBlockingBackend):
     def add_observer(self, observer: GroupObserver) -> None:
         """Notify an observer from now on, and have it end its transfers with ranks that are gone."""
         self._observers.append(observer)
-        observer.end_transfers(self.departure_error)
+        observer.end_transfers(self.peer_error)
 
     # Sending and receiving.
 
@@ -265,15 +265,15 @@ class MailboxBackend(NonBlockingBackend):
     def refusal(self, tag: int, peer: int) -> DistributedError | None:
         """The reason why no message can go to or come from ``peer`` any more, or None."""
         group_id = group_of_tag(tag)
-        return self.failure_of(group_id) or self.departure_error(group_id, peer)
+        return self.failure_of(group_id) or self.peer_error(group_id, peer)
 
-    def departure_error(self, group_id: int, peer: int) -> DistributedError | None:
+    def peer_error(self, group_id: int, peer: int) -> DistributedError | None:
         """The reason why ``peer``, or for `ANY_SOURCE` every peer, is gone from a group, or None."""
         if peer != ANY_SOURCE:
-            departure = self._left.get((_WORLD, peer)) or self._left.get((group_id, peer)) or self._died.get(peer)
-            return None if departure is None else self.exit_error(group_id, peer, departure)
+            peer_exit = self._left.get((_WORLD, peer)) or self._left.get((group_id, peer)) or self._died.get(peer)
+            return None if peer_exit is None else self.exit_error(group_id, peer, peer_exit)
         others = [rank for rank in self._members.get(group_id, ()) if rank != self.rank]
-        gone = [self.departure_error(group_id, rank) for rank in others]
+        gone = [self.peer_error(group_id, rank) for rank in others]
         return gone[0] if gone and all(gone) else None
 
     def describe_rank(self, group_id: int, rank: int) -> tuple[int, str]:
@@ -304,16 +304,16 @@ class MailboxBackend(NonBlockingBackend):
         """Whether this rank has closed the group, or is a forked child."""
         return self._ended is not None
 
-    def exit_error(self, group_id: int, rank: int, departure: PeerExit) -> DistributedError:
+    def exit_error(self, group_id: int, rank: int, peer_exit: PeerExit) -> DistributedError:
         """The error of a rank's exit, in the terms of one of its groups."""
         index, name = self.describe_rank(group_id, rank)
-        if departure.relay is None:
-            return departure.kind(f"{name} {departure.what}", ranks=(index,))
-        index, relay = self.describe_rank(group_id, departure.relay)
+        if peer_exit.relay is None:
+            return peer_exit.kind(f"{name} {peer_exit.what}", ranks=(index,))
+        index, relay = self.describe_rank(group_id, peer_exit.relay)
         error = NoConnectionError(
             f"{relay}, which passes on the messages of other ranks, is gone: {name} can't be reached", ranks=(index,)
         )
-        error.relay = departure.relay
+        error.relay = peer_exit.relay
         return error
 
     def _accept(self, message: Message) -> bool:
@@ -429,7 +429,7 @@ class MailboxBackend(NonBlockingBackend):
         self._forget_messages(lambda message: group_of_tag(message.tag) == group_id)
         self._say_goodbye(group_id, members, failure)
         with self._state_lock:
-            forgotten = [self._silent.popleft() for _ in range(len(self._silent) - _SILENT_KEPT)]
+            forgotten = [self._silent.popleft() for _ in range(len(self._silent) - _MAX_SILENT_IDS)]
             for silent in forgotten:
                 del self._closed[silent]
         if self._ended is None:
@@ -533,36 +533,34 @@ class MailboxBackend(NonBlockingBackend):
                 ahead.add(group_id)
             return group_id in ahead
 
-    def peer_left(self, group_id: int, rank: int, departure: PeerExit = CLOSED) -> None:
+    def peer_left(self, group_id: int, rank: int, peer_exit: PeerExit = CLOSED) -> None:
         """Record that a rank has left a group, and end the transfers with it."""
         with self._state_lock:
             if group_id in self._closed:
                 self._note_silence((group_id,), rank)
                 return
-            self._left.setdefault((group_id, rank), departure)
+            self._left.setdefault((group_id, rank), peer_exit)
             if group_id == _WORLD:
                 self._note_silence(self._closed, rank)
         self._end_transfers(
             lambda group, peer: (
-                self.departure_error(group, peer)
-                if group_id in (_WORLD, group) and peer in (rank, ANY_SOURCE)
-                else None
+                self.peer_error(group, peer) if group_id in (_WORLD, group) and peer in (rank, ANY_SOURCE) else None
             )
         )
         for observer in self._observers:
-            observer.on_peer_left(rank, departure)
+            observer.on_peer_left(rank, peer_exit)
 
-    def peer_died(self, rank: int, departure: PeerExit) -> None:
+    def peer_died(self, rank: int, peer_exit: PeerExit) -> None:
         """Record that a rank has died, which ends every group that it was in."""
         with self._state_lock:
             if rank in self._died:
                 return
-            self._died[rank] = departure
+            self._died[rank] = peer_exit
             self._note_silence(self._closed, rank)
             groups = [group_id for group_id, members in self._members.items() if rank in members]
         for group_id in groups:
-            self.fail_group(group_id, self.exit_error(group_id, rank, departure))
-        self._end_transfers(lambda group, peer: self.departure_error(group, peer) if peer == rank else None)
+            self.fail_group(group_id, self.exit_error(group_id, rank, peer_exit))
+        self._end_transfers(lambda group, peer: self.peer_error(group, peer) if peer == rank else None)
 
     def _end_transfers(self, why: EndReason) -> None:
         """End the transfers for which ``why(group, peer)`` is an error. New ones are refused by the caller's record."""

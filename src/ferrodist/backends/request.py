@@ -15,17 +15,16 @@ from ferrodist.errors import DistributedError, DistributedTimeoutError
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
 
-    from typing_extensions import Buffer
 
 _ANSWER_SECONDS = 0.2
 """How long past its deadline a wait may ask other ranks why it timed out."""
 
-_SHORTEST_WAIT_SECONDS = 0.02
+_MIN_WAIT_SECONDS = 0.02
 
 
 def answer_seconds(timeout: float) -> float:
     """How long to look for stragglers after a wait of ``timeout`` seconds; 0 after a mere poll."""
-    return _ANSWER_SECONDS if timeout >= _SHORTEST_WAIT_SECONDS else 0.0
+    return _ANSWER_SECONDS if timeout >= _MIN_WAIT_SECONDS else 0.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -317,13 +316,6 @@ class WaitEvent(Protocol):
         """Wait at most ``timeout`` seconds until the event is set, and clear it; whether it was set."""
 
 
-class Receiving(Protocol):
-    """The part of a backend that a `PostedPersistentRecv` uses."""
-
-    def irecv(self, buffer: Buffer, src: int, *, tag: int = 0) -> Request:
-        """Start to receive a message."""
-
-
 class LockWaitEvent:
     """A `WaitEvent` for backends whose own threads move the messages."""
 
@@ -349,18 +341,23 @@ class LockWaitEvent:
 
 
 class PostedPersistentRecv:
-    """A `PersistentRecv` of any backend: one receive at a time; see `Backend.listen`."""
+    """A `PersistentRecv` of any backend: one receive at a time; see `Backend.listen`.
+
+    Args:
+        post: ``post(buffer)`` starts a receive.
+        size_bytes: The size of every message.
+        heard: Called with messages.
+        ended: Called with the reason why no more messages come.
+    """
 
     def __init__(
         self,
-        group: Receiving,
-        source_and_tag: tuple[int, int],
+        post: Callable[[bytearray], Request],
         size_bytes: int,
         heard: Callable[[list[bytes]], None],
         ended: Callable[[DistributedError], None],
     ) -> None:
-        self._group = group
-        self._src, self._tag = source_and_tag
+        self._post_receive = post
         self._on_messages = heard
         self._on_end = ended
         self._buffer = bytearray(size_bytes)
@@ -368,16 +365,13 @@ class PostedPersistentRecv:
         self._is_due = self._is_closed = False
         self._active_thread: int | None = None  # the thread that takes messages
         self._messages: list[bytes] = []  # taken and not delivered
-        self._request = self._post()
+        self._request = self._post_receive(self._buffer)
         self._request.add_done_callback(self._on_receive_done)
 
     def close(self) -> None:
         """Stop receiving."""
         self._is_closed = True
         self._request.cancel()
-
-    def _post(self) -> Request:
-        return self._group.irecv(self._buffer, self._src, tag=self._tag)
 
     def _on_receive_done(self) -> None:
         """Take the messages that are there. Runs in the thread that ended a receive, in one at a time."""
@@ -428,7 +422,7 @@ class PostedPersistentRecv:
             while self._request.done() and len(messages) < _MAX_BATCH:
                 self._request.wait(math.inf)
                 messages.append(bytes(self._buffer))
-                self._request = self._post()
+                self._request = self._post_receive(self._buffer)
         except DistributedError as error:
             return error
         return None

@@ -217,7 +217,7 @@ def test_bodies_of_refused_tensors_are_not_kept() -> None:
                 with pytest.raises(fd.SizeMismatchError):
                     fd.recv((3,), torch.float32, 0)
         fd.barrier()
-        return group._mailbox.unexpected_bytes
+        return group._mailbox._unexpected_bytes
 
     assert run_ranks(on_rank, 2) == [0, 0]
 

@@ -244,7 +244,7 @@ class MpiBackend(MailboxBackend):
         if not isinstance(error, PeerLostError) or not all(rank < len(members) for rank in error.ranks):
             return False
         named = {members[rank] for rank in error.ranks} - {self.rank}
-        return any(self.departure_error(group_id, rank) is None for rank in named)
+        return any(self.peer_error(group_id, rank) is None for rank in named)
 
     def _act_on_deferred_aborts(self) -> None:
         for deferred in self._deferred_aborts.copy():
@@ -306,9 +306,9 @@ class MpiBackend(MailboxBackend):
         if self.failure is not None:
             return True
         for rank in self._gone.copy():
-            departure = self.departure_error(_WORLD, rank)
-            if departure is not None and not self._liveness.has_entered(rank, self.verifier.num_entered - 1):
-                self.abort(departure)
+            peer_exit = self.peer_error(_WORLD, rank)
+            if peer_exit is not None and not self._liveness.has_entered(rank, self.verifier.num_entered - 1):
+                self.abort(peer_exit)
                 return True
         return False
 

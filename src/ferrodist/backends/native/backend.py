@@ -267,13 +267,13 @@ class _NativeEngines(GroupObserver):
             engine.abort(error)
 
     @override
-    def on_peer_left(self, rank: int, departure: PeerExit) -> None:
-        if departure.relay is None or rank == self._control.rank:
+    def on_peer_left(self, rank: int, peer_exit: PeerExit) -> None:
+        if peer_exit.relay is None or rank == self._control.rank:
             return
         # The ranks of an engine that is being opened wait in shared memory for ranks that may have given up.
         for group_id, engine in snapshot_weak(self.by_group.items):
             if engine.is_opening and rank in self._control.members_of(group_id):
-                self._control.fail_group(group_id, self._control.exit_error(group_id, rank, departure))
+                self._control.fail_group(group_id, self._control.exit_error(group_id, rank, peer_exit))
 
     @override
     def on_closed(self) -> None:

@@ -266,7 +266,7 @@ class NativeP2P(GroupObserver):
             return DistributedTimeoutError("the transfer was cancelled")
         if outcome != _Outcome.ENDED:
             return None
-        known = self._reasons.get(reason_id) or control.failure_of(group_id) or control.departure_error(group_id, peer)
+        known = self._reasons.get(reason_id) or control.failure_of(group_id) or control.peer_error(group_id, peer)
         return known or GroupClosedError(f"group {control.name!r} has ended")
 
     def _id_of(self, reason: DistributedError) -> int:

@@ -51,7 +51,7 @@ _ANSWER_GRACE_SECONDS = 0.5
 _FAREWELL_SECONDS = 0.2
 """How long a rank that was not let in waits until its notices are sent."""
 
-_FLUSH_POLL_SECONDS = 0.01
+_FLUSH_POLL_INTERVAL_SECONDS = 0.01
 
 
 class TcpBackend(MailboxBackend):
@@ -553,7 +553,7 @@ class TcpBackend(MailboxBackend):
                 for link in list(self._links.values()):
                     if not link.waiting and (self.rank != _HUB or link.has_left):
                         link.finish_writing()
-                self._changed.wait(min(_FLUSH_POLL_SECONDS, deadline.remaining()))
+                self._changed.wait(min(_FLUSH_POLL_INTERVAL_SECONDS, deadline.remaining()))
 
 
 class _Bytes:
