@@ -75,11 +75,7 @@ class PeerDirectory:
             self._notify(rank)
         return record
 
-    def watch(
-        self,
-        on_found: Callable[[int, PeerRecord], None],
-        on_end: Callable[[str], None],
-    ) -> None:
+    def watch(self, on_found: Callable[[int, PeerRecord], None], on_end: Callable[[str], None]) -> None:
         """Have a thread report the lower ranks' newest processes, now and whenever they change.
 
         Args:

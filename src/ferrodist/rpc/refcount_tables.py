@@ -18,19 +18,17 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
 from ferrodist.errors import PeerLostError, RpcError
-from ferrodist.rpc.future import OneShot
+from ferrodist.rpc.future import Future, OneShot
 from ferrodist.rpc.messages import Failure, FailureKind
-from ferrodist.rpc.rref import RRef
+from ferrodist.rpc.rref import ReferenceId, RRef, RRefOperations
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping
 
     from ferrodist.rpc.executor import SerialExecutor
-    from ferrodist.rpc.future import Future
-    from ferrodist.rpc.rref import ReferenceId, RRefOperations
 
-    ForkKey = tuple[int, int]
-    """A message with references of third ranks: its sender, and its fork id."""
+ForkKey = tuple[int, int]
+"""A message with references of third ranks: its sender, and its fork id."""
 
 FREED = "the object was freed: its owner knows of no reference to it"
 
@@ -96,12 +94,7 @@ class PendingFork:
     """References in one message from a third rank, as their owner knows them until they have arrived."""
 
     def __init__(
-        self,
-        key: ForkKey,
-        user: int,
-        incarnation: int,
-        counts: dict[ReferenceId, int],
-        respond: Callable[[Any], None],
+        self, key: ForkKey, user: int, incarnation: int, counts: dict[ReferenceId, int], respond: Callable[[Any], None]
     ) -> None:
         self.key = key
         self.sender, self.fork_id = key

@@ -5,13 +5,11 @@ from __future__ import annotations
 import threading
 from typing import TYPE_CHECKING
 
-from ferrodist.errors import GroupClosedError, InvalidRankError
-from ferrodist.rpc.messages import HELLO
+from ferrodist.errors import GroupClosedError, InvalidRankError, PeerLostError
+from ferrodist.rpc.messages import HELLO, Call
 
 if TYPE_CHECKING:
     from ferrodist.deadline import Deadline
-    from ferrodist.errors import PeerLostError
-    from ferrodist.rpc.messages import Call
     from ferrodist.rpc.peer import IncomingCall
     from ferrodist.rpc.peer_manager import PeerManager
     from ferrodist.rpc.server import RpcServer

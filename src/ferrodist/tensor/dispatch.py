@@ -408,18 +408,11 @@ def _prepare_foreach(
         one = {name: [value[index]] if name in lists and value else value for name, value in arguments.items()}
         elements.append(_select(OpCall(func, one, mesh), rule))
     # The specs of all elements' inputs, in the order in which they are found among the arguments.
-    spec_indices = iter(range(count * len(arguments)))
-    order = {}
+    specs: list[DTensorSpec] = []
+    element_specs = [iter(element.specs) for element in elements]
     for name, value in arguments.items():
-        for index in range(len(value) if name in lists else 1):
-            if isinstance(value[index] if name in lists else value, DTensorSpec):
-                order[name, index] = next(spec_indices)
-    specs: list[DTensorSpec] = [None] * len(order)  # type: ignore[list-item] # filled below
-    for index, element in enumerate(elements):
-        element_specs = iter(element.specs)
-        for name in arguments:
-            key = (name, index if name in lists else 0)
-            if key in order:
-                specs[order[key]] = next(element_specs)
+        values = value if name in lists else [value] * count
+        found = [next(element_specs[at]) for at, one in enumerate(values) if isinstance(one, DTensorSpec)]
+        specs += found if name in lists else found[-1:]
     outputs = [spec for element in elements for spec in element.outputs]
     return CachedDispatch(plain_call(func), specs, outputs, {}, elements[0].written)

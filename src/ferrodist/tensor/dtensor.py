@@ -38,13 +38,7 @@ if TYPE_CHECKING:
 
 
 # A member of an enum takes longer to look up than a global name.
-_ANY, _IN_PLACE, _LISTS, _RESULT, _VIEW = (
-    DispatchKind.ANY,
-    DispatchKind.IN_PLACE,
-    DispatchKind.LISTS,
-    DispatchKind.RESULT,
-    DispatchKind.VIEW,
-)
+_RESULT, _IN_PLACE, _, _VIEW, _LISTS, _ANY = DispatchKind
 _SHARED = ViewKind.SHARED
 
 

@@ -175,8 +175,7 @@ def zeros(
     requires_grad: bool = False,
 ) -> DTensor:
     """A tensor of zeros; else like `full`."""
-    kind = torch.get_default_dtype() if dtype is None else dtype
-    return full(shape, 0, mesh=mesh, placements=placements, dtype=kind, requires_grad=requires_grad)
+    return full(shape, 0.0, mesh=mesh, placements=placements, dtype=dtype, requires_grad=requires_grad)
 
 
 def ones(
@@ -188,8 +187,7 @@ def ones(
     requires_grad: bool = False,
 ) -> DTensor:
     """A tensor of ones; else like `full`."""
-    kind = torch.get_default_dtype() if dtype is None else dtype
-    return full(shape, 1, mesh=mesh, placements=placements, dtype=kind, requires_grad=requires_grad)
+    return full(shape, 1.0, mesh=mesh, placements=placements, dtype=dtype, requires_grad=requires_grad)
 
 
 def rand(

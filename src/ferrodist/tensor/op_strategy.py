@@ -202,21 +202,17 @@ def select_strategy(call: OpCall, rule: OpRule, written: Sequence[int]) -> bool:
 def _is_valid(call: OpCall, strategy: OpStrategy, axis: int, *, writes: bool) -> bool:
     """Return whether tensors can have the placements of a strategy together with those of the axes before."""
     has_blocks = any(isinstance(placement, Shard) and placement.blocks > 1 for placement in strategy.outputs)
-    shapes = [spec.shape for spec in call.inputs]
-    result_shapes = [tuple(result.shape) for result in call.results] if has_blocks and not writes else None
-    earlier = call.selected
+    input_shapes = [spec.shape for spec in call.inputs]
+    output_shapes: list[Any] = [None] * len(strategy.outputs)
+    if has_blocks and not writes:
+        output_shapes = [tuple(result.shape) for result in call.results]
     return all(
-        _fits([one.inputs[index] for one in earlier], placement, shapes[index], call, axis)
-        for index, placement in enumerate(strategy.inputs)
-    ) and all(
-        _fits(
-            [one.outputs[index] for one in earlier],
-            placement,
-            None if result_shapes is None else result_shapes[index],
-            call,
-            axis,
+        _fits([before[index] for before in earlier], placement, shape, call, axis)
+        for placements, earlier, shapes in (
+            (strategy.inputs, [one.inputs for one in call.selected], input_shapes),
+            (strategy.outputs, [one.outputs for one in call.selected], output_shapes),
         )
-        for index, placement in enumerate(strategy.outputs)
+        for index, (placement, shape) in enumerate(zip(placements, shapes, strict=False))
     )
 
 

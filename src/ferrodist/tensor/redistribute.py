@@ -20,7 +20,7 @@ from ferrodist.tensor.redistribute_plan import RedistributeKind, innermost_block
 from ferrodist.tensor.spec import DTensorSpec, shard_of, split_blocks
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Iterator, Sequence
 
     from ferrodist.mesh import DeviceMesh
     from ferrodist.tensor.placement import Placement
@@ -158,21 +158,29 @@ def extremum_identity(op: ReduceOp, dtype: torch.dtype) -> float:
     return low if op is ReduceOp.MAX else high
 
 
-def _all_gather(local: torch.Tensor, step: RedistributeStep) -> torch.Tensor:
-    group = step.group
+def _split_of(step: RedistributeStep, sharded: DTensorSpec, shape: Sequence[int]) -> tuple[int, int, list[int]]:
+    """The dim that a step's axes shard in one of its specs, the blocks, and the sizes of the shards of a block.
+
+    Args:
+        step: The step.
+        sharded: The spec before or after it that is sharded along its axes.
+        shape: The local shape without that sharding.
+    """
     if len(step.axes) > 1:
-        first = step.before.placements[step.axes[0]]
-        assert isinstance(first, Shard), "such a step is of sharded axes"
-        sizes = step.before.sizes_along(step.axes, first.dim)
-        return all_gather_with_sizes(local, sizes, dim=first.dim, group=group)
-    (axis,) = step.axes
-    placement = _innermost(step.before, axis)
+        placement = sharded.placements[step.axes[0]]
+        assert isinstance(placement, Shard), "such a step is of sharded axes"
+        return placement.dim, 1, sharded.sizes_along(step.axes, placement.dim)
+    placement = _innermost(sharded, step.axes[0])
     dim, blocks = placement.dim, placement.blocks
-    sizes = compute_shard_sizes(step.after.local_shape[dim] // blocks, group.world_size)
+    return dim, blocks, compute_shard_sizes(shape[dim] // blocks, step.group.world_size)
+
+
+def _all_gather(local: torch.Tensor, step: RedistributeStep) -> torch.Tensor:
+    dim, blocks, sizes = _split_of(step, step.before, step.after.local_shape)
     if blocks == 1:
-        return all_gather_with_sizes(local, sizes, dim=dim, group=group)
+        return all_gather_with_sizes(local, sizes, dim=dim, group=step.group)
     split = split_blocks(local, dim, blocks)
-    return all_gather_with_sizes(split, sizes, dim=dim + 1, group=group).flatten(dim, dim + 1)
+    return all_gather_with_sizes(split, sizes, dim=dim + 1, group=step.group).flatten(dim, dim + 1)
 
 
 def _allreduce(local: torch.Tensor, step: RedistributeStep) -> torch.Tensor:
@@ -186,20 +194,11 @@ def _op(step: RedistributeStep) -> ReduceOp:
 
 
 def _reduce_scatter(local: torch.Tensor, step: RedistributeStep) -> torch.Tensor:
-    group, op = step.group, _op(step)
-    if len(step.axes) > 1:
-        first = step.after.placements[step.axes[0]]
-        assert isinstance(first, Shard), "it is what the step makes"
-        sizes = step.after.sizes_along(step.axes, first.dim)
-        return reduce_scatter_with_sizes(local, sizes, op, dim=first.dim, group=group)
-    placement = _innermost(step.after, step.axes[0])
-    dim, blocks = placement.dim, placement.blocks
-    block = local.shape[dim] // blocks
-    sizes = compute_shard_sizes(block, group.world_size)
+    dim, blocks, sizes = _split_of(step, step.after, local.shape)
     if blocks == 1:
-        return reduce_scatter_with_sizes(local, sizes, op, dim=dim, group=group)
+        return reduce_scatter_with_sizes(local, sizes, _op(step), dim=dim, group=step.group)
     split = split_blocks(local, dim, blocks)
-    return reduce_scatter_with_sizes(split, sizes, op, dim=dim + 1, group=group).flatten(dim, dim + 1)
+    return reduce_scatter_with_sizes(split, sizes, _op(step), dim=dim + 1, group=step.group).flatten(dim, dim + 1)
 
 
 def _all_to_all(local: torch.Tensor, step: RedistributeStep) -> torch.Tensor:

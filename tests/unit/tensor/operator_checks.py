@@ -27,9 +27,9 @@ def placements_of(ndim, num_axes, *, partial=True):
 def spread(tensor, mesh, placements):
     """The tensor over the mesh; its partial shards differ from those that redistribute would make."""
     placements = [placements] if not isinstance(placements, list | tuple) else list(placements)
-    whole = fd.distribute(tensor.detach().clone(), mesh, [Replicate()] * mesh.ndim, src=None)
+    full = fd.distribute(tensor.detach().clone(), mesh, [Replicate()] * mesh.ndim, src=None)
     first = [Replicate() if isinstance(one, Partial) else one for one in placements]
-    result = whole.redistribute(first)
+    result = full.redistribute(first)
     for axis, placement in enumerate(placements):
         if isinstance(placement, Partial):
             first[axis] = placement
@@ -57,9 +57,9 @@ def assert_same(got, expected, what, **tolerance):
     assert tuple(got.to_local().shape) == got._spec.local_shape, f"{what}: {got._spec}"
     assert got.shape == expected.shape, what
     assert got.dtype == got.to_local().dtype == expected.dtype, what
-    whole = got.detach().full_tensor()
+    full = got.detach().full_tensor()
     torch.testing.assert_close(
-        whole, expected.detach(), msg=lambda text: f"{what} -> {got._spec}: {text}", equal_nan=True, **tolerance
+        full, expected.detach(), msg=lambda text: f"{what} -> {got._spec}: {text}", equal_nan=True, **tolerance
     )
 
 
@@ -80,10 +80,10 @@ def check_operator(mesh, function, inputs, placements, *, backward=True, **toler
     what = f"{getattr(function, '__name__', function)} of {[list(map(str, one)) for one in placements]} on {mesh.shape}"
     wants = [backward and tensor.dtype.is_floating_point for tensor in inputs]
     plain = [one.detach().clone().requires_grad_(want) for one, want in zip(inputs, wants, strict=True)]
-    divided = [
+    sharded = [
         spread(one, mesh, where).requires_grad_(want) for one, where, want in zip(plain, placements, wants, strict=True)
     ]
-    expected, got = function(*plain), function(*divided)
+    expected, got = function(*plain), function(*sharded)
     assert_same(got, expected, what, **tolerance)
     if not backward:
         return got
@@ -97,7 +97,7 @@ def check_operator(mesh, function, inputs, placements, *, backward=True, **toler
     wanted = [one for one in plain if one.requires_grad]
     plain_grads = torch.autograd.grad([other for _, other in outputs], wanted, grads, allow_unused=True)
     spread_grads = [fd.distribute(grad, mesh, [Replicate()] * mesh.ndim, src=None) for grad in grads]
-    targets = [one for one in divided if one.requires_grad]
+    targets = [one for one in sharded if one.requires_grad]
     found = torch.autograd.grad([one for one, _ in outputs], targets, spread_grads, allow_unused=True)
     for place, (one, other) in enumerate(zip(found, plain_grads, strict=True)):
         assert (one is None) == (other is None), what
@@ -113,11 +113,11 @@ def _listed(value):
 def check_everywhere(function, inputs, *, meshes=((2,), (3,)), partial=True, backward=True, **tolerance):
     """Run `check_operator` for every combination of the inputs' placements on each mesh."""
     for shape in meshes:
-        ways = [placements_of(one.dim(), len(shape), partial=partial and one.is_floating_point()) for one in inputs]
+        choices = [placements_of(one.dim(), len(shape), partial=partial and one.is_floating_point()) for one in inputs]
 
-        def check(group, shape=shape, ways=ways):
+        def check(group, shape=shape, choices=choices):
             mesh = DeviceMesh(group, shape)
-            for placements in itertools.product(*ways):
+            for placements in itertools.product(*choices):
                 check_operator(mesh, function, inputs, placements, backward=backward, **tolerance)
 
         run_ranks(check, NUM_RANKS[shape])

@@ -51,9 +51,9 @@ def test_sharded_heads_are_not_redistributed():
         found = []
         for placement, of_keys in ((Shard(0), 4), (Shard(1), 4), (Shard(1), 2)):
             inputs = [make(2, 4, 3, 8), make(2, of_keys, 3, 8, seed=1), make(2, of_keys, 3, 8, seed=2)]
-            divided = [spread(one, mesh, [placement]).requires_grad_() for one in inputs]
-            result = F.scaled_dot_product_attention(*divided, is_causal=True, enable_gqa=True)
-            grads = torch.autograd.grad(result, divided, result.detach())
+            sharded = [spread(one, mesh, [placement]).requires_grad_() for one in inputs]
+            result = F.scaled_dot_product_attention(*sharded, is_causal=True, enable_gqa=True)
+            grads = torch.autograd.grad(result, sharded, result.detach())
             found.append({(placement,)} == {one.placements for one in (result, *grads)})
         return found
 

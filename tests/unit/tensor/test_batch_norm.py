@@ -70,10 +70,10 @@ def test_running_statistics_of_a_module():
             nn.Conv1d(3, 6, 1), nn.BatchNorm1d(6), nn.ReLU(), nn.Conv1d(6, 2, 1), nn.BatchNorm1d(2)
         ).double()
         mine.load_state_dict(state)
-        whole = {name: Shard(0) for name in ("weight", "bias")}
+        full = {name: Shard(0) for name in ("weight", "bias")}
         plan = {
-            "0": fd.Style(parameters=whole),
-            "1": fd.Style(parameters=whole),
+            "0": fd.Style(parameters=full),
+            "1": fd.Style(parameters=full),
             "3": fd.Style(parameters={"weight": Shard(1)}),
         }
         fd.parallelize(mine, mesh, plan)

@@ -50,8 +50,8 @@ def test_distribute_sends_the_values_of_one_rank(src):
 
     def program(group):
         mesh = DeviceMesh(group, (2, 2))
-        whole = torch.arange(35.0).view(5, 7)
-        own = whole.clone() if group.rank == src else torch.full((5, 7), -1.0)
+        full = torch.arange(35.0).view(5, 7)
+        own = full.clone() if group.rank == src else torch.full((5, 7), -1.0)
         for placements in (
             [Shard(0), Shard(1)],
             [Shard(1), Shard(1)],
@@ -60,9 +60,9 @@ def test_distribute_sends_the_values_of_one_rank(src):
         ):
             tensor = fd.distribute(own, mesh, placements, src=src)
             assert tensor.placements == tuple(placements)
-            assert torch.equal(tensor.full_tensor(), whole)
+            assert torch.equal(tensor.full_tensor(), full)
         strided = fd.distribute(own[:4], mesh, [Shard(0, blocks=2), Shard(0)], src=src)
-        assert torch.equal(strided.full_tensor(), whole[:4])
+        assert torch.equal(strided.full_tensor(), full[:4])
 
     run_ranks(program, 4)
 
@@ -71,13 +71,13 @@ def test_distribute_without_a_source_sends_nothing():
     """Each rank takes its shard of its own tensor, in memory of its own."""
     group = fd.SimulatedBackend.create_group(4)[2]  # the others never come
     mesh = DeviceMesh(group, (2, 2))
-    whole = torch.arange(12.0).view(4, 3)
-    tensor = fd.distribute(whole, mesh, [Shard(0), Replicate()], src=None)
-    assert torch.equal(tensor.to_local(), whole[2:])
+    full = torch.arange(12.0).view(4, 3)
+    tensor = fd.distribute(full, mesh, [Shard(0), Replicate()], src=None)
+    assert torch.equal(tensor.to_local(), full[2:])
     tensor.to_local().zero_()
-    replica = fd.distribute(whole, mesh, [Replicate(), Replicate()], src=None)
+    replica = fd.distribute(full, mesh, [Replicate(), Replicate()], src=None)
     replica.to_local().zero_()
-    assert whole.sum() == 66
+    assert full.sum() == 66
 
 
 def test_distribute_returns_leaves():
@@ -266,13 +266,13 @@ def test_an_operator_without_a_rule():
 
     def program(group):
         mesh = DeviceMesh(group, (2,))
-        whole = make(4, 4)
-        tensor = spread(whole, mesh, Shard(0))
+        full = make(4, 4)
+        tensor = spread(full, mesh, Shard(0))
         with pytest.raises(UnsupportedOpError, match=r"no rule for aten\._linalg_slogdet.*allow_replication"):
             torch.linalg.slogdet(tensor)
         with fd.allow_replication():
             got = torch.linalg.slogdet(tensor)
-        torch.testing.assert_close(got.logabsdet.full_tensor(), torch.linalg.slogdet(whole).logabsdet)
+        torch.testing.assert_close(got.logabsdet.full_tensor(), torch.linalg.slogdet(full).logabsdet)
         assert got.logabsdet.placements == (Replicate(),)
         with pytest.raises(UnsupportedOpError):
             torch.linalg.slogdet(tensor)  # outside of the block it is refused again

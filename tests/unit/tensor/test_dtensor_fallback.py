@@ -296,7 +296,7 @@ def test_gradient_formulas_that_write_in_place():
 
     def check(mesh):
         for where in (Shard(0), Shard(1), Replicate(), Partial()):
-            # The largest of equal ones is not known of parts that are added up: these are rounded.
+            # Partial sums are rounded, so the largest of equal elements may differ.
             for reduce in ("mean", "prod") if where == Partial() else ("mean", "amax", "amin", "prod"):
                 grads = []
                 for place in (lambda t, *_: t, lambda t, to: spread(t, mesh, to)):

@@ -220,9 +220,9 @@ def test_writes_to_a_view_reach_the_tensor_or_raise(write):
 
 def fd_like(tensor, other):
     """A tensor that is replicated on the mesh of another one, if that is distributed."""
-    whole = tensor.to(other.dtype)
+    full = tensor.to(other.dtype)
     is_plain = not isinstance(other, fd.DTensor)
-    return whole if is_plain else fd.distribute(whole, other.mesh, [Replicate()] * other.mesh.ndim)
+    return full if is_plain else fd.distribute(full, other.mesh, [Replicate()] * other.mesh.ndim)
 
 
 @pytest.mark.parametrize(
@@ -285,9 +285,9 @@ def test_shards_with_different_strides_on_ranks():
         mesh = DeviceMesh(group, (2,))
         local = torch.arange(12.0) + 12 * group.rank
         local = local.view(4, 3).t() if group.rank else local.view(3, 4)
-        whole = torch.cat([torch.arange(12.0).view(3, 4), (torch.arange(12.0) + 12).view(4, 3).t()])
+        full = torch.cat([torch.arange(12.0).view(3, 4), (torch.arange(12.0) + 12).view(4, 3).t()])
         for view in ((24,), (6, 2, 2), (2, 12)):
-            x, plain = fd.DTensor.from_local(local.clone(), mesh, Shard(0), shape=(6, 4)), whole.clone()
+            x, plain = fd.DTensor.from_local(local.clone(), mesh, Shard(0), shape=(6, 4)), full.clone()
             got, expected = x.view(view), plain.view(view)
             got.add_(1), expected.add_(1)
             assert_same(x, plain, "written to the view")
@@ -391,16 +391,16 @@ def test_augmented_assignments(name):
     def check(group):
         mesh = DeviceMesh(group, (2,))
         for where in placements_of(2, 1, partial=dtype is torch.float64):
-            whole = make(4, 6, low=1, high=9).to(dtype)
-            x, other = spread(whole, mesh, where), fd_like(value, spread(whole, mesh, where))
+            full = make(4, 6, low=1, high=9).to(dtype)
+            x, other = spread(full, mesh, where), fd_like(value, spread(full, mesh, where))
             view = x.view(4, 3, 2)
             try:
                 after = operator(view, other)
             except fd.UnsupportedOpError:
-                assert_same(x, whole, f"{where}")
+                assert_same(x, full, f"{where}")
             else:
                 assert after is view
-                assert_same(x, operator(whole.view(4, 3, 2), value).view(4, 6), f"{where}")
+                assert_same(x, operator(full.view(4, 3, 2), value).view(4, 6), f"{where}")
 
     run_ranks(check, 2)
 

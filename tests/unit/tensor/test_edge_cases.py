@@ -52,28 +52,28 @@ def test_blocks_of_shards_stay_even():
 
     def program(group):
         mesh = DeviceMesh(group, (2, 2))
-        whole = make(6)
-        blocks = spread(whole, mesh, [Replicate(), Shard(0, blocks=2)])
-        torch.testing.assert_close((blocks + spread(whole, mesh, [Shard(0), Replicate()])).full_tensor(), 2 * whole)
-        whole = make(20)
+        full = make(6)
+        blocks = spread(full, mesh, [Replicate(), Shard(0, blocks=2)])
+        torch.testing.assert_close((blocks + spread(full, mesh, [Shard(0), Replicate()])).full_tensor(), 2 * full)
+        full = make(20)
         torch.testing.assert_close(
-            spread(whole, mesh, [Partial(), Shard(0, blocks=4)]).sigmoid().full_tensor(), whole.sigmoid()
+            spread(full, mesh, [Partial(), Shard(0, blocks=4)]).sigmoid().full_tensor(), full.sigmoid()
         )
 
     run_ranks(program, 4)
 
 
-@pytest.mark.parametrize(("op", "whole"), [(ReduceOp.MIN, [3, 4]), (ReduceOp.MAX, [-3, -4])])
-def test_identities_of_extrema_are_not_summed(op, whole):
+@pytest.mark.parametrize(("op", "full"), [(ReduceOp.MIN, [3, 4]), (ReduceOp.MAX, [-3, -4])])
+def test_identities_of_extrema_are_not_summed(op, full):
     """The smallest integers would overflow if partial sums along another axis were reduced first."""
 
     def program(group):
         mesh = DeviceMesh(group, (2, 2))
-        tensor = spread(torch.tensor(whole), mesh, [Partial(), Shard(0, blocks=2)])
+        tensor = spread(torch.tensor(full), mesh, [Partial(), Shard(0, blocks=2)])
         fold = torch.amin if op is ReduceOp.MIN else torch.amax
-        assert fold(tensor, 0).full_tensor() == fold(torch.tensor(whole), 0)
-        divided = spread(torch.tensor(whole), mesh, [Partial(), Shard(0)])
-        assert divided.redistribute([Partial(op), Partial(op)]).full_tensor().tolist() == whole
+        assert fold(tensor, 0).full_tensor() == fold(torch.tensor(full), 0)
+        sharded = spread(torch.tensor(full), mesh, [Partial(), Shard(0)])
+        assert sharded.redistribute([Partial(op), Partial(op)]).full_tensor().tolist() == full
 
     run_ranks(program, 4)
 
@@ -83,9 +83,9 @@ def test_partial_sums_and_maxima_are_not_mixed():
 
     def program(group):
         mesh = DeviceMesh(group, (2, 2))
-        whole = make(8, 3)
-        tensor = fd.distribute(whole, mesh, [Partial(ReduceOp.MAX), Shard(0)], src=None)[1:3]
-        torch.testing.assert_close(tensor.redistribute(tensor.placements).full_tensor(), whole[1:3])
+        full = make(8, 3)
+        tensor = fd.distribute(full, mesh, [Partial(ReduceOp.MAX), Shard(0)], src=None)[1:3]
+        torch.testing.assert_close(tensor.redistribute(tensor.placements).full_tensor(), full[1:3])
 
     run_ranks(program, 4)
 
@@ -126,11 +126,11 @@ def test_gradient_of_a_product_with_zeros():
 
     def program(group):
         mesh = DeviceMesh(group, (2,))
-        whole = torch.tensor([[2.0, 0.0, 3.0], [1.0, 4.0, 5.0]], requires_grad=True)
-        tensor = spread(whole, mesh, Shard(0))
-        whole.prod(1).sum().backward()
+        full = torch.tensor([[2.0, 0.0, 3.0], [1.0, 4.0, 5.0]], requires_grad=True)
+        tensor = spread(full, mesh, Shard(0))
+        full.prod(1).sum().backward()
         tensor.prod(1).sum().backward()
-        torch.testing.assert_close(tensor.grad.full_tensor(), whole.grad)
+        torch.testing.assert_close(tensor.grad.full_tensor(), full.grad)
 
     run_ranks(program, 2)
 
@@ -141,17 +141,17 @@ def test_ranks_without_channels(normalise):
 
     def program(group):
         mesh = DeviceMesh(group, (3,))
-        whole = make(3, 2, 5).requires_grad_()
-        tensor = spread(whole, mesh, Shard(1))
+        full = make(3, 2, 5).requires_grad_()
+        tensor = spread(full, mesh, Shard(1))
         named = {"running_mean": None, "running_var": None}
         named |= {"training": True} if normalise is functional.batch_norm else {"use_input_stats": True}
-        results = [normalise(one, **named) for one in (whole, tensor)]
+        results = [normalise(one, **named) for one in (full, tensor)]
         torch.testing.assert_close(results[1].full_tensor(), results[0])
         weights = make(3, 2, 5, seed=3)
         grads = [
             torch.autograd.grad(result, one, weight)[0]
             for result, one, weight in zip(
-                results, (whole, tensor), (weights, spread(weights, mesh, Shard(1))), strict=True
+                results, (full, tensor), (weights, spread(weights, mesh, Shard(1))), strict=True
             )
         ]
         torch.testing.assert_close(grads[1].full_tensor(), grads[0])
@@ -162,13 +162,13 @@ def test_ranks_without_channels(normalise):
 def test_group_norm_of_noncontiguous_shards():
     """torch's kernel needs contiguous memory, and its callers check the full tensor's strides alone."""
     mesh = alone()
-    whole = make(4, 4, 4)
-    parts = whole.transpose(0, 2).contiguous().transpose(0, 2)
+    full = make(4, 4, 4)
+    parts = full.transpose(0, 2).contiguous().transpose(0, 2)
     tensor = DTensor.from_local(parts, mesh, Shard(0)).requires_grad_()
-    whole.requires_grad_()
-    for one in (whole, tensor):
+    full.requires_grad_()
+    for one in (full, tensor):
         functional.group_norm(one, 2).square().square().sum().backward()
-    torch.testing.assert_close(tensor.grad.full_tensor(), whole.grad)
+    torch.testing.assert_close(tensor.grad.full_tensor(), full.grad)
 
 
 def test_wrappers_without_memory():
@@ -228,11 +228,11 @@ def test_select_scatter_of_a_scalar():
 
     def program(group):
         mesh = DeviceMesh(group, (2,))
-        whole, source = make(5).requires_grad_(), make()
-        tensor = spread(whole, mesh, Shard(0))
-        torch.select_scatter(whole, source, 0, 2).sum().backward()
+        full, source = make(5).requires_grad_(), make()
+        tensor = spread(full, mesh, Shard(0))
+        torch.select_scatter(full, source, 0, 2).sum().backward()
         torch.select_scatter(tensor, spread(source, mesh, Replicate()), 0, 2).sum().backward()
-        torch.testing.assert_close(tensor.grad.full_tensor(), whole.grad)
+        torch.testing.assert_close(tensor.grad.full_tensor(), full.grad)
 
     run_ranks(program, 2)
 
@@ -280,10 +280,10 @@ def test_forward_mode_is_refused():
 def test_cached_calls_with_several_results():
     """An output that is not requested is None, also in a cached call."""
     mesh = alone()
-    whole, weight = make(3, 4), make(4, seed=1)
+    full, weight = make(3, 4), make(4, seed=1)
     for _ in range(2):
         grads = []
-        for one in (whole.clone(), fd.distribute(whole, mesh, Shard(0))):
+        for one in (full.clone(), fd.distribute(full, mesh, Shard(0))):
             scale = spread(weight, mesh, Replicate()) if isinstance(one, DTensor) else weight.clone()
             functional.layer_norm(one, (4,), scale.requires_grad_()).square().sum().backward()
             grads.append(scale.grad)
@@ -295,21 +295,21 @@ def test_conjugates():
 
     def program(group):
         mesh = DeviceMesh(group, (2,))
-        whole, weight = (torch.complex(make(4, seed=seed), make(4, seed=seed + 1)) for seed in (0, 2))
-        tensor, scale = (fd.distribute(one, mesh, Shard(0), src=None) for one in (whole, weight))
-        torch.testing.assert_close((tensor.conj() * scale).full_tensor(), whole.conj() * weight)
-        torch.testing.assert_close(torch.vdot(tensor, scale).full_tensor(), torch.vdot(whole, weight))
+        full, weight = (torch.complex(make(4, seed=seed), make(4, seed=seed + 1)) for seed in (0, 2))
+        tensor, scale = (fd.distribute(one, mesh, Shard(0), src=None) for one in (full, weight))
+        torch.testing.assert_close((tensor.conj() * scale).full_tensor(), full.conj() * weight)
+        torch.testing.assert_close(torch.vdot(tensor, scale).full_tensor(), torch.vdot(full, weight))
         mine = DTensor.from_local(tensor.to_local().conj(), mesh, Shard(0))
         assert not mine.to_local().is_conj()
-        torch.testing.assert_close((mine * scale).full_tensor(), whole.conj() * weight)
-        given = fd.distribute(whole.conj(), mesh, Replicate(), src=None)
-        torch.testing.assert_close((given * given).full_tensor(), whole.conj() * whole.conj())
+        torch.testing.assert_close((mine * scale).full_tensor(), full.conj() * weight)
+        given = fd.distribute(full.conj(), mesh, Replicate(), src=None)
+        torch.testing.assert_close((given * given).full_tensor(), full.conj() * full.conj())
         with pytest.raises(UnsupportedOpError, match="would write to a view whose shards had to be redistributed"):
             tensor.conj().mul_(2)
         for fold in (torch.var, torch.std, torch.linalg.vector_norm, lambda one: torch.logsumexp(one, 0)):
-            torch.testing.assert_close(fold(tensor).full_tensor(), fold(whole))
-        for one in (whole.requires_grad_(), tensor.requires_grad_()):
+            torch.testing.assert_close(fold(tensor).full_tensor(), fold(full))
+        for one in (full.requires_grad_(), tensor.requires_grad_()):
             (one * one).abs().sum().backward()
-        torch.testing.assert_close(tensor.grad.full_tensor(), whole.grad)
+        torch.testing.assert_close(tensor.grad.full_tensor(), full.grad)
 
     run_ranks(program, 2)

@@ -86,15 +86,15 @@ def test_assignments_by_indices_and_masks():
         mesh = DeviceMesh(group, (2,))
         rows, mask = spread(ROWS[1:4], mesh, [Replicate()]), spread(make(4, 5) > 0, mesh, [Shard(1)])
         for placement in (Replicate(), Shard(0), Shard(1)):
-            whole, x = make(4, 5), spread(make(4, 5), mesh, [placement])
-            whole[make(4, 5) > 0] = 9.0
+            full, x = make(4, 5), spread(make(4, 5), mesh, [placement])
+            full[make(4, 5) > 0] = 9.0
             x[mask] = 9.0
-            assert_same(x, whole, f"by a mask, {placement}")
+            assert_same(x, full, f"by a mask, {placement}")
             if placement != Shard(0):
-                whole[:, ROWS[1:4]] += 5 if placement == Replicate() else 0
+                full[:, ROWS[1:4]] += 5 if placement == Replicate() else 0
                 if placement == Replicate():
                     x[:, rows] += 5
-                assert_same(x, whole, f"by numbers, {placement}")
+                assert_same(x, full, f"by numbers, {placement}")
 
     run_ranks(check, 2)
 
@@ -177,11 +177,11 @@ def test_sharded_table_after_a_replicated_one_of_its_shape():
 
     def check(group):
         mesh = DeviceMesh(group, (2,))
-        whole, divided, again = (gradient(mesh, placement) for placement in (Replicate(), Shard(0), Replicate()))
-        assert whole.placements == (Replicate(),)
-        assert divided.placements == (Shard(0),)
-        assert torch.equal(whole.full_tensor(), divided.full_tensor())
-        assert torch.equal(whole.full_tensor(), again.full_tensor())
+        full, sharded, again = (gradient(mesh, placement) for placement in (Replicate(), Shard(0), Replicate()))
+        assert full.placements == (Replicate(),)
+        assert sharded.placements == (Shard(0),)
+        assert torch.equal(full.full_tensor(), sharded.full_tensor())
+        assert torch.equal(full.full_tensor(), again.full_tensor())
 
     run_ranks(check, 2)
 

@@ -92,12 +92,12 @@ def test_cross_entropy_equals_the_plain_one(sizes, extra, mesh_shape, reduction,
 
     def check(group):
         mesh = DeviceMesh(group, mesh_shape)
-        whole = (Replicate(),) * len(mesh_shape)
+        full = (Replicate(),) * len(mesh_shape)
         check_operator(
             mesh,
             loss,
             [make(batch, classes, *extra), targets, *weights],
-            [placements, (target_placement,) * len(mesh_shape), *[whole for _ in weights]],
+            [placements, (target_placement,) * len(mesh_shape), *[full for _ in weights]],
         )
 
     run_ranks(check, NUM_RANKS[mesh_shape])

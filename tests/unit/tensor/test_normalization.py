@@ -32,13 +32,13 @@ def test_normalisation_equals_plain_normalisation(name, shape, mesh_shape, data)
     placement = st.sampled_from([Shard(0), Shard(1), Shard(2), Replicate(), Partial()])
     placements = data.draw(st.tuples(*[placement] * len(mesh_shape)))
     of_weights = data.draw(st.sampled_from([Shard(0), Replicate()]))
-    # The elements of a row differ, or its deviation is 0, and what is divided by it is mostly rounding.
+    # The elements of a row differ, or its deviation is 0, and quotients by it are mostly rounding errors.
     inputs = [make(*shape), make(*shape[first:], seed=1), make(*shape[first:], seed=2)]
 
     def check(group):
-        whole = (of_weights,) * len(mesh_shape)
+        full = (of_weights,) * len(mesh_shape)
         mesh = DeviceMesh(group, mesh_shape)
-        check_operator(mesh, function, inputs, [placements, whole, whole], rtol=1e-6, atol=1e-6)
+        check_operator(mesh, function, inputs, [placements, full, full], rtol=1e-6, atol=1e-6)
 
     run_ranks(check, NUM_RANKS[mesh_shape])
 

@@ -33,11 +33,11 @@ OPTIMIZERS = {
     "RMSprop": (torch.optim.RMSprop, {"lr": 0.1}),
     "RMSprop, all": (torch.optim.RMSprop, {"lr": 0.1, "momentum": 0.9, "centered": True, "weight_decay": 0.01}),
 }
-WAYS = [
-    (name, way)
+VARIANTS = [
+    (name, variant)
     for name in OPTIMIZERS
-    for way in ({"foreach": False}, {"foreach": True}, {"fused": True})
-    if "fused" not in way or not name.startswith("RMSprop")
+    for variant in ({"foreach": False}, {"foreach": True}, {"fused": True})
+    if "fused" not in variant or not name.startswith("RMSprop")
 ]
 
 
@@ -57,18 +57,18 @@ def train(kind, options, parameters, gradients_of):
     return parameters
 
 
-@pytest.mark.parametrize(("name", "way"), WAYS, ids=str)
-def test_optimizer_steps_equal_plain_steps(name, way):
+@pytest.mark.parametrize(("name", "variant"), VARIANTS, ids=str)
+def test_optimizer_steps_equal_plain_steps(name, variant):
     """For gradients with the parameters' placements, with others, and partial ones."""
     kind, options = OPTIMIZERS[name]
-    options = {**options, **way}
-    whole = [values(number) for number in range(len(SHAPES))]
-    plain = [torch.nn.Parameter(one.clone()) for one in whole]
+    options = {**options, **variant}
+    full = [values(number) for number in range(len(SHAPES))]
+    plain = [torch.nn.Parameter(one.clone()) for one in full]
     expected = train(kind, options, plain, lambda step, number: values(number, seed=1 + step))
 
     def check(group, shape, placements, gradients):
         mesh = DeviceMesh(group, shape)
-        parameters = [torch.nn.Parameter(spread(*of)) for of in zip(whole, [mesh] * 4, placements, strict=True)]
+        parameters = [torch.nn.Parameter(spread(*of)) for of in zip(full, [mesh] * 4, placements, strict=True)]
 
         def gradient(step, number):
             where = placements[number] if gradients is None else [gradients] * len(shape)
@@ -77,19 +77,19 @@ def test_optimizer_steps_equal_plain_steps(name, way):
         got = train(kind, options, parameters, gradient)
         # Parts of sums are rounded; and what is computed in lanes may differ from what is left over, in the last bit.
         tolerance = {"rtol": 1e-9, "atol": 1e-9} if gradients == Partial() else {"rtol": 1e-14, "atol": 1e-15}
-        if name.startswith("SGD") and gradients is None and "fused" not in way:
+        if name.startswith("SGD") and gradients is None and "fused" not in variant:
             tolerance = {"rtol": 0, "atol": 0}
         for number, (one, other) in enumerate(zip(got, expected, strict=True)):
             assert_same(one, other, f"parameter {number}", **tolerance)
             assert one.placements == tuple(placements[number])
             assert_same(one.grad, torch.zeros_like(other), "gradient")
 
-    for shape, ways in PLACEMENTS.items():
+    for shape, choices in PLACEMENTS.items():
         gradients = [None, Partial(), Replicate()] if shape == (2,) else [None]
-        for placements in ways:
+        for placements in choices:
             for where in gradients:
-                if where is not None and "fused" in way and "momentum" in options:
-                    # The optimizer makes buffers that lie as gradients do, beside parameters that lie otherwise.
+                if where is not None and "fused" in variant and "momentum" in options:
+                    # The optimizer makes buffers with the gradients' placements, which differ from the parameters'.
                     continue
                 run_ranks(check, NUM_RANKS[shape], shape, placements, where)
 

@@ -222,7 +222,7 @@ def test_data_dependent_shapes(function):
     expected = function(x)
 
     def check(mesh):
-        assert_same(function(spread(x, mesh, Replicate())), expected, "whole")
+        assert_same(function(spread(x, mesh, Replicate())), expected, "replicated")
         with pytest.raises(UnsupportedOpError, match=r"depends on the elements.*redistribute"):
             function(spread(x, mesh, Shard(0)))
 

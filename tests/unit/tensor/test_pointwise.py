@@ -13,7 +13,7 @@ from ferrodist import DeviceMesh, DTensor, Partial, ReduceOp, Replicate, Shard
 from ferrodist.tensor.ops import pointwise
 from ferrodist.testing import run_ranks
 
-# What may be done to parts before they are folded, and what looks as if it could.
+# Operators that are linear in partial sums, and some that look as if they were.
 ON_PARTS = {
     "add": lambda x, y: x + y,
     "add a number": lambda x, y: x + 2 + y * 0,
@@ -174,10 +174,10 @@ def test_every_operator_equals_the_plain_one():
                     expected = overload(*arguments, **named)
                 except (RuntimeError, TypeError, NotImplementedError):
                     continue  # not of this dtype
-                divided = [
+                sharded = [
                     spread(one, mesh, [placement]) if isinstance(one, torch.Tensor) else one for one in arguments
                 ]
-                assert_same(overload(*divided, **named), expected, f"{overload} of {dtype} as {placement}")
+                assert_same(overload(*sharded, **named), expected, f"{overload} of {dtype} as {placement}")
                 tried.append(overload)
 
     run_ranks(check, 2)

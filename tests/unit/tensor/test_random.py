@@ -83,15 +83,15 @@ def test_dropout():
         mesh = DeviceMesh(group, (2,))
         for function in (torch.nn.functional.dropout, lambda x: torch.native_dropout(x, 0.4, True)[0]):
             for placements in placements_of(2, 1):
-                plain, divided = x.clone().requires_grad_(), spread(x, mesh, placements).requires_grad_()
+                plain, sharded = x.clone().requires_grad_(), spread(x, mesh, placements).requires_grad_()
                 torch.manual_seed(3)
                 expected = function(plain)
                 torch.manual_seed(3)
-                got = function(divided)
+                got = function(sharded)
                 assert_same(got, expected, f"dropout of {placements}")
                 expected.square().sum().backward()
                 got.square().sum().backward()
-                assert_same(divided.grad, plain.grad, f"gradient of dropout of {placements}")
+                assert_same(sharded.grad, plain.grad, f"gradient of dropout of {placements}")
         other = spread(x, mesh, [Shard(0)])
         assert torch.nn.functional.dropout(other, training=False) is other
         torch.manual_seed(group.rank)
@@ -138,7 +138,7 @@ def test_partial_sums_are_not_drawn():
 
 
 @pytest.mark.parametrize(
-    ("make_plain", "make_divided"),
+    ("make_plain", "make_distributed"),
     [
         (lambda: torch.zeros(5, 3), lambda where: factories.zeros((5, 3), **where)),
         (lambda: torch.ones(5, 3), lambda where: factories.ones((5, 3), **where)),
@@ -159,7 +159,7 @@ def test_partial_sums_are_not_drawn():
         (lambda: torch.empty(5, 3).fill_(1), lambda where: factories.empty((5, 3), **where).fill_(1)),
     ],
 )
-def test_factories(make_plain, make_divided):
+def test_factories(make_plain, make_distributed):
     """With every placement, on one axis and on two."""
 
     def check(group, shape):
@@ -168,7 +168,7 @@ def test_factories(make_plain, make_divided):
         for placements in placements_of(1 if expected.shape == (7, 2) else 2, len(shape)):
             if make_plain().eq(1).all() and Partial() in placements:
                 continue
-            assert_same(make_divided({"mesh": mesh, "placements": placements}), expected, str(placements))
+            assert_same(make_distributed({"mesh": mesh, "placements": placements}), expected, str(placements))
 
     run_ranks(check, 3, (3,))
     run_ranks(check, 4, (2, 2))

@@ -160,11 +160,11 @@ GRID = list(itertools.product(range(2), repeat=2))
 
 def part_of(placements, coordinate, sizes):
     """The elements of a rank of a mesh of 2 by 2, as pairs of indices."""
-    whole = torch.arange(sizes[0] * sizes[1]).view(sizes)
+    full = torch.arange(sizes[0] * sizes[1]).view(sizes)
     for placement, at in zip(placements, coordinate, strict=True):
         if isinstance(placement, Shard):
-            whole = whole.tensor_split([(whole.shape[placement.dim] + 1) // 2], placement.dim)[at]
-    return set(whole.reshape(-1).tolist())
+            full = full.tensor_split([(full.shape[placement.dim] + 1) // 2], placement.dim)[at]
+    return set(full.reshape(-1).tolist())
 
 
 def test_no_plan_sends_more_than_through_replicate():
@@ -191,14 +191,14 @@ def test_a_plan_is_printed_with_its_bytes():
 
 @pytest.mark.parametrize("shape", [(3,), (2, 2)])
 def test_gradients_come_back_as_the_tensor_lies(shape):
-    """The gradient of redistribute is the gradient, placed as the input; a partial input's is whole."""
+    """The gradient of redistribute has the input's placements; a partial input's is replicated."""
 
     def differentiate(group):
         mesh = DeviceMesh(group, shape)
-        whole, grad = make(4, 6), make(4, 6, seed=1)
+        full, grad = make(4, 6), make(4, 6, seed=1)
         places = placements_of(2, len(shape))
         for before, after, its in zip(places, reversed(places), places[3:] + places[:3], strict=True):
-            source = spread(whole, mesh, before).requires_grad_()
+            source = spread(full, mesh, before).requires_grad_()
             result = source.redistribute(after)
             result.backward(spread(grad, mesh, its))
             assert source.grad.placements == tuple(R if one == P else one for one in before)
@@ -213,8 +213,8 @@ def test_second_derivatives_go_through():
     def differentiate(group):
         mesh = DeviceMesh(group, (2,))
         local = make(3, 4, seed=group.rank).requires_grad_()
-        whole = DTensor.from_local(local, mesh, Shard(0)).redistribute(Shard(1)).redistribute(R)
-        total = whole.to_local().pow(3).sum()
+        full = DTensor.from_local(local, mesh, Shard(0)).redistribute(Shard(1)).redistribute(R)
+        total = full.to_local().pow(3).sum()
         (first,) = torch.autograd.grad(total, local, create_graph=True)
         (second,) = torch.autograd.grad(first.sum(), local)
         torch.testing.assert_close(first, 3 * local.square())

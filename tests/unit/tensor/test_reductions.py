@@ -281,8 +281,8 @@ def test_variance_without_degrees_of_freedom():
     tensor = make(4, 3)
 
     def program(group):
-        divided = spread(tensor, DeviceMesh(group, (2,)), [Shard(0)])
-        return [divided.var(0, correction=correction).full_tensor() for correction in (3, 4, 6)]
+        sharded = spread(tensor, DeviceMesh(group, (2,)), [Shard(0)])
+        return [sharded.var(0, correction=correction).full_tensor() for correction in (3, 4, 6)]
 
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")

@@ -152,9 +152,9 @@ def test_blocks_are_split_and_joined_without_communication():
         joined = torch.cat([q, k, v], dim=1)
         assert joined.placements == after
         assert_same(joined, torch.cat([make(2, 8, seed=seed) for seed in range(3)], dim=1), "joined")
-        for piece, whole in zip(joined.chunk(3, dim=1), (q, k, v), strict=True):
+        for piece, full in zip(joined.chunk(3, dim=1), (q, k, v), strict=True):
             assert piece.placements == tuple(before)
-            assert_same(piece, whole.full_tensor(), "piece")
+            assert_same(piece, full.full_tensor(), "piece")
         assert_same(joined.split([6, 18], dim=1)[1], joined.full_tensor()[:, 6:], "uneven pieces")
 
     run_ranks(check, 2, (2,), [Shard(1)], (Shard(1, blocks=3),))
@@ -169,11 +169,11 @@ def test_partial_maxima_are_sliced_before_they_are_reduced():
         mesh = DeviceMesh(group, (2,))
         local = make(4, 6, seed=group.rank)
         x = DTensor.from_local(local, mesh, Partial(ReduceOp.MAX))
-        whole = torch.maximum(make(4, 6), make(4, 6, seed=1))
+        full = torch.maximum(make(4, 6), make(4, 6, seed=1))
         for function in (lambda x: x[1:, 2], lambda x: torch.cat([x, x]), lambda x: x.view(3, 8), lambda x: x.tril()):
             result = function(x)
             assert result.placements == (Partial(ReduceOp.MAX),)
-            assert_same(result, function(whole), "of a maximum")
+            assert_same(result, function(full), "of a maximum")
 
     run_ranks(check, 2)
 

@@ -13,12 +13,12 @@ from ferrodist.testing import run_ranks
 @pytest.mark.parametrize(
     ("function", "shapes", "placements", "result", "moves"),
     [
-        # Parts of a sum are scattered where the operator can go on with parts: half of what a whole would take.
+        # Partial sums are scattered if the operator can take shards: half the bytes of an allreduce.
         (torch.relu, [(4, 6)], [Partial()], Shard(0), [RedistributeKind.REDUCE_SCATTER]),
         # But not unevenly, which nobody asked for.
         (torch.relu, [(3, 6)], [Partial()], Shard(1), [RedistributeKind.REDUCE_SCATTER]),
         (torch.relu, [(3, 5)], [Partial()], Replicate(), [RedistributeKind.ALLREDUCE]),
-        # Another input that lies so asks for it: it is not gathered.
+        # Another input has this sharding: it is not gathered.
         (torch.mul, [(3, 5), (3, 5)], [Shard(0), Replicate()], Shard(0), [RedistributeKind.SLICE]),
         # The smaller one moves, and to another dim in less than to all ranks.
         (torch.mm, [(64, 8), (8, 2)], [Shard(0), Shard(0)], Shard(0), [RedistributeKind.ALL_GATHER]),

@@ -64,8 +64,8 @@ def test_module_conversions():
             assert module.weight is weight
             assert weight.dtype == weight.to_local().dtype == dtype
             assert weight.placements == (Shard(0),)
-        whole = make(4, 5, dtype=torch.float32).bfloat16().float()
-        assert_same(module.weight, whole, "there and back")
+        full = make(4, 5, dtype=torch.float32).bfloat16().float()
+        assert_same(module.weight, full, "there and back")
         x = fd.distribute(make(3, 5, dtype=torch.float32), mesh, Replicate())
         module(x).sum().backward()
         assert_same(weight.grad, make(3, 5, dtype=torch.float32).sum(0).expand(4, 5), "gradient")

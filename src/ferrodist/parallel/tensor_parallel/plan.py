@@ -11,7 +11,7 @@ from torch.nn.parameter import is_lazy
 from ferrodist.collectives.reduce_op import DTYPES
 from ferrodist.errors import UnsupportedOpError
 from ferrodist.parallel.module_guard import describe_owner
-from ferrodist.parallel.module_init import find_initialiser, has_meta_tensors
+from ferrodist.parallel.module_init import describe, find_initialiser, has_meta_tensors
 from ferrodist.parallel.tensor_parallel.module_io import find_arguments
 from ferrodist.parallel.tensor_parallel.styles import Style
 from ferrodist.tensor.dtensor import DTensor
@@ -164,14 +164,8 @@ def describe_plan(
     lines = [f"the style {style} for {name!r}" for name, style in styles.items()]
     for name, parameter in module.named_parameters():
         frozen = "" if parameter.requires_grad else "frozen "
-        lines.append(
-            f"{frozen}parameter {name!r} of shape {tuple(parameter.shape)} and {parameter.dtype} as"
-            f" {placements[parameter]}{_device(parameter)}"
-        )
-    return lines + [
-        f"buffer {name!r} of shape {tuple(buffer.shape)} and {buffer.dtype}{_device(buffer)}"
-        for name, buffer in module.named_buffers()
-    ]
+        lines.append(f"{frozen}parameter {describe(name, parameter)} as {placements[parameter]}{_device(parameter)}")
+    return lines + [f"buffer {describe(name, buffer)}{_device(buffer)}" for name, buffer in module.named_buffers()]
 
 
 def _device(tensor: torch.Tensor) -> str:

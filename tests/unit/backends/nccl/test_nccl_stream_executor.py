@@ -8,6 +8,7 @@ import threading
 from functools import partial
 from types import SimpleNamespace
 from typing import TYPE_CHECKING
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -102,7 +103,7 @@ def test_asynchronous_calls_keep_their_tensors_until_they_are_done() -> None:
             group.barrier()  # only now does it launch
             fd.async_allreduce(torch.ones(3))
         group.synchronize()
-        assert not group._executor.has_outstanding
+        assert not group._executor.needs_polling
 
     run_ranks(program, 2, backend=partial(fake_groups, nccl=FakeNccl(is_lazy=True)))
 
@@ -303,7 +304,7 @@ def test_a_child_that_closes_a_failed_group_does_not_call_cuda() -> None:
     (communicator,) = group.shared.opened
     assert communicator.log == ["all_reduce"]
     assert streams_of(group).kept == []
-    assert not group._executor.has_outstanding
+    assert not group._executor.needs_polling
 
 
 def test_a_communicator_dropped_by_a_child_is_left_alone() -> None:
@@ -365,7 +366,7 @@ def test_a_lost_gpu_ends_the_group() -> None:
     with pytest.raises((fd.DistributedError, RuntimeError), match="device-side assert"):
         go_on()
     group.close()
-    assert not group._executor.has_outstanding
+    assert not group._executor.needs_polling
 
 
 def test_the_watchdog_thread_starts_with_work_and_ends() -> None:
@@ -373,7 +374,7 @@ def test_the_watchdog_thread_starts_with_work_and_ends() -> None:
     watchdog = Watchdog("watchdog of a test", lambda: prepared.append(threading.current_thread()))
     prepared: list[threading.Thread] = []
     assert watchdog._thread is None
-    watchdog.report(SimpleNamespace(fail=lambda _: None), fd.DistributedError("reported"))
+    watchdog.watch(Mock(poll=lambda _: False, needs_polling=False))
     thread = watchdog._thread
     watchdog.close()
     assert prepared == [thread]
@@ -392,13 +393,13 @@ def test_the_watchdog_polls_operations_launched_during_a_poll() -> None:
     seen = threading.Event()
 
     class Busy:
-        has_outstanding = True
+        needs_polling = True
         num_polls = 0
 
         def poll(self, now: float) -> bool:
             self.num_polls += 1
             if self.num_polls > 1:
-                self.has_outstanding = False
+                self.needs_polling = False
                 seen.set()
             return False
 

@@ -1,4 +1,4 @@
-"""`ParallelAttention` against an undivided attention of plain layers."""
+"""`ParallelAttention` against an unsharded attention of plain layers."""
 
 import copy
 from collections import Counter
@@ -22,13 +22,13 @@ HEADS = {
     "a head a rank": (2, 4, 2),
     "one for all": (2, 4, 1),
     "fewer than ranks": (4, 8, 2),
-    "not divided by ranks": (2, 12, 3),
+    "uneven heads": (2, 12, 3),
     "fewer, and not a divisor of ranks": (3, 12, 2),
 }
 
 
 class Attention(nn.Module):
-    """The undivided one, written out."""
+    """Unsharded attention, written out."""
 
     def __init__(self, num_heads, num_kv_heads, *, bias=True, is_causal=False):
         super().__init__()
@@ -52,7 +52,7 @@ class Attention(nn.Module):
         return self.output(mixed.transpose(1, 2).reshape(batch, length, width))
 
 
-def undivided(num_heads, num_kv_heads, **options):
+def unsharded(num_heads, num_kv_heads, **options):
     torch.manual_seed(0)
     return Attention(num_heads, num_kv_heads, **options).double()
 
@@ -61,7 +61,7 @@ def mesh_of(group):
     return DeviceMesh(group, (group.world_size,), ("tp",))
 
 
-def divided(plain, mesh, **options):
+def sharded(plain, mesh, **options):
     """A parallel one with the same values."""
     options = {"bias": plain.queries.bias is not None, "is_causal": plain.is_causal, **options}
     made = ParallelAttention(
@@ -106,13 +106,13 @@ def count(steps):
 def test_it_equals_unsharded_attention(heads, is_causal):
     """Of plain tensors, which are replicated: outputs and all gradients."""
     size, num_heads, num_kv_heads = HEADS[heads]
-    plain, (x, grad) = undivided(num_heads, num_kv_heads, is_causal=is_causal), inputs()
+    plain, (x, grad) = unsharded(num_heads, num_kv_heads, is_causal=is_causal), inputs()
     mine = x.clone().requires_grad_()
     expected = plain(mine)
     expected.backward(grad)
 
     def program(group):
-        made = divided(plain, mesh_of(group))
+        made = sharded(plain, mesh_of(group))
         its = x.clone().requires_grad_()
         got = made(its)
         assert type(got) is torch.Tensor
@@ -128,14 +128,14 @@ def test_it_equals_unsharded_attention(heads, is_causal):
 def test_sharded_sequences(heads):
     """Shards of a sequence go in and come out, also without biases; sequences need not divide evenly."""
     size, num_heads, num_kv_heads = HEADS[heads]
-    plain, (x, grad) = undivided(num_heads, num_kv_heads, bias=False, is_causal=True), inputs()
+    plain, (x, grad) = unsharded(num_heads, num_kv_heads, bias=False, is_causal=True), inputs()
     mine = x.clone().requires_grad_()
     expected = plain(mine)
     expected.backward(grad)
 
     def program(group):
         mesh = mesh_of(group)
-        made = divided(plain, mesh, sequence_dim=1)
+        made = sharded(plain, mesh, sequence_dim=1)
         its = fd.distribute(x, mesh, Shard(1), src=None).requires_grad_()
         got = made(its)
         assert got.placements == (Shard(1),)
@@ -159,14 +159,14 @@ def test_sharded_sequences(heads):
 @pytest.mark.parametrize("placement", [Replicate(), Shard(0), Shard(2)])
 def test_distributed_inputs(placement):
     """Under all placements the output is a replicated DTensor, and the gradient has the input's placement."""
-    plain, (x, grad) = undivided(4, 2), inputs()
+    plain, (x, grad) = unsharded(4, 2), inputs()
     mine = x.clone().requires_grad_()
     expected = plain(mine)
     expected.backward(grad)
 
     def program(group):
         mesh = mesh_of(group)
-        made = divided(plain, mesh)
+        made = sharded(plain, mesh)
         its = fd.distribute(x, mesh, placement, src=None).requires_grad_()
         got = made(its)
         assert isinstance(got, DTensor)
@@ -192,7 +192,7 @@ def test_distributed_inputs(placement):
             {RedistributeKind.ALL_GATHER: 1, RedistributeKind.REDUCE_SCATTER: 1},
         ),
         # The gradients of keys and values, which all ranks compute, and of their biases, are sums over the ranks.
-        ("not divided by ranks", None, {RedistributeKind.ALLREDUCE: 1}, {RedistributeKind.ALLREDUCE: 5}),
+        ("uneven heads", None, {RedistributeKind.ALLREDUCE: 1}, {RedistributeKind.ALLREDUCE: 5}),
     ],
 )
 def test_collectives(heads, sequence_dim, forward, backward):
@@ -278,10 +278,10 @@ def test_a_mesh_of_several_axes():
 
 def test_a_copy_is_another_layer():
     """A deep copy computes with its own parameters, whose gradients have their placements."""
-    plain, (x, _) = undivided(12, 3), inputs()
+    plain, (x, _) = unsharded(12, 3), inputs()
 
     def program(group):
-        made = divided(plain, mesh_of(group))
+        made = sharded(plain, mesh_of(group))
         expected = made(x).detach()
         other = copy.deepcopy(made)
         with torch.no_grad():

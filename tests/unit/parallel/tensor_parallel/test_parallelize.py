@@ -1,4 +1,4 @@
-"""Modules divided by plans, and layers that are made divided, against the same layers in one process."""
+"""Modules sharded by plans, and parallel layers, against the same layers in one process."""
 
 import copy
 import dataclasses
@@ -41,7 +41,7 @@ COLLECTIVES = {
 
 
 class Network(nn.Module):
-    """Two layers to be divided behind one that is not."""
+    """Two layers to be sharded after one that is not."""
 
     def __init__(self, width=12, hidden=24):
         super().__init__()
@@ -67,7 +67,7 @@ def count_collectives(steps):
 
 
 PLANS = {
-    "whole": {"up": ColumnParallel(), "down": RowParallel()},
+    "replicated": {"up": ColumnParallel(), "down": RowParallel()},
     "sequence": {
         "scale": SequenceParallel(),
         "up": ColumnParallel(),
@@ -94,15 +94,15 @@ def test_module_equals_the_unsharded_one(plan, size):
     expected.backward(grad)
 
     def program(group):
-        divided = fd.parallelize(copy.deepcopy(model), mesh_of(group), PLANS[plan])
-        divided.zero_grad()
+        sharded = fd.parallelize(copy.deepcopy(model), mesh_of(group), PLANS[plan])
+        sharded.zero_grad()
         its = x.clone().requires_grad_()
-        got = divided(its)
+        got = sharded(its)
         assert type(got) is torch.Tensor
         torch.testing.assert_close(got, expected)
         got.backward(grad)
         torch.testing.assert_close(its.grad, mine.grad)
-        for (name, parameter), other in zip(divided.named_parameters(), model.parameters(), strict=True):
+        for (name, parameter), other in zip(sharded.named_parameters(), model.parameters(), strict=True):
             assert isinstance(parameter, nn.Parameter)
             assert isinstance(parameter, DTensor)
             assert parameter.grad.placements == parameter.placements, name
@@ -117,7 +117,7 @@ def test_placements_of_parameters():
     """A column's weight is sharded by outputs, a row's by inputs; a row's bias and all else is replicated."""
 
     def program(group):
-        model = fd.parallelize(seeded(Network), mesh_of(group), PLANS["whole"])
+        model = fd.parallelize(seeded(Network), mesh_of(group), PLANS["replicated"])
         return {name: (tuple(one.to_local().shape), one.placements[0]) for name, one in model.named_parameters()}
 
     assert run_ranks(program, 2)[1] == {
@@ -133,8 +133,8 @@ def test_placements_of_parameters():
 @pytest.mark.parametrize(
     ("plan", "forward", "backward"),
     [
-        ("whole", {RedistributeKind.ALLREDUCE: 1}, {RedistributeKind.ALLREDUCE: 1}),
-        # The sequence is gathered at the end, for what comes out is whole.
+        ("replicated", {RedistributeKind.ALLREDUCE: 1}, {RedistributeKind.ALLREDUCE: 1}),
+        # The sequence is gathered at the end, as the output is replicated.
         (
             "sequence",
             {RedistributeKind.ALL_GATHER: 2, RedistributeKind.REDUCE_SCATTER: 1},
@@ -177,7 +177,7 @@ def test_training_equals_one_process():
         return losses
 
     def program(group):
-        return train(fd.parallelize(copy.deepcopy(model), mesh_of(group), PLANS["whole"]))
+        return train(fd.parallelize(copy.deepcopy(model), mesh_of(group), PLANS["replicated"]))
 
     got = run_ranks(program, 3)
     expected = train(copy.deepcopy(model))
@@ -214,7 +214,7 @@ def test_values_are_those_of_rank_0():
         with torch.no_grad():
             for parameter in model.parameters():
                 parameter.fill_(group.rank + 1)
-        fd.parallelize(model, mesh_of(group), PLANS["whole"])
+        fd.parallelize(model, mesh_of(group), PLANS["replicated"])
         assert all((parameter.to_local() == 1).all() for parameter in model.parameters())
 
     run_ranks(program, 2)
@@ -337,7 +337,7 @@ def test_layers_with_sharded_sequences():
         torch.testing.assert_close(layers[0].bias.grad.full_tensor(), up.bias.grad)
         torch.testing.assert_close(layers[1].bias.grad.full_tensor(), down.bias.grad)
 
-    for chunks in (1, 2, 4, 3):  # three don't divide the parts: then the sequence is gathered first
+    for chunks in (1, 2, 4, 3):  # three don't divide the shards evenly: then the sequence is gathered first
         run_ranks(program, 2, chunks)
 
 
@@ -401,7 +401,7 @@ def test_ranks_with_different_plans(plan, message):
             fd.parallelize(model, mesh_of(group), {}, gathers_outputs=group.rank == 0)
         with pytest.raises(CollectiveMismatchError, match="chunks=2"):
             ColumnParallelLinear(4, 4, mesh=mesh_of(group), chunks=1 + group.rank)
-        fd.parallelize(model, mesh_of(group), PLANS["whole"])
+        fd.parallelize(model, mesh_of(group), PLANS["replicated"])
 
     run_ranks(program, 2)
 
@@ -684,10 +684,10 @@ def test_autocast():
         return out
 
     def program(group):
-        got = run(divided := fd.parallelize(copy.deepcopy(model), mesh_of(group), PLANS["whole"]))
+        got = run(sharded := fd.parallelize(copy.deepcopy(model), mesh_of(group), PLANS["replicated"]))
         assert got.dtype is expected.dtype
         torch.testing.assert_close(got, expected, rtol=0.05, atol=0.05)
-        for parameter, other in zip(divided.parameters(), model.parameters(), strict=True):
+        for parameter, other in zip(sharded.parameters(), model.parameters(), strict=True):
             assert parameter.grad.dtype is torch.float32
             torch.testing.assert_close(parameter.grad.full_tensor(), other.grad, rtol=0.05, atol=0.05)
 
@@ -699,7 +699,7 @@ def test_anomalies_are_found():
     """torch's anomaly mode works on distributed modules, and finds a NaN on any rank."""
 
     def program(group):
-        model = fd.parallelize(seeded(Network), mesh_of(group), PLANS["whole"])
+        model = fd.parallelize(seeded(Network), mesh_of(group), PLANS["replicated"])
         out = model(torch.ones(1, 1, 12, dtype=torch.float64))
         out.sum().backward()
         with pytest.raises(RuntimeError, match="returned nan values"):
@@ -722,7 +722,7 @@ def test_a_module_in_a_plain_one():
     def program(group):
         mine = copy.deepcopy(inner)
         mine.zero_grad()
-        mine = nn.Sequential(copy.deepcopy(first), fd.parallelize(mine, mesh_of(group), PLANS["whole"]))
+        mine = nn.Sequential(copy.deepcopy(first), fd.parallelize(mine, mesh_of(group), PLANS["replicated"]))
         mine(x).square().sum().backward()
         torch.testing.assert_close(mine[0].weight.grad, gradient)
         torch.testing.assert_close(mine[1].up.weight.grad.full_tensor(), inner.up.weight.grad)
@@ -745,18 +745,18 @@ def test_checkpointed_modules(use_reentrant):
     model, x = seeded(Recomputed), torch.randn(2, 4, 12, dtype=torch.float64)
     mine = x.clone().requires_grad_()
     model(mine).square().sum().backward()
-    plans = [{f"inner.{name}": style for name, style in PLANS[plan].items()} for plan in ("whole", "overlapped")]
+    plans = [{f"inner.{name}": style for name, style in PLANS[plan].items()} for plan in ("replicated", "overlapped")]
 
     def program(group):
         for plan in plans:
-            divided = copy.deepcopy(model)
-            divided.zero_grad()
-            divided = fd.parallelize(divided, mesh_of(group), plan)
+            sharded = copy.deepcopy(model)
+            sharded.zero_grad()
+            sharded = fd.parallelize(sharded, mesh_of(group), plan)
             its = x.clone().requires_grad_()
-            out = divided(its) if use_reentrant else checkpoint(divided, its, use_reentrant=False)
+            out = sharded(its) if use_reentrant else checkpoint(sharded, its, use_reentrant=False)
             out.square().sum().backward()
             torch.testing.assert_close(its.grad, mine.grad)
-            for own, other in zip(divided.parameters(), model.parameters(), strict=True):
+            for own, other in zip(sharded.parameters(), model.parameters(), strict=True):
                 torch.testing.assert_close(own.grad.full_tensor(), other.grad)
 
     run_ranks(program, 2)
@@ -772,8 +772,8 @@ def test_state_dicts_are_loaded(assign):
         one, other = (fd.parallelize(copy.deepcopy(model), mesh, PLANS["sequence"]) for _ in range(2))
         x = torch.ones(1, 2, 12, dtype=torch.float64)
         expected = one(x)
-        whole = {name: value.full_tensor() + group.rank for name, value in one.state_dict().items()}
-        for state in (one.state_dict(), whole):
+        full = {name: value.full_tensor() + group.rank for name, value in one.state_dict().items()}
+        for state in (one.state_dict(), full):
             with torch.no_grad():
                 for parameter in other.parameters():
                     parameter.zero_()
@@ -784,7 +784,7 @@ def test_state_dicts_are_loaded(assign):
             other.zero_grad()
             other(x).sum().backward()
             assert all(parameter.grad.placements == parameter.placements for parameter in other.parameters())
-        assert all(type(value) is torch.Tensor for value in whole.values())
+        assert all(type(value) is torch.Tensor for value in full.values())
         copy.deepcopy(other.up).load_state_dict(nn.Linear(12, 24).double().state_dict())
         with pytest.raises(RuntimeError, match=r"size mismatch for up\.weight"):
             other.load_state_dict(Network(12, 20).state_dict())

@@ -1,4 +1,4 @@
-"""Models whose own code makes plain tensors, given whole to a plan."""
+"""Models whose own code makes plain tensors, sharded by a plan."""
 
 import copy
 
@@ -115,7 +115,7 @@ def train(model, ids):
     return losses
 
 
-@pytest.mark.parametrize("plan", [PLAN, {}], ids=["divided", "whole"])
+@pytest.mark.parametrize("plan", [PLAN, {}], ids=["sharded", "replicated"])
 @pytest.mark.parametrize("check", [False, True])
 @pytest.mark.parametrize("recomputes", [False, True])
 def test_a_model_that_makes_plain_tensors(plan, check, recomputes):
@@ -184,9 +184,9 @@ def test_operators_without_a_rule_on_replicated_tensors(dtype):
         for one, other in zip(mine.parameters(), alone.parameters(), strict=True):
             torch.testing.assert_close(one.grad.full_tensor(), other.grad)
         # Divided ones would have to be gathered, which nobody has asked for.
-        divided = fd.distribute(x, mesh_of(group), fd.Shard(1))
+        sharded = fd.distribute(x, mesh_of(group), fd.Shard(1))
         with pytest.raises(UnsupportedOpError, match="no rule"):
-            mine(divided)
+            mine(sharded)
 
     run_ranks(program, 2)
 
@@ -480,8 +480,8 @@ def test_a_module_of_a_model_called_by_itself():
         for result in (mine[1](hidden), mine[1][1](mine[1][0](hidden)), mine(x.double())):
             assert type(result) is torch.Tensor
             torch.testing.assert_close(result, expected)
-        whole = fd.distribute(x.double(), mesh, fd.Replicate())
-        assert isinstance(mine[0](whole), DTensor)
+        full = fd.distribute(x.double(), mesh, fd.Replicate())
+        assert isinstance(mine[0](full), DTensor)
         mine(x.double()).sum().backward()
         mine.zero_grad()
         mine[1](mine[0](x.double())).sum().backward()
