@@ -124,23 +124,20 @@ def _start(collected: list[_Collected], group: Backend) -> None:
 def _runs(collected: list[_Collected]) -> list[list[_Collected]]:
     """Group consecutive calls of one kind that can be fused: none touches another's result."""
     runs: list[list[_Collected]] = []
+    last_key: tuple[object, ...] | None = None
     for item in collected:
-        op = item[0].op
-        key = _fusion_key(item[0])
-        last = [other for other, _ in runs[-1]] if runs else []
+        op, key = item[0].op, _fusion_key(item[0])
         if (
-            last
-            and key is not None
-            and all(
-                _fusion_key(other) == key
-                and not shares_memory(other.op.out, op.source)
-                and not shares_memory(other.op.out, op.out)
-                for other in last
+            key is not None
+            and key == last_key
+            and not any(
+                shares_memory(other.op.out, op.source) or shares_memory(other.op.out, op.out) for other, _ in runs[-1]
             )
         ):
             runs[-1].append(item)
         else:
             runs.append([item])
+        last_key = key
     return runs
 
 

@@ -80,7 +80,7 @@ class PendingCollective(ABC, Generic[T_co]):
     @property
     def op_name(self) -> str:
         """The collective's name, such as "allreduce"."""
-        return self._op_name
+        return str(self._op_name)  # it may be a CollectiveKind
 
     @abstractmethod
     def done(self) -> bool:

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 import msgspec
 from typing_extensions import Self, override
 
-from ferrodist.backends.mailbox_backend import PeerExit
+from ferrodist.backends.group_observer import PeerExit
 from ferrodist.backends.tcp.backend import TcpBackend
 from ferrodist.deadline import Deadline, check_timeout, resolve_timeout
 from ferrodist.errors import DistributedError, InvalidRankError, PeerLostError, ProtocolError, RendezvousError
