@@ -77,7 +77,11 @@ _groups: weakref.WeakSet[_Group] = weakref.WeakSet()
 
 
 def at_exit(stage: ExitStage, callback: Callback) -> None:
-    """Call ``callback()`` at the interpreter's exit, when `atexit` would, but all of earlier stages before it."""
+    """Call ``callback()`` at the interpreter's exit, after all of earlier stages.
+
+    Up to MPI's stage it is called when `atexit` would call it, so that handlers that the program registers later run
+    before it; in the stages after that, which only the others need, when all of those have been called.
+    """
 
     def run_at_exit() -> None:
         _run_stages_before(stage)
@@ -87,7 +91,8 @@ def at_exit(stage: ExitStage, callback: Callback) -> None:
 
     entry = (callback, run_at_exit)
     _callbacks[stage].append(entry)
-    atexit.register(run_at_exit)
+    if stage <= ExitStage.MPI:
+        atexit.register(run_at_exit)
 
 
 def cancel_at_exit(stage: ExitStage, callback: Callback) -> None:
