@@ -304,10 +304,10 @@ def _connect_to_this_round(address: str, request: JoinRequest, where: str) -> tu
     while True:
         client = _connect(address, request)
         try:
-            name = rounds.name_of(client, request.deadline)
+            name = client.get(rounds.NAME_KEY, timeout=request.deadline.remaining())
             if not rounds.has_left(name):
                 return client, name
-            rounds.wait_for_end(client, request.deadline)
+            client.get(rounds.OVER_KEY, timeout=request.deadline.remaining())
         except RendezvousError:  # it went away
             client.close()
             if not rounds.has_left_any():
@@ -336,11 +336,11 @@ def _join_as_server(address: str, request: JoinRequest, where: str, *, shared_po
 
     def end() -> None:
         with contextlib.suppress(RendezvousError):  # it was closed before
-            rounds.announce_end(server.store)
+            server.store.set(rounds.OVER_KEY, b"1")
         server.close(linger=LINGER_SECONDS)
 
     try:
-        rounds.set_name(server.store)
+        server.store.set(rounds.NAME_KEY, os.urandom(16))
         _claim_and_await(server.store, request, where)
     except DistributedError:
         end()  # the others are to read why

@@ -201,7 +201,7 @@ class RpcAgent:
             keywords: More arguments, by name; ``timeout`` is this method's own.
 
         Raises:
-            RpcError: The function raised, or there is none of that name.
+            RpcError: The function raised, or its name is not registered.
             DistributedTimeoutError: There is no result in time.
             PeerLostError: The rank died or left.
             TypeError, ValueError: An argument can't be sent.
@@ -259,7 +259,7 @@ class RpcAgent:
         Raises:
             DistributedTimeoutError: The rank is not there in time.
             NoConnectionError: The rank is not there, and can't join any more.
-            InvalidRankError: There is no such rank, or none of that name in time, or once all are there.
+            InvalidRankError: The rank does not exist; or no rank has the name, in time or once all are there.
         """
         deadline = Deadline(self._seconds(timeout))
         peer = self._names.wait_for(rank, deadline) if isinstance(rank, str) else self._rank_of(rank)

@@ -159,7 +159,7 @@ class PendingCalls:
 
     @property
     def is_closed(self) -> bool:
-        """Whether the agent is closed."""
+        """True once the agent is closed."""
         return self._closed is not None
 
     @property

@@ -96,7 +96,7 @@ class PeerManager:
             self._take(rank, deadline)
 
     def is_absent_for_good(self, rank: int) -> bool:
-        """Whether a rank is not there, and can't come any more."""
+        """Return True if a rank is not there, and can't come any more."""
         return rank not in self._peers and bool(self._backend.hopeless(rank))
 
     def refuse(self) -> None:

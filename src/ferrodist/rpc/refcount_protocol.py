@@ -41,8 +41,9 @@ from typing import TYPE_CHECKING, Any
 
 from ferrodist.errors import DistributedError, PeerLostError
 from ferrodist.rpc.messages import MET, OWN_NAMES, Call
-from ferrodist.rpc.refcount_tables import ForkKey, PendingFork, RRefTable, UserRRef
+from ferrodist.rpc.refcount_tables import RRefTable
 from ferrodist.rpc.rref import ReferenceId, RRefOperations
+from ferrodist.rpc.rref_records import ForkKey, PendingFork, UserRRef
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping

@@ -28,8 +28,8 @@ from ferrodist.rpc.messages import (
     unpack_result,
 )
 from ferrodist.rpc.refcount_protocol import RefCountClient, RefCountServer
-from ferrodist.rpc.refcount_tables import OwnedObject, owned_object, record_of
 from ferrodist.rpc.rref import FETCH, METHOD, ReferenceId, RRef
+from ferrodist.rpc.rref_records import OwnedObject, owned_object, record_of
 from ferrodist.rpc.rref_transfer import RRefTransfer
 from ferrodist.rpc.server import RpcServer, refusal
 

@@ -11,7 +11,7 @@ from typing_extensions import override
 from ferrodist.errors import DistributedTimeoutError, PeerLostError, RpcError
 from ferrodist.rpc.future import Future, OneShot
 from ferrodist.rpc.messages import ReferenceTransfer
-from ferrodist.rpc.refcount_tables import OwnedObject, record_of
+from ferrodist.rpc.rref_records import OwnedObject, record_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence

@@ -108,7 +108,7 @@ class WorkerNames:
         self._server.respond(incoming, None)
 
     def _are_complete(self) -> bool:
-        """Whether no more names can come: all ranks that are there have announced theirs, and no other can join."""
+        """Return True if no more names can come: all ranks that are there have announced theirs, and none can join."""
         return all(
             rank in self._announced or self._peers.is_absent_for_good(rank) for rank in range(self._peers.world_size)
         )

@@ -25,7 +25,14 @@ from ferrodist.checkpoint.reader import CheckpointReader
 from ferrodist.checkpoint.retention import read_manifest
 from ferrodist.checkpoint.shard_metadata import ShardMetadata
 from ferrodist.checkpoint.storage import open_storage
-from ferrodist.checkpoint.tools.reshard import ROW_BLOCK_BYTES, ProgressCounter, RewriteSource, row_blocks
+from ferrodist.checkpoint.tools.reshard import (
+    ROW_BLOCK_BYTES,
+    ProgressCounter,
+    RewriteOptions,
+    RewriteSource,
+    rewrite,
+    row_blocks,
+)
 from ferrodist.checkpoint.writer import BLOCK_BYTES
 from ferrodist.errors import DistCheckpointError
 from ferrodist.tensor.local_shards import Box
@@ -84,6 +91,18 @@ def conversion_errors(where: str) -> Iterator[None]:
 
 def _first_line(error: Exception) -> str:
     return str(error).strip().partition("\n")[0] or type(error).__name__
+
+
+def import_folder(
+    storage: Storage, new_storage: Storage, read_state: Callable[[Storage], Any], options: RewriteOptions | None
+) -> None:
+    """Write the state of a folder in another format as a checkpoint."""
+    try:
+        with conversion_errors(storage.url):
+            source = make_rewrite_source(read_state(storage), storage)
+        rewrite(source, new_storage, options or RewriteOptions())
+    finally:
+        storage.close()
 
 
 def make_rewrite_source(state: Any, storage: Storage) -> RewriteSource:

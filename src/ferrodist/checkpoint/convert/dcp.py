@@ -25,7 +25,7 @@ from ferrodist.checkpoint.convert.common import (
     FileShard,
     LazyShard,
     conversion_errors,
-    make_rewrite_source,
+    import_folder,
     materialize,
 )
 from ferrodist.checkpoint.convert.pickle_reader import Global, PickledCall, PickledDict, check_expansion, read_pickle
@@ -36,7 +36,6 @@ from ferrodist.checkpoint.format.tree import check_collisions
 from ferrodist.checkpoint.retention import DCP_METADATA_NAME as METADATA_NAME
 from ferrodist.checkpoint.retention import describe_foreign_format
 from ferrodist.checkpoint.storage import open_storage
-from ferrodist.checkpoint.tools.reshard import RewriteOptions, rewrite
 from ferrodist.errors import DistCheckpointError
 from ferrodist.tensor.local_shards import Box
 from ferrodist.torch_private.tensors import checkpoint_offset
@@ -48,7 +47,7 @@ if TYPE_CHECKING:
     from typing_extensions import Buffer
 
     from ferrodist.checkpoint.storage.base import Storage
-    from ferrodist.checkpoint.tools.reshard import ProgressCallback
+    from ferrodist.checkpoint.tools.reshard import ProgressCallback, RewriteOptions
 
 _METADATA = "torch.distributed.checkpoint.metadata"
 _ALLOWED_GLOBALS = {
@@ -276,15 +275,14 @@ def import_dcp(
             written.
     """
     storage, new_storage = open_storage(path, storage_options), open_storage(new_path, new_storage_options)
-    try:
-        with conversion_errors(storage.url):
-            if METADATA_NAME not in storage.list_names():
-                what = f"{storage.url} is no folder of torch.distributed.checkpoint: {METADATA_NAME} is missing"
-                raise DistCheckpointError(f"{what}. {other}" if (other := describe_foreign_format(storage)) else what)
-            contents = make_rewrite_source(_DcpReader(storage).state(), storage)
-        rewrite(contents, new_storage, options or RewriteOptions())
-    finally:
-        storage.close()
+    import_folder(storage, new_storage, _read_state, options)
+
+
+def _read_state(storage: Storage) -> Any:
+    if METADATA_NAME not in storage.list_names():
+        what = f"{storage.url} is no folder of torch.distributed.checkpoint: {METADATA_NAME} is missing"
+        raise DistCheckpointError(f"{what}. {other}" if (other := describe_foreign_format(storage)) else what)
+    return _DcpReader(storage).state()
 
 
 class _DcpReader:
