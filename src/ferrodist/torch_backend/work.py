@@ -332,7 +332,7 @@ class CallbackStreams:
 _DRAIN_SECONDS = 10.0
 """How long leaving a group waits for its messages to be received."""
 
-_SHUTDOWN_FUNCTIONS = {"shutdown", "_leave_at_exit", "_run_exit_stage", "_run_first_stages"}
+_SHUTDOWN_FUNCTIONS = {"shutdown", "_leave_at_exit", "run_at_exit", "_run_stages_before", "_run_exit_stage"}
 
 _CALLING = ("ferrodist.backends.", "ferrodist.collectives.", "ferrodist.torch_backend.")
 _CALLED_BACK = "ferrodist.torch_backend.futures"
