@@ -87,7 +87,7 @@ class Results:
             if outcome.tag == "skipped":
                 self.skips[outcome.get("message", "")] += 1
             else:
-                self.failures.append((name, outcome.text or outcome.get("message", "")))
+                self.failures.append((name, outcome.text or outcome.get("message") or ""))
         if not outcomes:
             self.counts["passed"] += 1
 

@@ -48,7 +48,7 @@ SUBJECTS = {
         *(f"{COLLECTIVES}/test_{name}.py" for name in ("inference_mode", "other_differentiation", "views")),
         "tests/unit/rpc/test_rpc_context.py",
         "tests/unit/rpc/test_rpc_values.py",
-        "tests/unit/test_doctor.py",
+        "tests/unit/cli/test_doctor.py",
     ],
 }
 """The tests by subject; each subject is a pytest run of its own."""

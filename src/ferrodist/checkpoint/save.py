@@ -70,30 +70,25 @@ def commit(storage: Storage, manifest: Manifest, deadline: Deadline, *, single_n
             except when the disk refused to sync the new manifest: then they see this one, complete.
     """
     with storage.exclusive(deadline):
-        _commit(storage, manifest, single_name)
-
-
-def _commit(storage: Storage, manifest: Manifest, single_name: str | None) -> None:
-    names = [file.name for file in manifest.files]
-    index = make_index(manifest)
-    try:
-        stale = _publish(storage, manifest, names, index)
-    except BaseException:
+        names = [file.name for file in manifest.files]
+        index = make_index(manifest)
         try:
-            _unpublish(storage, manifest.save_id, names)
-        except (OSError, DistCheckpointError) as second:
-            _logger.warning("the published files of a failed save to %s can't be removed: %s", storage.url, second)
-        raise
-    if single_name is not None and len(names) == 1:
+            stale = _publish(storage, manifest, names, index)
+        except BaseException:
+            try:
+                _unpublish(storage, manifest.save_id, names)
+            except (OSError, DistCheckpointError) as second:
+                _logger.warning("the published files of a failed save to %s can't be removed: %s", storage.url, second)
+            raise
+        if single_name is not None and len(names) == 1:
+            try:
+                stale, index = _rename_single(storage, manifest, single_name, stale), None
+            except OSError as error:  # some file systems have no links
+                _logger.warning("%s at %s is not called %s: %s", names[0], storage.url, single_name, error)
         try:
-            stale = _rename_single(storage, manifest, single_name, stale)
-            index = None
-        except OSError as error:  # some file systems have no links
-            _logger.warning("%s at %s is not called %s: %s", names[0], storage.url, single_name, error)
-    try:
-        _clean_up(storage, manifest, stale, index)
-    except (OSError, DistCheckpointError) as error:  # a load has all it needs, and the next save cleans up again
-        _logger.warning("the checkpoint at %s is saved, but its folder is not tidy: %s", storage.url, error)
+            _clean_up(storage, manifest, stale, index)
+        except (OSError, DistCheckpointError) as error:  # a load has all it needs, and the next save cleans up again
+            _logger.warning("the checkpoint at %s is saved, but its folder is not tidy: %s", storage.url, error)
 
 
 def _publish(storage: Storage, manifest: Manifest, names: Sequence[str], index: bytes | None) -> set[str]:

@@ -44,7 +44,11 @@ def start_allreduce(tensor: torch.Tensor, op: Any, group: Backend | None, out: t
     if path is None or target is None:
         return None
     started = path.communicator.start_allreduce(tensor, target, getattr(op, "number", -1), path.timeout)
-    return started and _NativeWork(path, started, kind=CollectiveKind.ALLREDUCE, source=tensor, out=target, op=op)
+    return started and _NativeWork(
+        path,
+        started,
+        CollectiveOp(kind=CollectiveKind.ALLREDUCE, source=tensor, out=target, op=op, timeout=path.timeout),
+    )
 
 
 def start_broadcast(tensor: torch.Tensor, root: int, group: Backend | None, out: torch.Tensor | None) -> Any:
@@ -53,7 +57,11 @@ def start_broadcast(tensor: torch.Tensor, root: int, group: Backend | None, out:
     if path is None or out is not tensor or type(root) is not int:
         return None
     started = path.communicator.start_broadcast(tensor, tensor, root, path.timeout)
-    return started and _NativeWork(path, started, kind=CollectiveKind.BROADCAST, source=tensor, out=tensor, root=root)
+    return started and _NativeWork(
+        path,
+        started,
+        CollectiveOp(kind=CollectiveKind.BROADCAST, source=tensor, out=tensor, root=root, timeout=path.timeout),
+    )
 
 
 def start_all_gather(tensor: torch.Tensor, dim: int, group: Backend | None, out: torch.Tensor | None) -> Any:
@@ -65,7 +73,11 @@ def start_all_gather(tensor: torch.Tensor, dim: int, group: Backend | None, out:
     if target is None:
         return None
     started = path.communicator.start_all_gather(tensor, target, path.timeout)
-    return started and _NativeWork(path, started, kind=CollectiveKind.ALL_GATHER, source=tensor, out=target, dim=0)
+    return started and _NativeWork(
+        path,
+        started,
+        CollectiveOp(kind=CollectiveKind.ALL_GATHER, source=tensor, out=target, dim=0, timeout=path.timeout),
+    )
 
 
 def start_reduce_scatter(
@@ -80,7 +92,9 @@ def start_reduce_scatter(
         return None
     started = path.communicator.start_reduce_scatter(tensor, target, getattr(op, "number", -1), path.timeout)
     return started and _NativeWork(
-        path, started, kind=CollectiveKind.REDUCE_SCATTER, source=tensor, out=target, op=op, dim=0
+        path,
+        started,
+        CollectiveOp(kind=CollectiveKind.REDUCE_SCATTER, source=tensor, out=target, op=op, dim=0, timeout=path.timeout),
     )
 
 
@@ -92,7 +106,11 @@ def start_all_to_all(tensor: torch.Tensor, group: Backend | None, out: torch.Ten
         return None
     started = path.communicator.start_all_to_all(tensor, target, path.timeout)
     unit = tensor.numel() // path.engine.num_ranks
-    return started and _NativeWork(path, started, kind=CollectiveKind.ALL_TO_ALL, source=tensor, out=target, unit=unit)
+    return started and _NativeWork(
+        path,
+        started,
+        CollectiveOp(kind=CollectiveKind.ALL_TO_ALL, source=tensor, out=target, unit=unit, timeout=path.timeout),
+    )
 
 
 def _path_of(group: Backend | None) -> Any:
@@ -132,11 +150,11 @@ class _NativeWork(PendingCollective[torch.Tensor]):
     The call keeps the tensors alive, whose addresses the engine has.
     """
 
-    def __init__(self, path: Any, started: Any, **call: Any) -> None:
-        self._op = CollectiveOp(timeout=path.timeout, **call)
-        super().__init__(self._op.operation, path.engine.group_name)
+    def __init__(self, path: Any, started: Any, op: CollectiveOp) -> None:
         self._engine = path.engine
+        super().__init__(op.kind, self._engine.group_name)
         self._started = started
+        self._op = op
         self._has_result = False
 
     @override

@@ -8,7 +8,6 @@ finds the name of a store that it has left waits for the next one.
 
 from __future__ import annotations
 
-import os
 import time
 from typing import TYPE_CHECKING
 
@@ -16,18 +15,16 @@ from ferrodist.errors import DistributedTimeoutError
 
 if TYPE_CHECKING:
     from ferrodist.deadline import Deadline
-    from ferrodist.rendezvous.store import Store
 
-_NAME_KEY = "ferrodist/round"
-_OVER_KEY = "ferrodist/round over"
+NAME_KEY = "ferrodist/round"
+"""The key of the random name of a store that rank 0 serves."""
+
+OVER_KEY = "ferrodist/round over"
+"""Set when the store is about to close, for ranks that wait for the next round."""
+
 _POLL_INTERVAL_SECONDS = 0.02
 
 _left: set[bytes] = set()  # of stores that this process met in, and has left
-
-
-def make_name() -> bytes:
-    """Return a random name for a store."""
-    return os.urandom(16)
 
 
 def mark_left(name: bytes) -> None:
@@ -43,28 +40,6 @@ def has_left(name: bytes) -> bool:
 def has_left_any() -> bool:
     """Return whether this process has left any store."""
     return bool(_left)
-
-
-def set_name(store: Store) -> bytes:
-    """Name a store that this process serves."""
-    name = make_name()
-    store.set(_NAME_KEY, name)
-    return name
-
-
-def name_of(store: Store, deadline: Deadline) -> bytes:
-    """Return the name of a store that rank 0 serves."""
-    return store.get(_NAME_KEY, timeout=deadline.remaining())
-
-
-def announce_end(store: Store) -> None:
-    """Announce that this store is about to close, to ranks that wait for the next round."""
-    store.set(_OVER_KEY, b"1")
-
-
-def wait_for_end(store: Store, deadline: Deadline) -> None:
-    """Wait until the rank that serves a store is about to close it."""
-    store.get(_OVER_KEY, timeout=deadline.remaining())
 
 
 def wait_for_next_round(what: str, deadline: Deadline) -> None:

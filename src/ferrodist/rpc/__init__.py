@@ -9,8 +9,7 @@
 """
 
 from ferrodist.errors import RpcError
-from ferrodist.rpc.agent import DEFAULT_MESSAGE_LIMIT, RpcAgent, current_agent
-from ferrodist.rpc.context import RpcContext
+from ferrodist.rpc.agent import DEFAULT_MESSAGE_LIMIT, RpcAgent, RpcContext, current_agent
 from ferrodist.rpc.future import Future
 from ferrodist.rpc.metrics import RpcStatistics
 from ferrodist.rpc.refcount_tables import ReferenceCounts

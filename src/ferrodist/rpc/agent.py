@@ -1,4 +1,4 @@
-"""`RpcAgent`: a rank's calls to other ranks, and theirs to it.
+"""`RpcAgent`: a rank's calls to other ranks, and theirs to it; `RpcContext`: an agent for a with-block.
 
 An agent owns a client (calls made), a server (calls served), the peers, the remote objects, and the graceful shutdown.
 A call passes `RpcClient.call`, `RemotePeer.send` and the group of the two ranks. There `RpcServer.on_message` receives
@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import inspect
 from typing import TYPE_CHECKING, Any, TypeVar, overload
 
 from ferrodist.arguments import check_int
@@ -23,7 +24,7 @@ from ferrodist.rpc.client import RpcClient
 from ferrodist.rpc.executor import Executor, WaitEvents
 from ferrodist.rpc.large_messages import TensorPool
 from ferrodist.rpc.messages import OWN_NAMES, Call
-from ferrodist.rpc.metrics import RpcMetrics
+from ferrodist.rpc.metrics import RpcMetrics, RpcStatistics
 from ferrodist.rpc.peer import PeerOptions
 from ferrodist.rpc.peer_manager import PeerManager
 from ferrodist.rpc.remote_objects import CREATE, RRefManager
@@ -35,9 +36,9 @@ from ferrodist.rpc.worker_names import WorkerNames
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
     from contextlib import AbstractContextManager
+    from types import TracebackType
 
     from ferrodist.rpc.future import Future
-    from ferrodist.rpc.metrics import RpcStatistics
     from ferrodist.rpc.refcount_tables import ReferenceCounts
     from ferrodist.rpc.rref import RRef
 
@@ -200,7 +201,7 @@ class RpcAgent:
             keywords: More arguments, by name; ``timeout`` is this method's own.
 
         Raises:
-            RpcError: The function raised, or there is none of that name.
+            RpcError: The function raised, or its name is not registered.
             DistributedTimeoutError: There is no result in time.
             PeerLostError: The rank died or left.
             TypeError, ValueError: An argument can't be sent.
@@ -258,7 +259,7 @@ class RpcAgent:
         Raises:
             DistributedTimeoutError: The rank is not there in time.
             NoConnectionError: The rank is not there, and can't join any more.
-            InvalidRankError: There is no such rank, or none of that name in time, or once all are there.
+            InvalidRankError: The rank does not exist; or no rank has the name, in time or once all are there.
         """
         deadline = Deadline(self._seconds(timeout))
         peer = self._names.wait_for(rank, deadline) if isinstance(rank, str) else self._rank_of(rank)
@@ -378,3 +379,68 @@ def current_agent() -> RpcAgent:
         return serving_agent.get()  # type: ignore[no-any-return]
     except LookupError:
         raise RuntimeError("current_agent() is for functions that an agent serves, and this is none") from None
+
+
+_OPTIONS = tuple(
+    name for name, each in inspect.signature(RpcAgent).parameters.items() if each.kind is inspect.Parameter.KEYWORD_ONLY
+)
+
+
+def _check_options(options: Mapping[str, Any]) -> None:
+    for name in options:
+        if name not in _OPTIONS:
+            raise TypeError(f"RpcContext has no option {name!r}; there are drain_timeout, {', '.join(_OPTIONS)}")
+
+
+class RpcContext:
+    """Makes and serves calls in a with-block: ``with RpcContext(group, {"add": add}) as agent:``.
+
+    The end of the block waits until all ranks have reached the end of theirs and no call is under way, and serves calls
+    until then; a rank that only serves has an empty block. A block that raises ends at once, and its rank is lost to
+    the others.
+
+    Args:
+        backend: The transport between ranks; or a group, whose messages carry the calls.
+        functions: The functions that other ranks may call, by name.
+        drain_timeout: Seconds that the end of the block may take; None takes the backend's timeout.
+        options: The options of `RpcAgent`.
+
+    Raises:
+        TypeError: An option is unknown. The backend is closed, unless an agent uses it.
+        DistributedTimeoutError: At the end: it takes too long. Rank 0's error names the ranks that the others wait for.
+        PeerLostError: At the end: rank 0, which coordinates it, is gone.
+    """
+
+    def __init__(
+        self,
+        backend: RpcBackend | Backend,
+        functions: Mapping[str, Callable[..., Any]] | None = None,
+        *,
+        drain_timeout: float | None = None,
+        **options: Any,
+    ) -> None:
+        try:
+            self._drain_timeout = None if drain_timeout is None else check_timeout(drain_timeout)
+            _check_options(options)
+        except (TypeError, ValueError):
+            if isinstance(backend, RpcBackend):
+                backend.refuse()
+            raise
+        self._make = functools.partial(RpcAgent, backend, functions, **options)
+        self._agent: RpcAgent | None = None
+
+    def __enter__(self) -> RpcAgent:
+        if self._agent is not None:
+            raise RuntimeError("this RpcContext has been entered already: make another one")
+        self._agent = self._make()
+        return self._agent
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        assert self._agent is not None
+        try:
+            if kind is None:
+                self._agent.drain(self._drain_timeout)
+        finally:
+            self._agent.close()

@@ -10,31 +10,31 @@ import time
 from typing import TYPE_CHECKING, Any
 
 from ferrodist.deadline import Deadline
-from ferrodist.errors import DistributedError, DistributedTimeoutError, GroupClosedError, RpcError
+from ferrodist.errors import DistributedError, DistributedTimeoutError, GroupClosedError, PeerLostError, RpcError
 from ferrodist.rpc.future import Future
 from ferrodist.rpc.messages import (
     NO_NUMBER,
     OWN_NAMES,
     Call,
+    Content,
     MessageKind,
+    ReferenceTransfer,
+    ValueCodec,
     error_of,
     pack_call,
     pack_plain_call,
     unpack_failure,
     unpack_result,
 )
-from ferrodist.rpc.peer_manager import lost_error
+from ferrodist.rpc.peer_manager import PeerManager, lost_error
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from ferrodist.backends.request import WaitEvent
-    from ferrodist.errors import PeerLostError
     from ferrodist.rpc.executor import Executor
-    from ferrodist.rpc.messages import Content, ReferenceTransfer, ValueCodec
     from ferrodist.rpc.metrics import RpcMetrics
     from ferrodist.rpc.peer import Peer
-    from ferrodist.rpc.peer_manager import PeerManager
 
 _MAX_ENDED_TIMEOUTS = 1000
 """Timeouts of calls that have ended which may be in the heap."""
@@ -159,7 +159,7 @@ class PendingCalls:
 
     @property
     def is_closed(self) -> bool:
-        """Whether the agent is closed."""
+        """True once the agent is closed."""
         return self._closed is not None
 
     @property

@@ -26,14 +26,15 @@ from ferrodist.rpc.framing import (
     FRAME_TAG,
     MAX_CONTENT_BYTES,
     Form,
+    Frame,
     ReceiveQueue,
     outside_of_modes,
     pack_frame,
     payload_tag,
 )
 from ferrodist.rpc.large_messages import LargeMessage
-from ferrodist.rpc.messages import REFERENCE_TAG, MessageKind
-from ferrodist.rpc.peer import Peer
+from ferrodist.rpc.messages import REFERENCE_TAG, Content, MessageKind
+from ferrodist.rpc.peer import MessageHandler, Peer, PeerOptions
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -42,9 +43,6 @@ if TYPE_CHECKING:
 
     from ferrodist.backends.base import Backend
     from ferrodist.backends.request import PersistentRecv, Request
-    from ferrodist.rpc.framing import Frame
-    from ferrodist.rpc.messages import Content
-    from ferrodist.rpc.peer import MessageHandler, PeerOptions
 
 
 class RemotePeer(Peer):

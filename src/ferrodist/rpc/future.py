@@ -12,12 +12,10 @@ import time
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from ferrodist.deadline import check_timeout
-from ferrodist.rpc.executor import FOREVER_SECONDS
+from ferrodist.rpc.executor import FOREVER_SECONDS, Executor
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Generator
-
-    from ferrodist.rpc.executor import Executor
 
     _Callback = Callable[[concurrent.futures.Future[Any]], object]
 

@@ -14,12 +14,11 @@ import torch
 from ferrodist.collectives.arguments import bytes_of
 from ferrodist.collectives.serialization import OutOfBandTensor, PackedValue, UnreadableError, decode_value_from_bytes
 from ferrodist.errors import ProtocolError
-from ferrodist.rpc.framing import FRAME_CONTENT_BYTES, Form
+from ferrodist.rpc.framing import FRAME_CONTENT_BYTES, Form, Frame
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from ferrodist.rpc.framing import Frame
     from ferrodist.rpc.messages import Content
 
 

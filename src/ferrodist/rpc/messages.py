@@ -304,8 +304,8 @@ class ReferenceTransfer(ABC):
     ) -> OneShot[BaseException | None] | None:
         """Send the message, now or soon.
 
-        None if it was sent now, or an exception of why not; otherwise the future error or None, and `on_error` is
-        called.
+        Returns None if it was sent at once, and raises if it can't be. Otherwise the result is set to None when it was
+        sent, or to the error, with which `on_error` is called first.
         """
 
     @abstractmethod

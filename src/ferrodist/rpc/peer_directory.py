@@ -75,11 +75,7 @@ class PeerDirectory:
             self._notify(rank)
         return record
 
-    def watch(
-        self,
-        on_found: Callable[[int, PeerRecord], None],
-        on_end: Callable[[str], None],
-    ) -> None:
+    def watch(self, on_found: Callable[[int, PeerRecord], None], on_end: Callable[[str], None]) -> None:
         """Have a thread report the lower ranks' newest processes, now and whenever they change.
 
         Args:
@@ -175,7 +171,7 @@ class PeerDirectory:
             on_end(f" Another process was started as rank {self._rank}: this one joins no rank again.")
 
     def _is_newest(self) -> bool:
-        """Whether no other process has replaced this one, as far as the store answers."""
+        """Return True unless another process has replaced this one, as far as the store answers."""
         with contextlib.suppress(DistributedTimeoutError):
             incarnation = self._incarnation_of(self._rank)
             if not incarnation:

@@ -7,18 +7,22 @@ import threading
 from typing import TYPE_CHECKING, Protocol
 
 from ferrodist.deadline import Deadline
-from ferrodist.errors import DistributedTimeoutError, GroupClosedError, NoConnectionError, PeerLostError
+from ferrodist.errors import (
+    DistributedError,
+    DistributedTimeoutError,
+    GroupClosedError,
+    NoConnectionError,
+    PeerLostError,
+)
 from ferrodist.rpc.connection import RemotePeer
 from ferrodist.rpc.executor import SerialExecutor
 from ferrodist.rpc.messages import HELLO, MET
-from ferrodist.rpc.peer import LoopbackPeer
+from ferrodist.rpc.peer import LoopbackPeer, MessageHandler, Peer, PeerOptions
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
     from ferrodist.backends.base import Backend
-    from ferrodist.errors import DistributedError
-    from ferrodist.rpc.peer import MessageHandler, Peer, PeerOptions
     from ferrodist.rpc.transport import RpcBackend
 
 _GOODBYE_SECONDS = 2.0
@@ -92,7 +96,7 @@ class PeerManager:
             self._take(rank, deadline)
 
     def is_absent_for_good(self, rank: int) -> bool:
-        """Whether a rank is not there, and can't come any more."""
+        """Return True if a rank is not there, and can't come any more."""
         return rank not in self._peers and bool(self._backend.hopeless(rank))
 
     def refuse(self) -> None:

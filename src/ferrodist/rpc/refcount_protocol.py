@@ -39,22 +39,20 @@ import secrets
 import threading
 from typing import TYPE_CHECKING, Any
 
-from ferrodist.errors import DistributedError
+from ferrodist.errors import DistributedError, PeerLostError
 from ferrodist.rpc.messages import MET, OWN_NAMES, Call
-from ferrodist.rpc.refcount_tables import PendingFork, RRefTable
-from ferrodist.rpc.rref import ReferenceId
+from ferrodist.rpc.refcount_tables import RRefTable
+from ferrodist.rpc.rref import ReferenceId, RRefOperations
+from ferrodist.rpc.rref_records import ForkKey, PendingFork, UserRRef
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
     from ferrodist.deadline import Deadline
-    from ferrodist.errors import PeerLostError
     from ferrodist.rpc.client import RpcClient
     from ferrodist.rpc.executor import SerialExecutor
     from ferrodist.rpc.future import Future
     from ferrodist.rpc.peer import IncomingCall
-    from ferrodist.rpc.refcount_tables import ForkKey, UserRRef
-    from ferrodist.rpc.rref import RRefOperations
     from ferrodist.rpc.server import RpcServer
 
 REGISTER = f"{OWN_NAMES}register"

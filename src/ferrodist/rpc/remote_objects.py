@@ -14,11 +14,12 @@ from ferrodist.collectives.pytree import LeafCodec
 from ferrodist.collectives.serialization import PackedValue
 from ferrodist.deadline import Deadline, check_timeout
 from ferrodist.errors import DistributedTimeoutError, GroupClosedError, RpcError, describe_error
-from ferrodist.rpc.executor import SerialExecutor
+from ferrodist.rpc.executor import Executor, SerialExecutor
 from ferrodist.rpc.messages import (
     OWN_NAMES,
     REFERENCE_TAG,
     Call,
+    Content,
     Failure,
     FailureKind,
     ValueCodec,
@@ -27,21 +28,17 @@ from ferrodist.rpc.messages import (
     unpack_result,
 )
 from ferrodist.rpc.refcount_protocol import RefCountClient, RefCountServer
-from ferrodist.rpc.refcount_tables import owned_object, record_of
 from ferrodist.rpc.rref import FETCH, METHOD, ReferenceId, RRef
+from ferrodist.rpc.rref_records import OwnedObject, owned_object, record_of
 from ferrodist.rpc.rref_transfer import RRefTransfer
-from ferrodist.rpc.server import refusal
+from ferrodist.rpc.server import RpcServer, refusal
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Sequence
 
     from ferrodist.rpc.client import RpcClient
-    from ferrodist.rpc.executor import Executor
     from ferrodist.rpc.future import Future
-    from ferrodist.rpc.messages import Content
     from ferrodist.rpc.peer import IncomingCall
-    from ferrodist.rpc.refcount_tables import OwnedObject
-    from ferrodist.rpc.server import RpcServer
 
 CREATE = f"{OWN_NAMES}create"
 """(id, function, arguments, keywords): the internal call that has a function make an object."""

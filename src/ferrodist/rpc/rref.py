@@ -79,7 +79,7 @@ class RRef:
 
     @property
     def is_owner(self) -> bool:
-        """Whether this rank has the object."""
+        """True if this rank has the object."""
         return self._manager.rank == self.owner
 
     def local_value(self, timeout: float | None = None) -> Any:

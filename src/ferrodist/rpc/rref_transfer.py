@@ -9,16 +9,15 @@ from typing import TYPE_CHECKING
 from typing_extensions import override
 
 from ferrodist.errors import DistributedTimeoutError, PeerLostError, RpcError
-from ferrodist.rpc.future import OneShot
+from ferrodist.rpc.future import Future, OneShot
 from ferrodist.rpc.messages import ReferenceTransfer
-from ferrodist.rpc.refcount_tables import OwnedObject, record_of
+from ferrodist.rpc.rref_records import OwnedObject, record_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from ferrodist.deadline import Deadline
     from ferrodist.rpc.executor import SerialExecutor
-    from ferrodist.rpc.future import Future
     from ferrodist.rpc.refcount_protocol import RefCountClient
     from ferrodist.rpc.rref import ReferenceId, RRef
 
@@ -111,10 +110,7 @@ class RRefTransfer(ReferenceTransfer):
         )
 
     def _finish(
-        self,
-        calls: dict[int, Future],
-        transmit: Callable[[], None],
-        end: Callable[[BaseException | None], None],
+        self, calls: dict[int, Future], transmit: Callable[[], None], end: Callable[[BaseException | None], None]
     ) -> None:
         errors = {owner: error for owner, call in calls.items() if (error := self._error_of(owner, call)) is not None}
         for owner, error in errors.items():

@@ -8,7 +8,7 @@ import functools
 import inspect
 import threading
 import traceback
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from typing_extensions import override
@@ -18,25 +18,23 @@ from ferrodist.errors import DistributedError, PeerLostError, ProtocolError, Rpc
 from ferrodist.rpc.messages import (
     OWN_NAMES,
     Call,
+    Content,
     Failure,
     FailureKind,
     MessageKind,
+    ValueCodec,
     pack_failure,
     pack_plain_result,
     pack_result,
     unpack_call,
 )
-from ferrodist.rpc.peer import IncomingCall, MessageHandler
+from ferrodist.rpc.peer import IncomingCall, MessageHandler, Peer
 from ferrodist.wording import counted, with_article
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
     from ferrodist.rpc.client import RpcClient
     from ferrodist.rpc.executor import Executor
-    from ferrodist.rpc.messages import Content, ValueCodec
     from ferrodist.rpc.metrics import RpcMetrics
-    from ferrodist.rpc.peer import Peer
 
     InternalHandler = Callable[[IncomingCall, Call], object]
 
@@ -301,17 +299,17 @@ class RpcServer(MessageHandler):
 
     def respond(self, incoming: IncomingCall, value: Any) -> None:
         """Answer a call with a value or a `Failure`; does not raise."""
+        if incoming.is_submitted:
+            self._metrics.count("failed" if isinstance(value, Failure) else "served")
         try:
-            if incoming.is_submitted:
-                self._metrics.count("failed" if isinstance(value, Failure) else "served")
             if incoming.on_result is not None:
                 value = incoming.on_result(value)
-            incoming.function = incoming.on_result = None
-            if incoming.number is not None:
-                incoming.peer.incoming.pop(incoming.number, None)
-                self._send_response(incoming.peer, incoming.number, value)
-        finally:
+        finally:  # calls that follow from it are being served by now, and the caller's has not ended
             self._serving.discard(incoming)
+        incoming.function = incoming.on_result = None
+        if incoming.number is not None:
+            incoming.peer.incoming.pop(incoming.number, None)
+            self._send_response(incoming.peer, incoming.number, value)
 
     def _send_response(self, peer: Peer, number: int, value: Any) -> None:
         if peer.internal_thread == threading.get_ident():

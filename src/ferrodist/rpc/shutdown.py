@@ -51,7 +51,7 @@ class _Status(NamedTuple):
 
     @property
     def is_quiet(self) -> bool:
-        """Whether no call of the rank's is under way, and it serves none."""
+        """True if no call of the rank's is under way, and it serves none."""
         return self.made == self.ended and not self.served
 
 
@@ -134,7 +134,7 @@ class GracefulShutdown:
             self._changed.notify_all()
 
     def _take_release(self) -> bool:
-        """Whether this rank was released; another drain may follow."""
+        """Return True if this rank was released, once: another drain may follow."""
         with self._changed:
             is_released, self._is_released = self._is_released, False
             return is_released

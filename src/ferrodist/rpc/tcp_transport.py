@@ -15,28 +15,24 @@ import time
 from typing import TYPE_CHECKING
 
 import msgspec
-from typing_extensions import override
+from typing_extensions import Self, override
 
-from ferrodist.backends.mailbox_backend import PeerExit
+from ferrodist.backends.group_observer import PeerExit
 from ferrodist.backends.tcp.backend import TcpBackend
 from ferrodist.deadline import Deadline, check_timeout, resolve_timeout
 from ferrodist.errors import DistributedError, InvalidRankError, PeerLostError, ProtocolError, RendezvousError
-from ferrodist.rendezvous import Hello, Listener, PrefixStore, connect, enter_job, parse_address
+from ferrodist.rendezvous import Hello, Listener, Membership, PrefixStore, connect, enter_job, parse_address
 from ferrodist.rendezvous.auth import check_hello
 from ferrodist.rendezvous.sockets import disconnect
 from ferrodist.rpc.peer_directory import PeerDirectory, PeerRecord
-from ferrodist.rpc.transport import RpcBackend
+from ferrodist.rpc.transport import RpcBackend, TransportListener
 from ferrodist.wording import counted
 
 if TYPE_CHECKING:
     import socket
 
-    from typing_extensions import Self
-
     from ferrodist.backends.base import Backend
-    from ferrodist.rendezvous import Membership
     from ferrodist.rendezvous.session import Connection
-    from ferrodist.rpc.transport import TransportListener
 
 _LEFT = PeerExit(what="has left: its agent was closed")
 
@@ -163,13 +159,7 @@ class TcpRpcBackend(RpcBackend):
         if membership is None:
             patience = seconds if connect_timeout is None else check_timeout(connect_timeout)
             membership = enter_job(
-                address,
-                rank=rank,
-                world_size=world_size,
-                timeout=patience,
-                secret=secret,
-                job=job,
-                listener=listener,
+                address, rank=rank, world_size=world_size, timeout=patience, secret=secret, job=job, listener=listener
             )
         check_hello(_hello(membership, PairHello(name, 1 << 63, "0" * 16, 1 << 63, 1 << 63)))
         super().__init__(membership.rank, membership.world_size, seconds)
@@ -285,11 +275,7 @@ class TcpRpcBackend(RpcBackend):
         request = PairHello.from_text(hello.group)
         if not self.rank < hello.rank < self.world_size:
             raise InvalidRankError(f"{who} does not connect to rank {self.rank}", ranks=(hello.rank,))
-        if (request.name, request.sought, request.token) != (
-            self.name,
-            self._own.incarnation,
-            self._own.token,
-        ):
+        if (request.name, request.sought, request.token) != (self.name, self._own.incarnation, self._own.token):
             raise RendezvousError(f"{who} looks for another process than the one that is rank {self.rank} here")
         version = request.own, request.attempt
         with self._changed:

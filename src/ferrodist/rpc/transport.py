@@ -7,13 +7,12 @@ from typing import TYPE_CHECKING, Protocol
 
 from typing_extensions import override
 
-from ferrodist.backends.request import LockWaitEvent
+from ferrodist.backends.request import LockWaitEvent, WaitEvent
 from ferrodist.backends.simulated import SimulatedBackend
 from ferrodist.backends.subgroup import SubBackend
 
 if TYPE_CHECKING:
     from ferrodist.backends.base import Backend
-    from ferrodist.backends.request import WaitEvent
 
 
 class TransportListener(Protocol):

@@ -5,13 +5,11 @@ from __future__ import annotations
 import threading
 from typing import TYPE_CHECKING
 
-from ferrodist.errors import GroupClosedError, InvalidRankError
-from ferrodist.rpc.messages import HELLO
+from ferrodist.errors import GroupClosedError, InvalidRankError, PeerLostError
+from ferrodist.rpc.messages import HELLO, Call
 
 if TYPE_CHECKING:
     from ferrodist.deadline import Deadline
-    from ferrodist.errors import PeerLostError
-    from ferrodist.rpc.messages import Call
     from ferrodist.rpc.peer import IncomingCall
     from ferrodist.rpc.peer_manager import PeerManager
     from ferrodist.rpc.server import RpcServer
@@ -110,7 +108,7 @@ class WorkerNames:
         self._server.respond(incoming, None)
 
     def _are_complete(self) -> bool:
-        """Whether no more names can come: all ranks that are there have announced theirs, and no other can join."""
+        """Return True if no more names can come: all ranks that are there have announced theirs, and none can join."""
         return all(
             rank in self._announced or self._peers.is_absent_for_good(rank) for rank in range(self._peers.world_size)
         )

@@ -21,8 +21,7 @@ from ferrodist.errors import (
     RendezvousError,
 )
 from ferrodist.rendezvous import Membership, MemoryStore
-from ferrodist.rpc.agent import RpcAgent
-from ferrodist.rpc.context import RpcContext
+from ferrodist.rpc.agent import RpcAgent, RpcContext
 from ferrodist.rpc.tcp_transport import PairHello, TcpRpcBackend, _hello
 from ferrodist.testing import check_leaks
 

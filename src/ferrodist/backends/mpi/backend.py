@@ -12,9 +12,10 @@ from typing import TYPE_CHECKING, Any
 from typing_extensions import override
 
 from ferrodist.backends.abort_reason import pack_reason, unpack_reason
+from ferrodist.backends.group_observer import PeerExit
 from ferrodist.backends.lifecycle import track
 from ferrodist.backends.liveness import LivenessProbe
-from ferrodist.backends.mailbox_backend import MAX_AHEAD, GroupReceive, MailboxBackend, PeerExit, Send
+from ferrodist.backends.mailbox_backend import MAX_AHEAD, GroupReceive, MailboxBackend, Send
 from ferrodist.backends.mpi import runtime
 from ferrodist.backends.mpi.collectives import MpiDataPlane
 from ferrodist.backends.mpi.progress import ProgressThread

@@ -16,8 +16,8 @@ from typing_extensions import override
 from ferrodist.backends.base import NonBlockingBackend
 from ferrodist.backends.control_plane import ControlPlaneBackend
 from ferrodist.backends.engine import FastPath
+from ferrodist.backends.group_observer import GroupObserver
 from ferrodist.backends.lifecycle import snapshot_weak
-from ferrodist.backends.mailbox_backend import GroupObserver
 from ferrodist.backends.native.binding import is_native_available, load, why_no_native
 from ferrodist.backends.native.bootstrap import open_messages
 from ferrodist.backends.native.collectives import NativeEngine
@@ -41,7 +41,7 @@ if TYPE_CHECKING:
     from typing_extensions import Buffer, Self
 
     from ferrodist.backends.base import Backend
-    from ferrodist.backends.mailbox_backend import PeerExit
+    from ferrodist.backends.group_observer import PeerExit
     from ferrodist.backends.request import PersistentRecv, Request, WaitEvent
     from ferrodist.errors import DistributedError
     from ferrodist.rendezvous import Membership

@@ -20,8 +20,8 @@ from typing_extensions import override
 
 from ferrodist.backends import mailbox
 from ferrodist.backends.base import check_peer
+from ferrodist.backends.group_observer import GroupObserver, PeerExit
 from ferrodist.backends.lifecycle import snapshot_weak
-from ferrodist.backends.mailbox_backend import GroupObserver, PeerExit
 from ferrodist.backends.native.binding import load
 from ferrodist.backends.request import answer_seconds
 from ferrodist.backends.tags import ANY_SOURCE, check_tag, group_of_tag
@@ -33,7 +33,8 @@ if TYPE_CHECKING:
 
     from typing_extensions import Buffer
 
-    from ferrodist.backends.mailbox_backend import EndReason, MailboxBackend
+    from ferrodist.backends.group_observer import EndReason
+    from ferrodist.backends.mailbox_backend import MailboxBackend
     from ferrodist.backends.request import PersistentRecv, Request, Stragglers, WaitEvent
     from ferrodist.deadline import Deadline
     from ferrodist.errors import DistributedError

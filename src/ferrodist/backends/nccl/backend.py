@@ -65,11 +65,7 @@ class NcclGroup(ControlPlaneBackend):
             raise TypeError(f"{type(self).__name__} takes a torch.cuda.Stream as stream, or None, not {stream!r}")
         reason = why_no_nccl() if library is load_nccl else None
         if reason is not None:
-            raise BackendUnavailable(
-                f"{type(self).__name__} needs NCCL on all ranks, and rank {control.rank} can't use it: {reason}."
-                " 'ferrodist doctor' tells what is there.",
-                ranks=(control.rank,),
-            )
+            raise self._unavailable_error((control.rank,), reason)
         self._is_closed = False
         self._stream = stream
         self._library = library
@@ -103,11 +99,15 @@ class NcclGroup(ControlPlaneBackend):
         reasons = reasons_without_nccl(control, deadline)
         if reasons:
             reason = (control.rank in reasons and why_no_nccl()) or reasons[min(reasons)]
-            raise BackendUnavailable(
-                f"{cls.__name__} needs NCCL on all ranks, and {ranks_text(tuple(reasons))} can't use it: {reason}."
-                " 'ferrodist doctor' tells what is there.",
-                ranks=tuple(reasons),
-            )
+            raise cls._unavailable_error(tuple(reasons), reason)
+
+    @classmethod
+    def _unavailable_error(cls, ranks: tuple[int, ...], reason: str) -> BackendUnavailable:
+        return BackendUnavailable(
+            f"{cls.__name__} needs NCCL on all ranks, and {ranks_text(ranks)} can't use it: {reason}."
+            " 'ferrodist doctor' tells what is there.",
+            ranks=ranks,
+        )
 
     def _executor_of(self, group: Backend) -> StreamExecutor:
         """The executor of this group or of a sub-group, made on first use."""

@@ -14,10 +14,11 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from ferrodist.backends.abort_reason import pack_reason, unpack_reason
+from ferrodist.backends.group_observer import PeerExit
 from ferrodist.backends.lifecycle import track
 from ferrodist.backends.liveness import LivenessProbe
 from ferrodist.backends.mailbox import EAGER_LIMIT, Message
-from ferrodist.backends.mailbox_backend import MAX_AHEAD, MailboxBackend, PeerExit, Send
+from ferrodist.backends.mailbox_backend import MAX_AHEAD, MailboxBackend, Send
 from ferrodist.backends.request import Stragglers
 from ferrodist.backends.tags import group_of_tag, group_tag
 from ferrodist.backends.tcp.bootstrap import dial_hub, gather_links, join_members

@@ -25,7 +25,14 @@ from ferrodist.checkpoint.reader import CheckpointReader
 from ferrodist.checkpoint.retention import read_manifest
 from ferrodist.checkpoint.shard_metadata import ShardMetadata
 from ferrodist.checkpoint.storage import open_storage
-from ferrodist.checkpoint.tools.reshard import ROW_BLOCK_BYTES, ProgressCounter, RewriteSource, row_blocks
+from ferrodist.checkpoint.tools.reshard import (
+    ROW_BLOCK_BYTES,
+    ProgressCounter,
+    RewriteOptions,
+    RewriteSource,
+    rewrite,
+    row_blocks,
+)
 from ferrodist.checkpoint.writer import BLOCK_BYTES
 from ferrodist.errors import DistCheckpointError
 from ferrodist.tensor.local_shards import Box
@@ -84,6 +91,18 @@ def conversion_errors(where: str) -> Iterator[None]:
 
 def _first_line(error: Exception) -> str:
     return str(error).strip().partition("\n")[0] or type(error).__name__
+
+
+def import_folder(
+    storage: Storage, new_storage: Storage, read_state: Callable[[Storage], Any], options: RewriteOptions | None
+) -> None:
+    """Write the state of a folder in another format as a checkpoint."""
+    try:
+        with conversion_errors(storage.url):
+            source = make_rewrite_source(read_state(storage), storage)
+        rewrite(source, new_storage, options or RewriteOptions())
+    finally:
+        storage.close()
 
 
 def make_rewrite_source(state: Any, storage: Storage) -> RewriteSource:
@@ -180,7 +199,7 @@ def _manifest_of(storage: Storage, tensors: Mapping[str, ExternalTensor]) -> Man
         except FileNotFoundError:
             raise DistCheckpointError(f"{storage.url}/{name} is missing") from None
         files.append(FileEntry(name=name, size_bytes=size, header_bytes=0, header_hash=""))
-    indices = {name: place for place, name in enumerate(names)}
+    indices = {name: index for index, name in enumerate(names)}
     entries = {}
     for key, each in tensors.items():
         itemsize = dtype_from_name(each.dtype).itemsize
@@ -235,10 +254,10 @@ def materialize(
     try:
         manifest = read_manifest(storage)
         try:
-            made = tempfile.TemporaryDirectory(prefix=".ferrodist-", dir=scratch_folder)
+            scratch = tempfile.TemporaryDirectory(prefix=".ferrodist-", dir=scratch_folder)
         except OSError as error:
             raise DistCheckpointError(f"{scratch_folder} can't be written: {error}") from error
-        with made as folder:
+        with scratch as folder:
             names = iter(range(len(manifest.tensors)))
 
             def make(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:

@@ -25,7 +25,7 @@ from ferrodist.checkpoint.convert.common import (
     FileShard,
     LazyShard,
     conversion_errors,
-    make_rewrite_source,
+    import_folder,
     materialize,
 )
 from ferrodist.checkpoint.convert.pickle_reader import Global, PickledCall, PickledDict, check_expansion, read_pickle
@@ -36,7 +36,6 @@ from ferrodist.checkpoint.format.tree import check_collisions
 from ferrodist.checkpoint.retention import DCP_METADATA_NAME as METADATA_NAME
 from ferrodist.checkpoint.retention import describe_foreign_format
 from ferrodist.checkpoint.storage import open_storage
-from ferrodist.checkpoint.tools.reshard import RewriteOptions, rewrite
 from ferrodist.errors import DistCheckpointError
 from ferrodist.tensor.local_shards import Box
 from ferrodist.torch_private.tensors import checkpoint_offset
@@ -48,7 +47,7 @@ if TYPE_CHECKING:
     from typing_extensions import Buffer
 
     from ferrodist.checkpoint.storage.base import Storage
-    from ferrodist.checkpoint.tools.reshard import ProgressCallback
+    from ferrodist.checkpoint.tools.reshard import ProgressCallback, RewriteOptions
 
 _METADATA = "torch.distributed.checkpoint.metadata"
 _ALLOWED_GLOBALS = {
@@ -219,7 +218,7 @@ class _View(io.RawIOBase):
         self._name = name
         self._start = start
         self._size_bytes = size_bytes
-        self._at = 0
+        self._position = 0
 
     @override
     def readable(self) -> bool:
@@ -231,23 +230,23 @@ class _View(io.RawIOBase):
 
     @override
     def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
-        base = {os.SEEK_SET: 0, os.SEEK_CUR: self._at, os.SEEK_END: self._size_bytes}[whence]
+        base = {os.SEEK_SET: 0, os.SEEK_CUR: self._position, os.SEEK_END: self._size_bytes}[whence]
         if base + offset < 0:
             raise OSError("a position before the beginning of a file")
-        self._at = base + offset
-        return self._at
+        self._position = base + offset
+        return self._position
 
     @override
     def tell(self) -> int:
-        return self._at
+        return self._position
 
     @override
     def readinto(self, buffer: Buffer) -> int:
         into = memoryview(buffer).cast("B")
-        into = into[: max(0, self._size_bytes - self._at)]
+        into = into[: max(0, self._size_bytes - self._position)]
         if len(into):
-            self._storage.read(self._name, self._start + self._at, into)
-        self._at += len(into)
+            self._storage.read(self._name, self._start + self._position, into)
+        self._position += len(into)
         return len(into)
 
 
@@ -276,15 +275,14 @@ def import_dcp(
             written.
     """
     storage, new_storage = open_storage(path, storage_options), open_storage(new_path, new_storage_options)
-    try:
-        with conversion_errors(storage.url):
-            if METADATA_NAME not in storage.list_names():
-                what = f"{storage.url} is no folder of torch.distributed.checkpoint: {METADATA_NAME} is missing"
-                raise DistCheckpointError(f"{what}. {other}" if (other := describe_foreign_format(storage)) else what)
-            contents = make_rewrite_source(_DcpReader(storage).state(), storage)
-        rewrite(contents, new_storage, options or RewriteOptions())
-    finally:
-        storage.close()
+    import_folder(storage, new_storage, _read_state, options)
+
+
+def _read_state(storage: Storage) -> Any:
+    if METADATA_NAME not in storage.list_names():
+        what = f"{storage.url} is no folder of torch.distributed.checkpoint: {METADATA_NAME} is missing"
+        raise DistCheckpointError(f"{what}. {other}" if (other := describe_foreign_format(storage)) else what)
+    return _DcpReader(storage).state()
 
 
 class _DcpReader:

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from ferrodist.checkpoint.convert.common import ExternalTensor, FileShard, conversion_errors, make_rewrite_source
+from ferrodist.checkpoint.convert.common import ExternalTensor, FileShard, conversion_errors, import_folder
 from ferrodist.checkpoint.format.dtypes import from_safetensors
 from ferrodist.checkpoint.format.manifest import INDEX_NAME, LENGTH_BYTES, MANIFEST_NAME, MAX_HEADER_BYTES, SINGLE_NAME
 from ferrodist.checkpoint.format.safetensors import parse_header
@@ -55,12 +55,7 @@ def import_hugging_face(
         DistCheckpointError: The folder is missing or damaged, or the checkpoint can't be written.
     """
     storage, new_storage = open_storage(path, storage_options), open_storage(new_path, new_storage_options)
-    try:
-        with conversion_errors(storage.url):
-            contents = make_rewrite_source(_find_tensors(storage), storage)
-        rewrite(contents, new_storage, options or RewriteOptions())
-    finally:
-        storage.close()
+    import_folder(storage, new_storage, _find_tensors, options)
 
 
 def _find_tensors(storage: Storage) -> dict[str, ExternalTensor]:

@@ -115,7 +115,7 @@ class ParameterHooks:
         return missed
 
     def clear_pending(self) -> None:
-        """Forget gradients between the two calls, after a backward that failed."""
+        """Forget gradients between the two callbacks, after a backward that failed."""
         self._pending.clear()
 
     def foreign_owner(self) -> tuple[int, ParameterHooks] | None:
@@ -187,7 +187,7 @@ class BackwardRound:
         return self._end_callback is not None and self._end_callback() is None
 
     def enter(self, on_end: Callable[[], None]) -> bool:
-        """Note autograd at work; True if this opens the round. ``on_end`` is called at the end of its backward."""
+        """Open the round unless it is open, with a callback at the end of the backward; True if this opened it."""
         backward_id = current_backward_id()
         if self._end_callback is not None:
             self._is_nested |= backward_id != self._backward_id

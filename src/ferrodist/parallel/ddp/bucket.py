@@ -230,7 +230,7 @@ class GradientBucket:
                 )
 
     def copy_in(self, slot: int) -> None:
-        """Copy a gradient that has just arrived into the bucket; see [Note: memory of buckets]."""
+        """Copy a gradient that has just arrived; see [Note: memory of buckets]."""
         gradient = self.parameters[slot].grad
         if self._as_views and gradient is not None and gradient.layout is torch.strided:
             self._copy_gradient(slot, gradient)
@@ -257,7 +257,7 @@ class GradientBucket:
 
     @torch.no_grad()
     def start(self, hook: CommHook | None, *, is_idle: bool, timeout: float | None = None) -> None:
-        """Complete the memory and start the reduction of all of it.
+        """Fill the bucket and start its reduction.
 
         Args:
             hook: Communication hook that replaces the allreduce.

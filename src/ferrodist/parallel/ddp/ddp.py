@@ -354,7 +354,7 @@ class DDP(TransparentWrapper, Generic[WrappedModule]):
         state = dict(self.__dict__)
         for name in _GROUP_ATTRIBUTES:
             state.pop(name, None)
-        return {**state, "_reducer": None, "_unjoined_group": None}
+        return {**state, "_reducer": None, "_pending_group": None}
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
         copied = type(self).__new__(type(self))
@@ -417,7 +417,7 @@ class DDP(TransparentWrapper, Generic[WrappedModule]):
             )
 
 
-_GROUP_ATTRIBUTES = ("_group", "_members", "_join", "_is_skipping", "_number")
+_GROUP_ATTRIBUTES = ("_group", "_guard", "_join", "_in_no_sync", "_model_id")
 
 
 def _insert_module_prefix(ddp: DDP, state_dict: dict[str, Any], prefix: str, *_rest: object) -> None:

@@ -24,7 +24,7 @@ from ferrodist.parallel.module_init import verify_across_ranks
 from ferrodist.parallel.pipeline.measure import measure_times
 from ferrodist.parallel.pipeline.state_dict import unwrap
 from ferrodist.torch_private.modules import own_buffers, own_modules, own_parameters
-from ferrodist.wording import counted
+from ferrodist.wording import counted, with_article
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
@@ -346,7 +346,10 @@ def split_sequential(
         found = find_costs()
     else:
         division = f"{counted(num_stages, 'stage')}" if counts is None else f"stages of {counts} children"
-        lines = [f"{division} by {costs_name}", *(f"child {name!r}, {_class_title(child)}" for name, child in children)]
+        lines = [
+            f"{division} by {costs_name}",
+            *(f"child {name!r}, {with_article(type(child).__name__)}" for name, child in children),
+        ]
         found = _find_on_rank_0(find_costs, lines, group, timeout)
     if counts is None:
         counts = partition([cost for cost in found if cost is not None], num_stages)
@@ -396,8 +399,8 @@ def _count(children: Children, *, is_needed: bool) -> ChildCosts:
     if is_needed and None in counts:
         name, child = children[counts.index(None)]
         raise ValueError(
-            f"child {name!r} ({_class_title(child)}) is lazy, and its parameters have no shape yet: call the model once"
-            " before, or pass costs=, or the number of children of each stage"
+            f"child {name!r} ({with_article(type(child).__name__)}) is lazy, and its parameters have no shape yet:"
+            " call the model once before, or pass costs=, or the number of children of each stage"
         )
     return counts
 
@@ -406,10 +409,6 @@ def _measure(children: Children, sample: Any, clock: Callable[[], float]) -> Chi
     if sample is None:
         raise ValueError("Balance.TIMES needs sample=, the model's input for a microbatch")
     return measure_times(children, sample, clock=clock)
-
-
-def _class_title(child: torch.nn.Module) -> str:
-    return f"{'an' if type(child).__name__[0] in 'AEIOU' else 'a'} {type(child).__name__}"
 
 
 def _children_of(model: torch.nn.Sequential) -> Children:

@@ -13,7 +13,7 @@ from nccl_fakes import FakeNccl, fake_groups, send_cpu_tensors_to_nccl
 
 import ferrodist as fd
 from ferrodist.backends.collective_op import CollectiveKind, CollectiveOp
-from ferrodist.backends.mailbox_backend import PeerExit
+from ferrodist.backends.group_observer import PeerExit
 from ferrodist.testing import run_ranks
 
 

@@ -13,6 +13,7 @@ from ddp_ranks import Branches, CountingBackend, Tied, assert_same_bits, caught,
 from torch.utils.checkpoint import checkpoint
 
 from ferrodist import DDP, ReduceOp, SimulatedBackend, SubBackend, allreduce
+from ferrodist.backends.base import Backend
 from ferrodist.errors import (
     CollectiveMismatchError,
     DistributedError,
@@ -24,8 +25,12 @@ from ferrodist.errors import (
     RankFailedError,
     UnsupportedOpError,
 )
+from ferrodist.parallel.ddp.join import Join
+from ferrodist.parallel.ddp.reducer import Reducer
+from ferrodist.parallel.module_guard import ModuleGuard
 from ferrodist.testing import run_ranks
 
+NOT_PICKLED = (Backend, Reducer, ModuleGuard, Join)
 BATCH = 12  # divides over 1, 2 and 3 ranks
 SMALL = 1e-4  # a bucket of about a hundred bytes: several buckets for small models
 LIMIT = 20
@@ -1175,6 +1180,18 @@ def test_a_copy_joins_a_group_when_it_trains(duplicate):
         return evaluated, twin.module.weight.grad.item()
 
     assert run_ranks(gradients, 2) == [((1, 1), 1.5)] * 2
+
+
+def test_a_pickled_ddp_has_nothing_of_its_group():
+    """Its state is the module, options and flags: no group, reducer or guard, which belong to this process."""
+
+    def leftovers(group):
+        ddp = DDP(torch.nn.Linear(1, 1), group)
+        copied = copy.deepcopy(ddp)
+        states = (ddp.__getstate__(), copied.__getstate__())
+        return [[name for name, value in state.items() if isinstance(value, NOT_PICKLED)] for state in states]
+
+    assert run_ranks(leftovers, 2) == [[[], []]] * 2
 
 
 def test_a_copy_keeps_a_group_that_is_not_the_default():

@@ -1,4 +1,4 @@
-"""Gradients as low-rank matrices.
+"""PowerSGD: gradients sent as low-rank matrices.
 
 After T. Vogels, S. P. Karimireddy, M. Jaggi, "PowerSGD: Practical Low-Rank Gradient Compression for Distributed
 Optimization", NeurIPS 2019 (https://arxiv.org/abs/1905.13727), algorithms 1 (rank-r compression by one step of power

@@ -1,8 +1,8 @@
-"""The largest elements of gradients.
+"""Top-k sparsification: only the largest elements of gradients are sent.
 
 After A. F. Aji, K. Heafield, "Sparse Communication for Distributed Gradient Descent", EMNLP 2017
 (https://arxiv.org/abs/1704.05021), and S. U. Stich, J.-B. Cordonnier, M. Jaggi, "Sparsified SGD with Memory", NeurIPS
-2018 (https://arxiv.org/abs/1809.07599), which shows why what is left out must be remembered.
+2018 (https://arxiv.org/abs/1809.07599), which shows why the unsent elements must be fed back.
 """
 
 from __future__ import annotations

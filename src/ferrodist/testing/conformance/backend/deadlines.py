@@ -39,7 +39,7 @@ _REPORT_SECONDS = 0.5
 
 @rank_check()
 def a_receive_keeps_its_deadline(group: Backend) -> None:
-    """`recv` of nothing raises when its time is up, neither before nor much later, and names the rank it waited for."""
+    """`recv` without a message raises at its deadline, neither before nor much later, and names the awaited rank."""
     peer = (group.rank + 1) % group.world_size
     for timeout in (0.0, 0.1, 0.3):
         for src in (peer, ANY_SOURCE):
@@ -55,7 +55,7 @@ def a_receive_keeps_its_deadline(group: Backend) -> None:
 
 @rank_check()
 def a_receive_in_vain_leaves_the_group_good(group: Backend) -> None:
-    """After a `recv` that ran out of time, the same `recv` gets the message that comes later."""
+    """After a `recv` that timed out, the same `recv` receives the message that is sent later."""
     for size in (5, LARGE):
         if group.rank == 1:
             receive(group, 0, 2, tag=1)
@@ -74,7 +74,7 @@ def a_receive_in_vain_leaves_the_group_good(group: Backend) -> None:
 
 @rank_check()
 def a_send_in_vain_is_not_received(group: Backend) -> None:
-    """A `send` that ran out of time keeps its deadline, and its message is never delivered; one that returned is."""
+    """A `send` that times out does so at its deadline, and its message is never delivered; one that returned is."""
     attempts = 3
     if group.rank == 0:
         taken = []
@@ -102,7 +102,7 @@ def a_send_in_vain_is_not_received(group: Backend) -> None:
 
 @backend_check()
 def nobody_leaves_a_barrier_early(runner: RankRunner, world_size: int) -> None:
-    """No rank comes out of `barrier` before the last has gone in."""
+    """No rank leaves `barrier` before the last has entered it."""
     for last in range(world_size):
         _one_last_rank(runner, world_size, last)
 
@@ -127,7 +127,7 @@ def _one_last_rank(runner: RankRunner, world_size: int, last: int) -> None:
 
 @backend_check()
 def barriers_follow_each_other(runner: RankRunner, world_size: int) -> None:
-    """In each of many barriers in a row, whoever comes out finds that all have gone in."""
+    """In each of many consecutive barriers, a rank leaves only when all have entered."""
     rounds = 50
     entered = multiprocessing.get_context("fork").Value("q", 0)
 
@@ -144,7 +144,7 @@ def barriers_follow_each_other(runner: RankRunner, world_size: int) -> None:
 
 @backend_check(min_ranks=3)
 def a_late_rank_is_named_by_all(runner: RankRunner, world_size: int) -> None:
-    """When a rank does not come to a barrier, every rank's error names it, whoever's deadline passes first.
+    """When a rank does not enter a barrier, the errors of all ranks name it, whichever deadline expires first.
 
     The late rank gets the same error when it comes.
     """
@@ -186,7 +186,7 @@ def _one_late_rank(runner: RankRunner, world_size: int, late: int, hasty: int) -
 
 @rank_check(min_ranks=3)
 def several_late_ranks_are_all_named(group: Backend) -> None:
-    """When only rank 0 comes to a barrier, its error names all the others."""
+    """When only rank 0 enters a barrier, its error names all the others."""
     if group.rank == 0:
         error = error_of(DistributedTimeoutError, lambda: group.barrier(timeout=0.1), "a barrier alone")
         assert error.ranks == tuple(range(1, group.world_size)), f"late ranks as named by rank 0: {error.ranks}"

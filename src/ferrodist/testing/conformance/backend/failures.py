@@ -80,7 +80,7 @@ def _one_abort(runner: RankRunner, world_size: int, aborter: int, wait: Callable
 
 
 def _acquire(ready: Semaphore, num_ranks: int) -> None:
-    """Wait for as many ranks: an abort before all have made their group would fail the making."""
+    """Wait for as many ranks: an abort before all have opened their group would fail the opening."""
     for _ in range(num_ranks):
         assert ready.acquire(timeout=TIMEOUT), "a rank is missing"
 
@@ -177,7 +177,7 @@ def a_closed_group_says_so(runner: RankRunner, world_size: int) -> None:
 
 @backend_check()
 def a_rank_that_left_is_named(runner: RankRunner, world_size: int) -> None:
-    """A rank that waits for one that closes the group gets `PeerLostError` with its number within a second."""
+    """A rank that waits for one that closes the group gets `PeerLostError` with its rank within a second."""
     for leaver in (0, world_size - 1):
         for wait in (_in_recv, _in_wait, _in_send, _in_barrier):
             _one_departure(runner, world_size, leaver, wait)
@@ -236,7 +236,7 @@ def what_was_sent_before_close_arrives(runner: RankRunner, world_size: int) -> N
 
 @backend_check(min_ranks=3)
 def the_others_go_on_after_a_close(runner: RankRunner, world_size: int) -> None:
-    """Ranks that need nothing of a rank that closed the group go on exchanging messages."""
+    """Ranks that don't wait for a rank that closed the group can go on exchanging messages."""
     closed = make_signal()
 
     def program(group: Backend) -> None:

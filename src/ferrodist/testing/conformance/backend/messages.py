@@ -100,7 +100,7 @@ def buffers_of_many_kinds_are_taken(group: Backend) -> None:
 
 @rank_check()
 def a_sent_buffer_may_be_changed(group: Backend) -> None:
-    """When `send` has returned, the data is the caller's again: changing it changes nothing for the receiver."""
+    """When `send` has returned the caller may change the data, without an effect on the receiver."""
     for size in (1, 100, 65_537, LARGE):
         if group.rank == 0:
             data = bytearray(pattern(size))
@@ -142,7 +142,7 @@ def tags_do_not_wait_for_each_other(group: Backend) -> None:
 
 @rank_check()
 def tags_are_compared_whole(group: Backend) -> None:
-    """All 128 bits of a tag count: sub-groups and collectives live in the upper ones."""
+    """All 128 bits of a tag are compared: sub-groups and collectives use the upper ones."""
     tags = [0, 1, 2**31, 2**32, 2**53 + 1, 2**56 - 1, 2**56, 2**63, 2**64, 2**64 + 1, 2**127, 2**128 - 1]
     if group.rank == 0:
         for tag in tags:
@@ -154,7 +154,7 @@ def tags_are_compared_whole(group: Backend) -> None:
 
 @rank_check(min_ranks=3)
 def any_source_takes_from_whoever_sent(group: Backend) -> None:
-    """`ANY_SOURCE` receives from every rank, in order for each of them, and `recv` returns who it was."""
+    """`ANY_SOURCE` receives from every rank, in order for each of them, and `recv` returns the sender."""
     if group.rank != 0:
         for i in range(10):
             group.send(bytes([group.rank, i]), 0, tag=3, timeout=TIMEOUT)
@@ -169,7 +169,7 @@ def any_source_takes_from_whoever_sent(group: Backend) -> None:
 
 @rank_check(min_ranks=3)
 def a_source_takes_from_no_other(group: Backend) -> None:
-    """A receive from one rank leaves what others sent with the same tag for later."""
+    """A receive from one rank leaves messages of others with the same tag for later."""
     if group.rank != 0:
         group.send(bytes([group.rank]), 0, timeout=TIMEOUT)
     else:
@@ -215,7 +215,7 @@ def threads_share_a_handle(group: Backend) -> None:
 
 
 def _pass_round(group: Backend, data: bytes, size: int) -> bytes:
-    """Have ``data`` go from rank to rank and back to rank 0, one blocking call at a time; returns what came here."""
+    """Send ``data`` from rank to rank and back to rank 0, one blocking call at a time; returns the received bytes."""
     dst, src = (group.rank + 1) % group.world_size, (group.rank - 1) % group.world_size
     if group.rank == 0:
         group.send(data, dst, timeout=TIMEOUT)

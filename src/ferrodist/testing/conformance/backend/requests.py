@@ -55,7 +55,7 @@ def a_ring_of_large_messages_turns(group: Backend) -> None:
 
 @rank_check()
 def many_transfers_may_be_under_way(group: Backend) -> None:
-    """A hundred sends and receives with each peer may be outstanding, and be waited for in any order."""
+    """A hundred sends and receives with each peer may be in flight, and be waited for in any order."""
     count = 100
     others = [rank for rank in range(group.world_size) if rank != group.rank]
     buffers = {(rank, tag): bytearray(tag * 7) for rank in others for tag in range(count)}
@@ -127,7 +127,7 @@ def an_end_is_announced_once(group: Backend) -> None:
 
 @rank_check()
 def a_wait_may_be_repeated(group: Backend) -> None:
-    """`Request.wait` that runs out of time leaves the transfer under way; a later wait gets it."""
+    """`Request.wait` that times out leaves the transfer in flight; a later wait completes it."""
     if group.rank == 1:
         receive(group, 0, 2, tag=1)
         group.send(b"late", 0, timeout=TIMEOUT)

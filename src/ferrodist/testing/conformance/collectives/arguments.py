@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 
 def _check_refused(group: Backend, kind: type[Exception], what: str, call: Call) -> str:
-    """Have one rank make a wrong call, then all of them a right one: nothing of the wrong call may have gone out."""
+    """Make a wrong call on one rank, then a right one on all: the wrong call must not have sent anything."""
     said = ""
     if group.rank == group.world_size - 1:
         said = str(error_of(kind, call, what))
@@ -33,7 +33,7 @@ def _check_refused(group: Backend, kind: type[Exception], what: str, call: Call)
 
 
 def undefined_reductions_are_refused(group: Backend) -> None:
-    """A reduction that a dtype doesn't have raises TypeError with the reason, from every collective that folds."""
+    """An undefined reduction raises TypeError with the reason, from every collective that reduces."""
     calls: list[Callable[[torch.Tensor, Any], object]] = [
         fd.allreduce,
         fd.async_allreduce,
@@ -121,7 +121,7 @@ def wrong_results_are_refused(group: Backend) -> None:
 
 
 def _wrong_results_of_movement(group: Backend) -> list[tuple[type[Exception], str, Call]]:
-    """Calls that gather, scatter and exchange into what can't be, on one rank: nothing may have gone out."""
+    """Calls of gathers, scatters and exchanges with a wrong ``out`` on one rank, which must not send anything."""
     p, rank = group.world_size, group.rank
     whole, counts = torch.zeros(4 * p, 3), [4] * p
     graded = torch.zeros(4 * p, 3, requires_grad=True)
@@ -251,7 +251,7 @@ def wrong_places_are_refused(group: Backend) -> None:
 
 
 def wrong_exchanges_are_refused(group: Backend) -> None:
-    """all_to_all wants one tensor a rank, all alike, and counts that fit."""
+    """all_to_all needs one tensor for each rank, of equal shape and dtype, and matching counts."""
     p = group.world_size
     tensor = torch.zeros(p, 2)
     unlike = [torch.zeros(2)] * p

@@ -84,7 +84,7 @@ def _seeded(seed: int) -> torch.Generator:
 
 
 def results_into_given_tensors(group: Backend) -> None:
-    """``out=`` is where the result goes and what is returned: another tensor, the input itself, or one with strides."""
+    """``out=`` receives the result and is returned: another tensor, the input itself, or a strided one."""
     p, last = group.world_size, group.world_size - 1
     for rows in (2, 20, 6000):
         inputs = [elements(torch.float32, rows * 4, rank, seed=rows).view(rows, 4) for rank in range(p)]
@@ -222,7 +222,7 @@ def _exchanged(group: Backend, inputs: list[torch.Tensor]) -> None:
 
 
 def inputs_and_outputs_that_overlap(group: Backend) -> None:
-    """When ``out`` is a part of the input's memory, shifted by an element, the result is as if it were not."""
+    """When ``out`` overlaps the input's memory, shifted by an element, the result is the same as without overlap."""
     for count in (3, 1000, ONE_STEP_BYTES):
         inputs = rank_inputs(group, torch.float32, count, seed=count)
         for shift in (1, -1):
@@ -237,7 +237,7 @@ def inputs_and_outputs_that_overlap(group: Backend) -> None:
 
 
 def many_outstanding_operations(group: Backend) -> None:
-    """Any number of operations of all kinds may be under way, and be waited for in any order and more than once."""
+    """Any number of operations of all kinds may be in flight, and be waited for in any order and more than once."""
     p, rank = group.world_size, group.rank
     pending: list[tuple[fd.PendingCollective[Any], torch.Tensor]] = []
     for round_number in range(12):
@@ -336,7 +336,7 @@ _SIZES = (0, 1, 2, 57, ONE_STEP_BYTES // 8)
 
 
 def coalesce_blocks_that_fail(group: Backend) -> None:
-    """When a coalesce block raises nothing is sent, and what was called inside fails with that error."""
+    """When a coalesce block raises, nothing is sent, and its operations fail with that error."""
     pending: list[fd.PendingCollective[torch.Tensor]] = []
 
     def block(then: Callable[[], object]) -> None:

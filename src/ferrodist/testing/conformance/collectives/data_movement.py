@@ -53,7 +53,7 @@ def _move(group: Backend, dtype: torch.dtype, count: int, root: int) -> None:
 
 
 def movement_of_every_dtype(group: Backend) -> None:
-    """Elements of every dtype arrive with the bits they had: NaN payloads, -0.0 and all."""
+    """Elements of every dtype arrive with the same bits, NaN payloads and -0.0 included."""
     for number, dtype in enumerate(DTYPES):
         for count in (5, 203):
             _move(group, dtype, count, root=number % group.world_size)
@@ -80,7 +80,7 @@ def movement_from_every_root(group: Backend) -> None:
 
 
 def movement_of_large_tensors(group: Backend) -> None:
-    """Tensors that no transport takes in one piece arrive whole."""
+    """Tensors that no transport sends at once arrive whole."""
     count = SEGMENT_BYTES // 4 + 7
     mine = torch.arange(count, dtype=torch.int32).mul_(group.rank + 1)
     last = group.world_size - 1
@@ -95,7 +95,7 @@ def movement_of_large_tensors(group: Backend) -> None:
 
 
 def dims_other_than_the_first(group: Backend) -> None:
-    """Collectives that join and divide do it along any dim, counted from either end."""
+    """Collectives concatenate and split along any dim, counted from either end."""
     p, rank = group.world_size, group.rank
     for dim in (0, 1, 2, -1, -2, -3):
         shape = [2, 3, 4]
@@ -113,7 +113,7 @@ def dims_other_than_the_first(group: Backend) -> None:
 
 
 def uneven_sizes(group: Backend) -> None:
-    """Ranks may have, or get, different amounts, and none at all."""
+    """Sizes may differ between ranks, and be 0."""
     p, rank = group.world_size, group.rank
     for sizes in ([rank + 2 for rank in range(p)], [rank % 2 * 3 for rank in range(p)], [0] * (p - 1) + [5], [0] * p):
         for dim in (0, 1):
@@ -135,7 +135,7 @@ def uneven_sizes(group: Backend) -> None:
 
 
 def uneven_exchange(group: Backend) -> None:
-    """all_to_all_single_uneven moves as many rows between two ranks as they say, also none, also many."""
+    """all_to_all_single_uneven moves as many rows between two ranks as their counts say: none, few and many."""
     p, rank = group.world_size, group.rank
 
     def rows(src: int, dst: int, unit: int) -> int:
@@ -167,7 +167,7 @@ def even_meets_uneven(group: Backend) -> None:
 
 
 def zero_dimensional_tensors(group: Backend) -> None:
-    """A single number can be reduced, broadcast and gathered; where a dim is needed, that is said."""
+    """A 0-dimensional tensor can be reduced, broadcast and gathered."""
     p, rank = group.world_size, group.rank
     mine = torch.tensor(float(rank + 1))
     total = torch.tensor(p * (p + 1) / 2)
@@ -188,7 +188,7 @@ def zero_dimensional_tensors(group: Backend) -> None:
 
 
 def barriers_wait_for_all(group: Backend) -> None:
-    """No rank leaves a barrier before all have come to it."""
+    """No rank leaves a barrier before all have entered it."""
     for root in range(group.world_size):
         if group.rank == root:
             for peer in range(group.world_size):

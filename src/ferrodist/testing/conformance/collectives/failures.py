@@ -52,7 +52,7 @@ def _check_stays_failed(group: Backend, error: fd.DistributedError) -> None:
 
 
 def _check_agreement(world: Backend, error: fd.DistributedError, what: str) -> None:
-    """Assert that all ranks raised the same error, by way of a group that has not failed."""
+    """Assert over a group that has not failed that all ranks raised the same error."""
     if world.failure is not None:
         return  # a backend whose sub-groups can't fail alone: there is no way left to ask
     name, message, ranks = error_key(error)
@@ -62,7 +62,7 @@ def _check_agreement(world: Backend, error: fd.DistributedError, what: str) -> N
 
 
 def _mismatch_of(name: str) -> CollectiveCheck:
-    """The check that ``name`` meets every other collective."""
+    """A check in which one rank calls another collective than ``name``, for every other collective."""
 
     def check(world: Backend) -> None:
         if world.world_size == 1:
@@ -312,7 +312,7 @@ _LIMITED: dict[str, Collective] = {
 
 
 def late_ranks_are_named(world: Backend) -> None:
-    """A rank that does not come is named on every rank within the deadline, be it rank 0, the last, or several."""
+    """Stragglers are named on every rank within the deadline, be it rank 0, the last, or several."""
     p = world.world_size
     cases = [(p - 1,), (0,), (p - 2, p - 1)]
     for late, name in zip(cases[: min(3, p)], _LIMITED, strict=False):
@@ -321,7 +321,7 @@ def late_ranks_are_named(world: Backend) -> None:
 
 
 def aborts_reach_waiting_ranks(world: Backend) -> None:
-    """When a rank aborts, all that wait in a collective raise its reason, and all later calls do."""
+    """When a rank aborts, all ranks that wait in a collective raise its reason, and so do all later calls."""
     p = world.world_size
     for count in (4, 200_000):
         group = duplicate_group(world)
@@ -348,7 +348,7 @@ def aborts_reach_waiting_ranks(world: Backend) -> None:
 
 
 def aborts_reach_messages(world: Backend) -> None:
-    """When a rank aborts, tensors on their way to and from it fail on the other side."""
+    """When a rank aborts, sends to it and receives from it fail on the other side."""
     p = world.world_size
     if p == 1:
         return
@@ -364,7 +364,7 @@ def aborts_reach_messages(world: Backend) -> None:
 
 
 def ranks_that_leave_are_named(world: Backend) -> None:
-    """When a rank closes the group, those that wait for it in a collective get PeerLostError with its number."""
+    """When a rank closes the group, ranks that wait for it in a collective get PeerLostError with its rank."""
     p = world.world_size
     if p < 2:
         return

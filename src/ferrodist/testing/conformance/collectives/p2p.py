@@ -67,7 +67,7 @@ def tags_keep_messages_apart(group: Backend) -> None:
 
 
 def any_source_takes_what_comes(group: Backend) -> None:
-    """A receive from ANY_SOURCE takes one tensor of each sender, and says who it was."""
+    """Receives from ANY_SOURCE get one tensor of each sender, and return the sender."""
     rank, p = group.rank, group.world_size
     if p == 1:
         return
@@ -135,7 +135,7 @@ def rings_and_batches(group: Backend) -> None:
 
 
 def wrong_shapes_are_said(group: Backend) -> None:
-    """A tensor of another shape or dtype raises SizeMismatchError; sender and group go on, the next one is right."""
+    """A tensor of another shape or dtype raises SizeMismatchError; sender and group go on, the next message arrives."""
     rank, last = group.rank, group.world_size - 1
     if last == 0:
         return
@@ -157,7 +157,7 @@ def wrong_shapes_are_said(group: Backend) -> None:
 
 
 def late_messages(group: Backend) -> None:
-    """A receive of nothing ends at its deadline, leaves its tensor alone, and may be made again."""
+    """A receive without a message times out, leaves its tensor unchanged, and may be repeated."""
     rank, last = group.rank, group.world_size - 1
     if last == 0:
         return
@@ -206,7 +206,7 @@ def objects_in_collectives(group: Backend) -> None:
 
 
 def objects_by_pickle(group: Backend) -> None:
-    """With allow_pickle objects keep their types; without it a pickle is refused where it comes, and nothing runs."""
+    """With allow_pickle objects keep their types; without it the receiver refuses a pickle, and no code runs."""
     p, rank = group.world_size, group.rank
     value = {"tuple": (1, 2), "complex": 1j, "point": _Point(rank, 0.5)}
     everyone = fd.all_gather_object(value, allow_pickle=True)
