@@ -397,7 +397,7 @@ def test_a_crash_leaves_a_stack(script):
 
 
 def test_the_programs_environment_is_its_own(script, tmp_path):
-    """What makes ranks print stacks is gone when the program starts, and a ``sitecustomize`` of the user's has run."""
+    """The hook that prints stacks is hidden from the program, and the user's ``sitecustomize`` has run."""
     (tmp_path / "sitecustomize.py").write_text("import os; os.environ['CUSTOMIZED'] = 'yes'\n")
     path = script("""
         import os, sys, sitecustomize
@@ -527,7 +527,7 @@ def test_the_same_signal_twice_at_once_counts_once(script, tmp_path, capfd):
 
 
 def test_an_interrupt_after_a_failure_prevents_the_restart(script):
-    """Whoever interrupts while the launcher stops a failed attempt does not want another one."""
+    """An interrupt while the launcher stops a failed attempt prevents another one."""
     path = script(
         WAITING_RANK
         + """
@@ -784,7 +784,7 @@ def test_output_on_a_full_device(script, code, stream):
 
 @pytest.mark.parametrize("descriptor", [0, 1, 2])
 def test_a_launcher_whose_stream_is_closed(script, descriptor):
-    """What would go there is dropped; nothing else takes its place, and the other streams are whole."""
+    """Output for the closed stream is dropped, and the other streams are complete."""
     path = script("import sys; print('out', flush=True); sys.stderr.write('err\\n'); sys.exit(7)")
     done = run_to_end(path, preexec_fn=lambda: os.close(descriptor))
     assert done.returncode == 7
