@@ -57,7 +57,7 @@ SHOWN = Shown(
         "nccl_broadcast": "docs/test_from_ferrotorch_services.py",
         "nccl_all_gather": "docs/test_from_ferrotorch_services.py",
         "nccl_reduce_scatter": "docs/test_from_ferrotorch_services.py",
-        "FERROTORCH_ENABLE_GPU_FALLBACK": "unit/collectives/test_staged.py",
+        "FERROTORCH_ENABLE_GPU_FALLBACK": "unit/collectives/test_gpu_staged.py",
     },
     untold={"gpu": "it says whose CUDA is"},
 )

@@ -12,7 +12,7 @@ from ferrodist.backends.native import errors
 from ferrodist.backends.native.binding import call_of_line
 from ferrodist.backends.native.errors import FailureKind
 
-_HEADER = Path(__file__).parents[3] / "native" / "base" / "failure.h"
+_HEADER = Path(__file__).parents[4] / "native" / "base" / "failure.h"
 
 
 def test_all_failures_are_mapped():

@@ -34,7 +34,7 @@ _CALLS: dict[str, tuple[int, Callable[[Backend, torch.Tensor], object]]] = {
 
 
 @pytest.mark.parametrize("name", _CALLS)
-def test_agreements_a_call_takes(name: str) -> None:
+def test_number_of_agreements(name: str) -> None:
     """Ranks agree once, and once more where they have to learn sizes; backward knows all sizes and agrees once."""
     expected, call = _CALLS[name]
 
@@ -52,8 +52,8 @@ def test_agreements_a_call_takes(name: str) -> None:
 
 
 @pytest.mark.parametrize("op", [*ReduceOp, PremultipliedSum(2.0)], ids=str)
-def test_calls_come_out_as_they_went_in(op: ReduceOp | PremultipliedSum) -> None:
-    """Every operation, dtype, root and dim, the longest names and the largest payload come out whole."""
+def test_signatures_round_trip(op: ReduceOp | PremultipliedSum) -> None:
+    """Every operation, dtype, root and dim, the longest names and the largest payload survive encoding."""
     for dtype in DTYPES:
         call = CollectiveSignature(
             operation="all_to_all_single_uneven",
@@ -73,13 +73,13 @@ def test_calls_come_out_as_they_went_in(op: ReduceOp | PremultipliedSum) -> None
 
 
 @pytest.mark.parametrize("field", ["operation", "dtype", "reduce_op"])
-def test_names_are_not_cut(field: str) -> None:
-    """A name that does not fit is our mistake, not another call that looks the same."""
+def test_names_that_are_too_long_fail(field: str) -> None:
+    """A name that does not fit fails an assertion, and is not truncated."""
     with pytest.raises(AssertionError, match="would be cut"):
         CollectiveSignature(**{"operation": "allreduce", field: "x" * 25}).encode()
 
 
-def test_the_text_of_a_call_says_what_is_set() -> None:
+def test_text_of_a_signature() -> None:
     """Root and dim are shown where a call has one."""
     assert str(CollectiveSignature(operation="barrier")) == "barrier()"
     assert (

@@ -14,8 +14,8 @@ def nest(levels, value=None):
     return value
 
 
-def test_depth():
-    """As deep as may be, values come back; deeper ones, and those that hold themselves, are refused."""
+def test_maximum_depth():
+    """Values of the maximum depth come back; deeper ones, and those that contain themselves, are refused."""
     value = nest(MAX_LEVELS, 3)
     encoded, apart = encode_value(PackedValue.of(value, "it"), "it")
     assert apart == []
@@ -27,8 +27,8 @@ def test_depth():
             PackedValue.of(wrong, "it")
 
 
-def test_a_plan_that_is_too_deep():
-    """What another rank sends is refused before it is followed."""
+def test_a_spec_that_is_too_deep():
+    """A spec from another rank is checked before it is followed."""
     spec = ["plain", 3]
     for _ in range(MAX_LEVELS + 1):
         spec = ["list", [spec]]

@@ -87,14 +87,14 @@ def group() -> Backend:
     only.close()
 
 
-def test_cpu_tensors_go_by_the_groups_engine(group: Backend) -> None:
-    """The engine of a tensor on the CPU is the group's."""
+def test_cpu_tensors_use_the_host_engine(group: Backend) -> None:
+    """The engine of a tensor on the CPU is the group's host engine."""
     assert engine_of(group, torch.device("cpu")) is host_engine_of(group)
     assert device_p2p_of(group, torch.device("cpu")) is None
 
 
-def test_groups_without_an_engine_for_gpus_say_what_to_do(group: Backend) -> None:
-    """Without one the error names the backends that have one, and the way around."""
+def test_groups_without_a_gpu_engine_refuse_gpu_tensors(group: Backend) -> None:
+    """The error names the backends with an engine, and the environment variable."""
     for find in (engine_of, device_p2p_of):
         with pytest.raises(fd.UnsupportedOpError, match=r"cuda:0.*'hybrid' or 'nccl'.*tensor.cpu\(\)"):
             find(group, _CUDA)
@@ -138,8 +138,8 @@ def test_tensors_of_a_call_are_on_one_device() -> None:
     assert late.flat.device.type == "meta"
 
 
-def test_enqueued_operations_run_in_the_callers_thread(group: Backend) -> None:
-    """Between begin and end, at once; each wait orders the stream, and does not wait for the device."""
+def test_enqueued_calls_run_in_the_calling_thread(group: Backend) -> None:
+    """At once, between begin and end; each wait orders the stream, and does not wait for the device."""
     engine, tensor = FakeEngine(), torch.ones(2)
     pending = submit(_call(group, engine, tensor))
     assert engine.log == ["begin", f"allreduce 1 in {threading.current_thread().name}", "end"]
@@ -152,7 +152,7 @@ def test_enqueued_operations_run_in_the_callers_thread(group: Backend) -> None:
     assert pending.done()
 
 
-def test_enqueued_operations_with_a_timeout(group: Backend) -> None:
+def test_enqueued_calls_with_a_timeout(group: Backend) -> None:
     """With a timeout the host waits for the device, and may wait again."""
     engine, tensor = FakeEngine(), torch.ones(2)
     pending = submit(_call(group, engine, tensor))
@@ -163,8 +163,8 @@ def test_enqueued_operations_with_a_timeout(group: Backend) -> None:
     assert pending.wait(10.0) is tensor
 
 
-def test_enqueued_operations_that_fail(group: Backend) -> None:
-    """What is raised before the work is on a stream, and what is learned after, is raised in wait."""
+def test_enqueued_calls_that_fail(group: Backend) -> None:
+    """Errors before and after the work is on a stream are raised in wait."""
     engine = FakeEngine()
     pending = submit(_call(group, engine, torch.ones(2), fails=True))
     assert engine.log == ["begin", "end"]
@@ -180,9 +180,7 @@ def test_enqueued_operations_that_fail(group: Backend) -> None:
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
-def test_started_operations_of_a_blocking_engine(
-    group: Backend, schedule: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_submitted_calls_of_a_blocking_engine(group: Backend, schedule: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """They run in the queue's thread on a stream of its own, after the starter's and before each waiter's."""
     streams = FakeStreams(schedule)
     monkeypatch.setattr(work, "streams_of", lambda _: streams)
@@ -213,15 +211,15 @@ def test_started_operations_of_a_blocking_engine(
         assert seen.tolist() == [4, 4]
 
 
-def test_blocking_calls_of_an_enqueueing_engine(group: Backend) -> None:
+def test_blocking_calls_of_a_stream_engine(group: Backend) -> None:
     """A blocking call is not between begin and end: its engine orders the caller's stream."""
     engine, tensor = FakeEngine(), torch.ones(2)
     assert execute(_call(group, engine, tensor)).tolist() == [2, 2]
     assert engine.log == [f"allreduce 1 in {threading.current_thread().name}"]
 
 
-def test_coalesced_operations_are_taken_apart_in_the_order_of_the_stream(group: Backend) -> None:
-    """Joined operations reach their tensors after the stream has been ordered, when the first of them is waited for."""
+def test_fused_results_are_copied_in_stream_order(group: Backend) -> None:
+    """Fused results are copied to their tensors after the stream was ordered, at the first wait."""
     engine, one, two = FakeEngine(), torch.ones(2), torch.ones(3)
     with coalesce(group):
         first, second = (submit(_call(group, engine, tensor)) for tensor in (one, two))
@@ -244,8 +242,8 @@ def test_synchronize(group: Backend) -> None:
         group.synchronize()
 
 
-def test_ranks_with_tensors_on_different_kinds_of_devices_are_told() -> None:
-    """Where sizes are compared first, a rank with a tensor on a GPU and one on the CPU raise the same."""
+def test_ranks_with_tensors_on_different_kinds_of_devices_raise() -> None:
+    """Where sizes are shared first, a rank with a tensor on a GPU and one on the CPU raise the same error."""
 
     class OnGpu(torch.Tensor):
         is_cuda = True

@@ -74,15 +74,15 @@ def _tensors():
         yield torch.ones(3, dtype=dtype)
 
 
-def test_dtypes_have_one_order():
-    """The head of a tensor names its dtype by the engine's number on both ways."""
+def test_header_dtype_indices_match_the_engine():
+    """A header names the dtype by the same index on the fast and the general path."""
     assert DTYPES == _DTYPES
 
 
 @pytest.mark.parametrize(("sends", "receives"), _WAYS)
 @pytest.mark.parametrize("backend", ["native-threads", "native"])
-def test_both_ways_meet(backend, sends, receives):
-    """What goes one way is received by the other, of every shape, from the rank and from any."""
+def test_fast_and_general_paths_interoperate(backend, sends, receives):
+    """A tensor of any shape sent on one path is received on the other, from a rank and from any."""
 
     def program(group):
         with _way(group, sends if group.rank == 0 else receives):
@@ -111,8 +111,8 @@ def test_both_ways_meet(backend, sends, receives):
 
 
 @pytest.mark.parametrize(("first", "second"), _WAYS)
-def test_rings_of_either_way(first, second):
-    """A sendrecv around a ring ends, whichever ways its ranks go, and small ones go the short way."""
+def test_sendrecv_rings_on_mixed_paths(first, second):
+    """A ring of sendrecv completes whichever paths its ranks take, and small tensors take the fast one."""
 
     def program(group):
         right, left = (group.rank + 1) % 3, (group.rank - 1) % 3
@@ -130,8 +130,8 @@ def test_rings_of_either_way(first, second):
 
 
 @pytest.mark.parametrize("way", ["short", "long"])
-def test_what_is_not_plain_is_sent_the_long_way(way):
-    """Tensors that are not contiguous, need a gradient or have lazy bits come over as they look, by either way."""
+def test_tensors_that_are_not_plain_take_the_general_path(way):
+    """Non-contiguous tensors, those that need a gradient and those with lazy bits arrive with their values."""
 
     def program(group):
         whole = torch.arange(12.0).view(3, 4)
@@ -160,8 +160,8 @@ def test_what_is_not_plain_is_sent_the_long_way(way):
     run_ranks(program, 2, backend="native-threads", timeout=60)
 
 
-def test_autograd_learns_of_what_was_received():
-    """A tensor that was saved for a backward and received into since makes that backward raise."""
+def test_receiving_bumps_the_version():
+    """A tensor saved for backward and received into since makes that backward raise."""
 
     def program(group):
         if group.rank == 0:
@@ -180,7 +180,7 @@ def test_autograd_learns_of_what_was_received():
 @pytest.mark.parametrize("sends", ["short", "long"])
 @pytest.mark.parametrize("count", [6, _LARGE])
 def test_mismatches_raise_and_the_group_goes_on(sends, count):
-    """A receive of another shape or dtype raises what the long way raises; then comes what was sent after."""
+    """A receive of another shape or dtype raises as on the general path; then the next message arrives."""
 
     def program(group):
         if group.rank == 0:
@@ -211,8 +211,8 @@ def test_mismatches_raise_and_the_group_goes_on(sends, count):
     run_ranks(program, 2, backend="native-threads", timeout=60)
 
 
-def test_wrong_arguments_raise_before_anything_happens():
-    """What the long way refuses it refuses whatever the short way is; the messages that are there stay."""
+def test_wrong_arguments_raise_before_anything_is_sent():
+    """Arguments that the general path refuses are refused on the fast path; waiting messages stay."""
 
     def program(group):
         if group.rank == 0:
@@ -243,8 +243,8 @@ def test_wrong_arguments_raise_before_anything_happens():
     run_ranks(program, 2, backend="native-threads", timeout=60)
 
 
-def test_deadlines_are_kept_once():
-    """A call by the short way that is late raises after its time, once; made again it gets what then comes."""
+def test_timeouts_are_not_counted_twice():
+    """A call that starts on the fast path times out once, after its time; a retry gets the message."""
 
     def program(group):
         if group.rank == 1:
@@ -279,8 +279,8 @@ def test_deadlines_are_kept_once():
 
 
 @pytest.mark.parametrize("way", ["short", "long"])
-def test_a_head_that_was_taken_is_kept(way):
-    """A receive whose elements do not come in time leaves the tensor to the next one, of either way."""
+def test_unclaimed_headers_go_to_the_next_receive(way):
+    """A receive whose payload is late leaves the header to the next receive, on either path."""
     number = 10_000
 
     def program(group):
@@ -311,7 +311,7 @@ def test_a_head_that_was_taken_is_kept(way):
 
 
 def test_threads_share_a_group():
-    """Each of many threads gets the tensors of its tag in their order, whichever ways they go."""
+    """Each of many threads receives the tensors of its tag in order, on either path."""
     num_threads, rounds = 6, 40
 
     def program(group):
@@ -336,8 +336,8 @@ def test_threads_share_a_group():
 
 
 @pytest.mark.parametrize(("sends", "receives"), _WAYS)
-def test_sub_groups_have_a_short_way(sends, receives):
-    """Ranks are the sub-group's own, and its messages and the group's keep apart."""
+def test_subgroups_have_a_fast_path(sends, receives):
+    """Ranks are those of the sub-group, whose messages don't mix with the group's."""
 
     def program(group):
         if group.rank == 1:
@@ -369,8 +369,8 @@ def test_sub_groups_have_a_short_way(sends, receives):
 
 
 @pytest.mark.parametrize("end", ["leave", "abort", "close here"])
-def test_the_end_of_a_sub_group_ends_what_waits_in_it(end):
-    """Who waits by the short way in a sub-group that ends is told so, and so are later calls; the group goes on."""
+def test_the_end_of_a_subgroup_ends_its_waits(end):
+    """Waits on the fast path in a sub-group that ends raise, and so do later calls; the group goes on."""
 
     def program(group):
         sub = fd.new_group([1, 0])
@@ -399,8 +399,8 @@ def test_the_end_of_a_sub_group_ends_what_waits_in_it(end):
     run_ranks(program, 2, backend="native-threads", timeout=60)
 
 
-def test_a_rank_that_has_left_a_sub_group_before_it_was_made_here():
-    """A rank that makes a sub-group which another has left already does not wait for that one."""
+def test_a_rank_that_left_a_subgroup_before_it_was_made_here():
+    """A rank that makes a sub-group does not wait for one that has left it already."""
     left = threading.Event()
 
     def program(group):
@@ -419,8 +419,8 @@ def test_a_rank_that_has_left_a_sub_group_before_it_was_made_here():
     run_ranks(program, 2, backend="native-threads", timeout=60)
 
 
-def test_a_rank_that_leaves_ends_what_waits_for_it():
-    """What a rank sent before it closed the group is received by the short way; then comes that it has left."""
+def test_a_leaving_rank_ends_waits_for_it():
+    """Messages that a rank sent before it closed the group arrive; then receives raise."""
 
     def program(group):
         if group.rank == 1:
@@ -437,8 +437,8 @@ def test_a_rank_that_leaves_ends_what_waits_for_it():
     run_ranks(program, 2, backend="native-threads", timeout=60)
 
 
-def test_more_than_the_ring_holds():
-    """A rank that sends far ahead of its receiver does not lose or reorder tensors."""
+def test_sends_beyond_the_ring_capacity():
+    """Sends far ahead of the receiver are neither lost nor reordered."""
     num_tensors = 3000
 
     def program(group):

@@ -45,8 +45,8 @@ _SAID = {
 
 @pytest.mark.parametrize("backend", ["simulated", pytest.param("native-threads", marks=_NATIVE)])
 @pytest.mark.parametrize("operation", _CALLS)
-def test_facts_that_no_rank_tells_are_refused_by_all_others(operation: str, backend: str) -> None:
-    """A call with too little, or with what no tensor has, ends the group and names its rank; nothing raw is raised."""
+def test_malformed_payloads_end_the_group(operation: str, backend: str) -> None:
+    """A payload that is too short, or describes an impossible tensor, ends the group and names its rank."""
     for said in _SAID.values():
 
         def program(group: fd.Backend, said: bytes = said) -> None:

@@ -121,8 +121,8 @@ def _every_collective(group: Backend, gpu: Gpu, dtype: torch.dtype, count: int, 
 @pytest.mark.parametrize("backend", ["simulated", "native-threads"])
 @pytest.mark.parametrize("size", [1, 2, 3])
 @pytest.mark.parametrize("schedule", SCHEDULES)
-def test_every_collective_has_the_bits_of_the_host(schedule: str, size: int, backend: str) -> None:
-    """In one segment and in many, on whatever schedule the device copies."""
+def test_every_collective_matches_the_host_engine(schedule: str, size: int, backend: str) -> None:
+    """Bit for bit, in one segment and in many, for any schedule of the device's copies."""
 
     def on_rank(group: Backend) -> None:
         gpu = Gpu(group, schedule)
@@ -188,7 +188,7 @@ def test_in_place(schedule: str) -> None:
 
 
 def test_copies_and_work_overlap() -> None:
-    """When the host works on a segment the next one is on its way down, and not the one after the next but one."""
+    """While the host works on a segment the next one is copied, and not the one after that."""
     streams = FakeStreams("late")
     lane = CopyPipeline(streams, 8)
     source, out = torch.arange(6.0), torch.zeros(6)
@@ -232,8 +232,8 @@ def test_slots_in_symmetric_memory(pinning: tuple[bool, bool]) -> None:
     assert all((streams.pins == []) == streams.can_pin for streams in every)
 
 
-def test_memory_is_kept_for_the_copies() -> None:
-    """What is copied from and to is not reused before the copies are done, though nobody waits for the operation."""
+def test_memory_is_not_reused_before_copies_end() -> None:
+    """Memory is not reused before its copies are done, though nobody waits for the collective."""
 
     def on_rank(group: Backend) -> None:
         gpu = Gpu(group)
@@ -248,7 +248,7 @@ def test_memory_is_kept_for_the_copies() -> None:
 @pytest.mark.parametrize("counts", [(40, 41), (1, 40)], ids=["large", "large and small"])
 @pytest.mark.parametrize("backend", ["simulated", "native-threads"])
 def test_mismatched_counts(backend: str, counts: tuple[int, int]) -> None:
-    """Ranks that differ in the whole count are told of the operation, not of segments."""
+    """The error of ranks with different counts names the collective, not a segment."""
 
     def on_rank(group: Backend) -> str:
         gpu = Gpu(group)
@@ -304,8 +304,8 @@ def test_uneven_exchanges_that_do_not_fit() -> None:
     run_ranks(on_rank, 2)
 
 
-def test_a_late_rank_is_named() -> None:
-    """A rank that does not call is named by who did."""
+def test_a_straggler_is_named() -> None:
+    """The error names a rank that does not call."""
 
     def on_rank(group: Backend) -> None:
         if group.rank == 0:
@@ -335,8 +335,8 @@ def test_a_busy_device_is_an_error() -> None:
 
 
 @pytest.mark.parametrize("backend", ["simulated", "native-threads", "tcp-threads"])
-def test_an_abort_reaches_who_waits_in_a_segment(backend: str) -> None:
-    """A rank that waits in the middle of a large operation hears of the end of the group, as does a sub-group's."""
+def test_an_abort_ends_a_wait_in_a_segment(backend: str) -> None:
+    """A wait in the middle of a large collective ends with the group, also in a sub-group."""
 
     def on_rank(world: Backend) -> None:
         for group in (fd.SubBackend(world, [1, 0]), world):
@@ -352,8 +352,8 @@ def test_an_abort_reaches_who_waits_in_a_segment(backend: str) -> None:
 
 
 @pytest.mark.parametrize("count", [3, 100], ids=["one segment", "many"])
-def test_an_abort_reaches_who_waits_for_the_device(count: int) -> None:
-    """A rank whose device is busy hears of the end of the group, however long its timeout."""
+def test_an_abort_ends_a_wait_for_the_device(count: int) -> None:
+    """A wait for a busy device ends with the group, however long its timeout."""
 
     def on_rank(group: Backend) -> None:
         gpu = Gpu(group)
@@ -413,7 +413,7 @@ def test_synchronize_waits_for_the_device() -> None:
 
 
 @pytest.mark.parametrize("is_stuck", [False, True])
-def test_closing_keeps_memory_that_is_in_use(is_stuck: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_closing_keeps_memory_in_use(is_stuck: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """A group that is closed waits for the copies; those of a device that does not come to them keep their memory."""
     monkeypatch.setattr(gpu_staged, "_CLOSE_SECONDS", 0.01 if is_stuck else 30.0)
     (group,) = fd.SimulatedBackend.create_group(1)
@@ -428,8 +428,8 @@ def test_closing_keeps_memory_that_is_in_use(is_stuck: bool, monkeypatch: pytest
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
-def test_handover(schedule: str) -> None:
-    """Work that another thread does on a stream of its own is after what started it, and before what takes it."""
+def test_stream_handoff(schedule: str) -> None:
+    """Work of another thread is ordered after the thread that starts it, and before threads that wait for it."""
     streams = FakeStreams(schedule)
     tensor, seen = torch.zeros(3), torch.zeros(3)
     streams.put(streams.current(), lambda: tensor.fill_(2), "fill")
@@ -449,8 +449,8 @@ def test_handover(schedule: str) -> None:
 
 
 @pytest.mark.parametrize("backend", ["simulated", "native-threads"])
-def test_started_operations_take_turns(backend: str) -> None:
-    """Operations that were started, and one of the calling thread after them, run in one order on all ranks."""
+def test_submitted_collectives_run_in_order(backend: str) -> None:
+    """Collectives that were submitted, and one called after them, run in one order on all ranks."""
 
     def on_rank(group: Backend) -> None:
         gpu = Gpu(group, "random")
@@ -478,7 +478,7 @@ def test_started_operations_take_turns(backend: str) -> None:
     run_ranks(on_rank, 2, backend=backend)
 
 
-def test_time_counts_from_the_turn() -> None:
+def test_timeouts_count_from_the_turn() -> None:
     """An operation that was started waits for those before it, before its time begins; and not when the group fails."""
     both_have_looked = threading.Barrier(2)
 
@@ -501,8 +501,8 @@ def test_time_counts_from_the_turn() -> None:
     run_ranks(on_rank, 2)
 
 
-def test_messages() -> None:
-    """Tensors go from rank to rank, of any strides, in the order of the callers' streams."""
+def test_point_to_point() -> None:
+    """Tensors of any strides are sent in the order of the callers' streams."""
 
     def on_rank(group: Backend) -> None:
         gpu = Gpu(group)
@@ -520,8 +520,8 @@ def test_messages() -> None:
     run_ranks(on_rank, 2)
 
 
-def test_messages_from_a_busy_device() -> None:
-    """A device that does not come to what is sent is an error of this rank alone."""
+def test_sends_from_a_busy_device() -> None:
+    """A device that does not reach the tensor in time is an error of this rank alone."""
 
     def on_rank(group: Backend) -> None:
         gpu = Gpu(group)
@@ -534,8 +534,8 @@ def test_messages_from_a_busy_device() -> None:
     run_ranks(on_rank, 2)
 
 
-def test_messages_to_a_busy_device() -> None:
-    """What is only received does not wait for the device: it is there in the order of the stream."""
+def test_receives_on_a_busy_device() -> None:
+    """A receive does not wait for the device, and is ordered in its stream."""
 
     def on_rank(group: Backend) -> None:
         gpu = Gpu(group)
@@ -551,8 +551,8 @@ def test_messages_to_a_busy_device() -> None:
     run_ranks(on_rank, 2)
 
 
-def test_messages_into_inference_tensors() -> None:
-    """They arrive where torch itself would refuse to write."""
+def test_receives_into_inference_tensors() -> None:
+    """Inference tensors can be received into, where torch itself would refuse a write."""
 
     def on_rank(group: Backend) -> None:
         gpu = Gpu(group)
@@ -567,8 +567,8 @@ def test_messages_into_inference_tensors() -> None:
     run_ranks(on_rank, 2)
 
 
-def test_pipelines_give_up_in_order() -> None:
-    """When the work of a segment fails, what was copied until then is still in the order of the caller's stream."""
+def test_pipelines_fail_in_order() -> None:
+    """When the work of a segment fails, earlier copies are still ordered before the caller's stream."""
     streams = FakeStreams("late")
     lane = CopyPipeline(streams, 8)
 
@@ -614,7 +614,7 @@ def test_the_variable_allows_the_fallback(call: Any, monkeypatch: pytest.MonkeyP
     group.close()
 
 
-def test_memory_that_the_driver_does_not_take(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_memory_that_the_driver_refuses_to_pin(monkeypatch: pytest.MonkeyPatch) -> None:
     """Where registering fails, the error that it leaves in the driver is not the next launch's."""
     answers, dropped = [1, 0], []
     runtime = SimpleNamespace(cudaHostRegister=lambda *_: answers.pop(0))
@@ -644,8 +644,8 @@ def test_memory_of_a_result_that_is_copied_on_is_kept(monkeypatch: pytest.Monkey
     assert streams.kept == [(flat.data_ptr(), "waiting")]
 
 
-def test_a_turn_that_ends_before_its_time() -> None:
-    """It leaves those before it their places."""
+def test_a_sequence_number_released_early() -> None:
+    """Releasing a later sequence number does not disturb earlier ones."""
     sequencer, numbers = Sequencer(lambda: False), iter((1, 3))
     first, second = (sequencer.reserve(lambda: next(numbers)) for _ in range(2))
     assert not sequencer.wait(second, 0.0)
@@ -658,8 +658,8 @@ def test_a_turn_that_ends_before_its_time() -> None:
     assert sequencer.wait_until_idle(0.0)
 
 
-def test_places_are_taken_one_at_a_time() -> None:
-    """Between a place among the group's collectives and the turn for it comes nobody else."""
+def test_positions_are_reserved_atomically() -> None:
+    """Nothing comes between reserving a position and its sequence number."""
     sequencer = Sequencer(lambda: False)
     other = threading.Thread(target=sequencer.reserve, args=(lambda: 2,))
 
