@@ -13,11 +13,9 @@ if TYPE_CHECKING:
 DEFAULT_COLLECTIVE_TIMEOUT = 1800.0
 """The timeout in seconds of a blocking call unless the call, its group or FERRODIST_TIMEOUT sets another."""
 
-LONG_WAIT_SECONDS = 30.0
-"""Seconds of waiting for other ranks after which a warning names them."""
+LONG_WAIT_SECONDS = 30.0  # seconds of waiting for other ranks after which a warning names them
 
-TIMEOUT_VARIABLE = "FERRODIST_TIMEOUT"
-"""The environment variable that sets the default timeout."""
+TIMEOUT_VARIABLE = "FERRODIST_TIMEOUT"  # the environment variable that sets the default timeout
 
 # Lock.acquire and Condition.wait refuse longer waits than this (threading.TIMEOUT_MAX is about 292 years on Linux, but
 # 49 days on some platforms).

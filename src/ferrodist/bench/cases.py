@@ -5,8 +5,7 @@ from __future__ import annotations
 import enum
 from dataclasses import dataclass
 
-MAX_RANKS = 32
-"""The most ranks for which a sum of the inputs is exact in every type; see `workload`."""
+MAX_RANKS = 32  # the most ranks for which a sum of the inputs is exact in every type; see `workload`
 
 
 class Operation(enum.Enum):
@@ -18,16 +17,11 @@ class Operation(enum.Enum):
     BROADCAST = "broadcast"
     ALL_TO_ALL = "all_to_all"
     BARRIER = "barrier"
-    SEND_RECV = "send_recv"
-    """A message one way: half of a round trip."""
-    SUBMIT = "submit"
-    """The call that starts an asynchronous allreduce, until it returns."""
-    OVERLAP = "overlap"
-    """An asynchronous allreduce beside a computation: the time of both, over the longer of the two."""
-    INIT = "init_process_group"
-    """Creating the default group, and its first allreduce."""
-    NEW_GROUP = "new_group"
-    """Creating another group of the same ranks, and its first allreduce."""
+    SEND_RECV = "send_recv"  # a message one way: half of a round trip
+    SUBMIT = "submit"  # the call that starts an asynchronous allreduce, until it returns
+    OVERLAP = "overlap"  # an asynchronous allreduce beside a computation: the time of both, over the longer of the two
+    INIT = "init_process_group"  # creating the default group, and its first allreduce
+    NEW_GROUP = "new_group"  # creating another group of the same ranks, and its first allreduce
 
     @property
     def is_allreduce(self) -> bool:

@@ -16,8 +16,7 @@ if TYPE_CHECKING:
     import socket
     from pathlib import Path
 
-MAX_LINE_BYTES = 1 << 20
-"""A longer line is an error."""
+MAX_LINE_BYTES = 1 << 20  # a longer line is an error
 
 _CACHE_LINE_WORDS = 8  # of 8 bytes
 

@@ -38,8 +38,7 @@ if TYPE_CHECKING:
     from ferrodist.bench.suites import BenchOptions, Stage, Suite
     from ferrodist.bench.targets import BenchTarget, Runner
 
-MIN_ROUNDS = 5
-"""A case has at least this many rounds, whatever they take."""
+MIN_ROUNDS = 5  # a case has at least this many rounds, whatever they take
 
 _START_TIMEOUT_SECONDS = 90.0
 _MEMORY_SHARE = 0.7

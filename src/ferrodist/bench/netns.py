@@ -40,8 +40,7 @@ def host_index(rank: int, num_ranks: int) -> int:
 class EmulatedHosts:
     """Two hosts and the cable between them; a context; HostsUnavailableError if they can't be created."""
 
-    device = _DEVICE
-    """The network device of either host."""
+    device = _DEVICE  # the network device of either host
 
     def __init__(self) -> None:
         if os.geteuid() != 0:

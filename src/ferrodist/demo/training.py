@@ -26,8 +26,7 @@ if TYPE_CHECKING:
 
     from ferrodist.backends.base import Backend
 
-BATCH_SIZE = 48
-"""Images in a step, over all ranks."""
+BATCH_SIZE = 48  # images in a step, over all ranks
 
 _LEARNING_RATE = 0.05
 _SPLIT_SEED = 0  # the test images are the same whatever --seed says

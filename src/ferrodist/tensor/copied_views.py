@@ -55,10 +55,8 @@ class ViewCopy:
         self._source = source if owner is None else None
         self._owner = None if owner is None else weakref.ref(owner)
         self.copy, self.is_moved, self.parent = copy, is_moved, parent
-        self.is_stale = False
-        """Whether the source was written after its elements were moved: no view can be read then."""
-        self.views: list[weakref.ref[Any]] = []
-        """All tensors whose shards are in the copy."""
+        self.is_stale = False  # whether the source was written after its elements were moved: no view can be read then
+        self.views: list[weakref.ref[Any]] = []  # all tensors whose shards are in the copy
 
     @staticmethod
     def make(viewed: Any, copy: torch.Tensor, kind: ViewKind) -> ViewCopy:

@@ -44,8 +44,7 @@ _KEYED_BY_VALUE: Any = object()
 _UNSAFE_VIEW = private_aten.unsafe_view.default
 """A view that autograd does not take for one: of results that nobody else has, and of what `torch.kron` writes to."""
 
-_MAX_CACHED = 1 << 14
-"""The entries of a group's cache; programs with new shapes in each step would fill the memory."""
+_MAX_CACHED = 1 << 14  # the entries of a group's cache; programs with new shapes in each step would fill the memory
 
 
 class DispatchKind(Enum):
@@ -69,14 +68,12 @@ class CachedDispatch:
     replaced: Mapping[str, Any]  # the arguments that differ on this rank
     written: Sequence[str]  # the names of the arguments that are written to
     kind: DispatchKind = field(default=DispatchKind.ANY, init=False)
-    output: DTensorSpec | None = field(default=None, init=False)
-    """The spec of the only result, for RESULT and VIEW."""
+    output: DTensorSpec | None = field(default=None, init=False)  # the spec of the only result, for RESULT and VIEW
     positions: Sequence[tuple[int, Any]] = field(default=(), init=False)
     """``replaced`` by position, for all kinds but ANY; for LISTS the positions of what is written."""
     offsets: Sequence[int] | None = field(default=None, init=False)
     """The storage offsets of views in the full tensor; None if the results are no views."""
-    offset: int = field(default=0, init=False)
-    """The only one of ``offsets``, for VIEW."""
+    offset: int = field(default=0, init=False)  # the only one of `offsets`, for VIEW
     view_kind: ViewKind = field(default=ViewKind.COPIED, init=False)
     """The kind of views whose shards have memory of their own."""
     may_copy: bool = field(default=True, init=False)

@@ -24,8 +24,7 @@ if TYPE_CHECKING:
     from ferrodist.tensor.placement import Placement
     from ferrodist.tensor.spec import DTensorSpec
 
-    _Box = list[tuple[int, int]]
-    """The start and the end in each dim."""
+    _Box = list[tuple[int, int]]  # the start and the end in each dim
 
 
 class GeneralAllToAll:

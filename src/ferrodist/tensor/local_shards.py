@@ -27,11 +27,9 @@ if TYPE_CHECKING:
 
     from ferrodist.tensor.spec import DTensorSpec
 
-    Run = tuple[int, int]
-    """Consecutive elements of a dim: the first one's index in the full tensor, and their number."""
+    Run = tuple[int, int]  # consecutive elements of a dim: the first one's index in the full tensor, and their number
 
-_flat_shards = WeakTensorKeyDictionary()
-"""The annotations of `annotate_flat_shard`."""
+_flat_shards = WeakTensorKeyDictionary()  # the annotations of `annotate_flat_shard`
 
 
 @dataclass(frozen=True, slots=True)

@@ -28,8 +28,7 @@ from ferrodist.torch_private.operators import overloads, schema_of
 if TYPE_CHECKING:
     from ferrodist.mesh import DeviceMesh
 
-LocalFunction = Callable[..., Any]
-"""What computes this rank's outputs from local shards."""
+LocalFunction = Callable[..., Any]  # what computes this rank's outputs from local shards
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,10 +67,8 @@ class OpCall:
         self.mesh = mesh
         self.inputs: list[DTensorSpec] = find_all(DTensorSpec, list(arguments.values()))
         """The specs among the arguments, in order, including those in lists."""
-        self.selected: list[OpStrategy] = []
-        """The strategies of the first axes, as far as they are selected."""
-        self.placed_inputs: Sequence[DTensorSpec] = ()
-        """The specs to which the inputs are redistributed."""
+        self.selected: list[OpStrategy] = []  # the strategies of the first axes, as far as they are selected
+        self.placed_inputs: Sequence[DTensorSpec] = ()  # the specs to which the inputs are redistributed
         self.outputs: Sequence[DTensorSpec] = ()
         """The specs of the outputs; for an operator that writes, of what it writes to."""
 
@@ -270,8 +267,7 @@ def all_replicated(call: OpCall, axis: int) -> list[OpStrategy]:
     return [OpStrategy((Replicate(),) * len(call.inputs), (Replicate(),) * len(call.results))]
 
 
-Labels = Sequence[Hashable]
-"""The label of each dim of a tensor."""
+Labels = Sequence[Hashable]  # the label of each dim of a tensor
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

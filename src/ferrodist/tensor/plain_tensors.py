@@ -147,8 +147,7 @@ compared: both are safe.
 _LIST_ELEMENT_REFS = 3
 """References to a tensor in a list that only torch holds: torch's call, the list, and the counting."""
 
-_BASE_REFS = 3
-"""References to the base of a view that nobody else holds: the view, a name, and the counting."""
+_BASE_REFS = 3  # references to the base of a view that nobody else holds: the view, a name, and the counting
 
 
 def _writes_scalars(func: torch._ops.OpOverload, cls: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:

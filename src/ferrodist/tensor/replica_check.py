@@ -37,11 +37,9 @@ class ReplicaCheck:
 
     def __init__(self, mesh: DeviceMesh, *, immediate: bool) -> None:
         self._mesh, self._immediate = mesh, immediate
-        self.path = ""
-        """The path of the module whose forward runs."""
+        self.path = ""  # the path of the module whose forward runs
         self._entries: list[_Entry | Callable[[], _Entry]] = []
-        self._due: _Entry | None = None
-        """The first entry that requires an exchange."""
+        self._due: _Entry | None = None  # the first entry that requires an exchange
         self._seen: dict[int, tuple[weakref.ref[torch.Tensor], int, bool]] = {}
 
     def record(self, operator: object, tensor: torch.Tensor, mesh: DeviceMesh, *, is_due: bool = True) -> None:

@@ -53,14 +53,11 @@ class DTensorSpec:
     shape: tuple[int, ...]
     stride: tuple[int, ...]
     dtype: torch.dtype
-    local_shape: tuple[int, ...]
-    """The shape of this rank's shard."""
+    local_shape: tuple[int, ...]  # the shape of this rank's shard
     wrapper_arguments: tuple[Any, ...]
     """The arguments that make a wrapper of this shape, strides and dtype, without memory."""
-    plans: dict[DTensorSpec, Any]
-    """The plans to other specs, as `redistribute_plan.make_plan` found them."""
-    dispatch_cache: dict[Any, Any]
-    """The calls that `dispatch` prepared for tensors of the mesh's group."""
+    plans: dict[DTensorSpec, Any]  # the plans to other specs, as `redistribute_plan.make_plan` found them
+    dispatch_cache: dict[Any, Any]  # the calls that `dispatch` prepared for tensors of the mesh's group
 
     @staticmethod
     def make(

@@ -210,8 +210,7 @@ def _state(pid: int) -> str:
 
 _EXIT_TIMEOUT_SECONDS = 2.0
 _THREAD_EXIT_TIMEOUT_SECONDS = 0.5
-_lasting_threads: set[int] = set()
-"""System ids of threads of C libraries that did not end when they were waited for."""
+_lasting_threads: set[int] = set()  # system ids of threads of C libraries that did not end when they were waited for
 
 
 class _Child:

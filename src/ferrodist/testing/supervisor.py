@@ -177,11 +177,9 @@ def _close(group: Backend | None, rank: int) -> Outcome | None:
     return None
 
 
-_STOP_TIMEOUT = 3.0
-"""Seconds for ranks to end by themselves after one has failed and aborted the group."""
+_STOP_TIMEOUT = 3.0  # seconds for ranks to end by themselves after one has failed and aborted the group
 
-_CLOSE_TIMEOUT = 2.0
-"""Seconds, at least, for ranks to close their groups."""
+_CLOSE_TIMEOUT = 2.0  # seconds, at least, for ranks to close their groups
 
 
 class Stage(Enum):

@@ -23,8 +23,7 @@ from ferrodist.torch_private.names import missing_error
 if TYPE_CHECKING:
     import torch
 
-BatchNormBase = batchnorm._BatchNorm
-"""The base class of torch's batch norms."""
+BatchNormBase = batchnorm._BatchNorm  # the base class of torch's batch norms
 
 
 def check_input_dim(layer: Any, tensor: torch.Tensor) -> None:

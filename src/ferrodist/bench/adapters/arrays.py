@@ -9,8 +9,7 @@ from ferrodist.bench.cases import DataType
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-ALIGNMENT_BYTES = 64
-"""Every array begins at a multiple of this, a cache line, in every library."""
+ALIGNMENT_BYTES = 64  # every array begins at a multiple of this, a cache line, in every library
 
 
 class TorchArrays:

@@ -47,10 +47,8 @@ class Adapter:
     num_ranks: int
     arrays: Arrays
     versions: dict[str, str]
-    copies: ClassVar[bool] = False
-    """Whether every operation is a copy of the input: true for the limit."""
-    unsupported: ClassVar[Mapping[Operation, str]] = {}
-    """Operations that the library lacks, with the reasons."""
+    copies: ClassVar[bool] = False  # whether every operation is a copy of the input: true for the limit
+    unsupported: ClassVar[Mapping[Operation, str]] = {}  # operations that the library lacks, with the reasons
 
     def make_call(self, case: Case, source: Any, target: Any) -> Callable[[], object]:
         """A callable for the operation, in place if ``target`` is ``source``; UnsupportedError if the library can't."""

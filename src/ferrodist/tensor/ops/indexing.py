@@ -17,8 +17,7 @@ if TYPE_CHECKING:
 
     from ferrodist.tensor.op_strategy import Labels, OpCall
 
-_INDEX = "i"
-"""The label of the dim along which an index has its elements."""
+_INDEX = "i"  # the label of the dim along which an index has its elements
 
 
 def _replace_label(call: OpCall, dim: int, label: str | None) -> list[Any]:

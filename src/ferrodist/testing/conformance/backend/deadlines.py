@@ -33,8 +33,7 @@ if TYPE_CHECKING:
     from ferrodist.backends.base import Backend
     from ferrodist.testing.conformance.backend.harness import BackendCheck
 
-_REPORT_SECONDS = 0.5
-"""Seconds past its deadline that a rank may wait for the names of the stragglers."""
+_REPORT_SECONDS = 0.5  # seconds past its deadline that a rank may wait for the names of the stragglers
 
 
 @rank_check()

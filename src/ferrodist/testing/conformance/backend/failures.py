@@ -46,11 +46,9 @@ if TYPE_CHECKING:
     from ferrodist.backends.base import Backend
     from ferrodist.testing.conformance.backend.harness import BackendCheck
 
-_DETECTION_SECONDS = 1.0
-"""Seconds within which a rank must detect that another has left."""
+_DETECTION_SECONDS = 1.0  # seconds within which a rank must detect that another has left
 
-_CLOSE_SECONDS = 0.5
-"""The timeout of a close while other ranks stay: rank 0 of a star goes on serving them that long."""
+_CLOSE_SECONDS = 0.5  # the timeout of a close while other ranks stay: rank 0 of a star goes on serving them that long
 
 
 @backend_check()

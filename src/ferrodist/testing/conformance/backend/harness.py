@@ -23,19 +23,15 @@ if TYPE_CHECKING:
     from ferrodist.backends.request import Request
     from ferrodist.testing.ranks import BackendFactory
 
-if TYPE_CHECKING:
     BackendUnderTest: TypeAlias = BackendFactory | "RankRunner"
     BackendCheck: TypeAlias = Callable[..., None]
 
 
-TIMEOUT = 10.0
-"""Seconds for calls that a correct backend ends at once."""
+TIMEOUT = 10.0  # seconds for calls that a correct backend ends at once
 
-SLACK_SECONDS = 0.5
-"""Seconds past its deadline at which a call may return, on a busy machine."""
+SLACK_SECONDS = 0.5  # seconds past its deadline at which a call may return, on a busy machine
 
-LARGE = 8 << 20
-"""Bytes of a message that no transport sends at once."""
+LARGE = 8 << 20  # bytes of a message that no transport sends at once
 
 _RUN_SECONDS = 60.0
 _ERROR = TypeVar("_ERROR", bound=BaseException)

@@ -26,7 +26,6 @@ if TYPE_CHECKING:
 
     from ferrodist.backends.base import Backend
 
-if TYPE_CHECKING:
     Array = NDArray[Any]
 
 
@@ -266,8 +265,6 @@ def check_bits(actual: torch.Tensor, expected: torch.Tensor, what: str, *, any_n
             f" {raw_bytes(expected).view(-1, size)[place].tolist()})"
         )
 
-
-if TYPE_CHECKING:
     CollectiveCheck: TypeAlias = Callable[[Backend], None]
 
 
