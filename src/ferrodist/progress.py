@@ -8,6 +8,23 @@ from rich.progress import Progress, ProgressColumn
 
 if TYPE_CHECKING:
     from rich.console import Console
+    from typing_extensions import Self
+
+
+class BarDisplay:
+    """A context that shows bars, if there are any, beside what is printed on their console."""
+
+    def __init__(self, console: Console, bars: Progress | None) -> None:
+        self._console, self._bars = console, bars
+
+    def __enter__(self) -> Self:
+        if self._bars is not None:
+            self._bars.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._bars is not None:
+            self._bars.stop()
 
 
 def open_bars(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import re
 import sys
 from pathlib import Path
@@ -10,7 +9,7 @@ from typing import TYPE_CHECKING, TypeVar
 
 from ferrodist.bench.cases import BACKENDS, MAX_RANKS, DataType, Operation, Peer
 from ferrodist.bench.suites import SUITES, BenchOptions, Suite, SuitePlan, plan_stages
-from ferrodist.installation import how_to_install
+from ferrodist.installation import describe_missing
 from ferrodist.launch.output import print_warning
 from ferrodist.launch.spec import check_rank_count
 
@@ -98,11 +97,8 @@ def run_bench(options: BenchOptions) -> int:
     1 when a peer failed or gave a wrong result in a case, ferrodist or the backend that was asked for could not be
     measured, or the extra ``bench`` is not installed; 130 for Ctrl-C, after the partial report is written.
     """
-    missing = [package for module, package in _REQUIRED.items() if importlib.util.find_spec(module) is None]
-    if missing:
-        print_warning(
-            f"ferrodist: bench needs {', '.join(missing)}, which is not installed here: {how_to_install('bench')}\n"
-        )
+    if missing := describe_missing("bench", "bench", _REQUIRED):
+        print_warning(missing)
         return 1
     # Imported here: these need msgspec and the extra.
     from ferrodist.bench.display import RunDisplay  # noqa: PLC0415

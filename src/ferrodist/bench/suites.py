@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import enum
+import itertools
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -119,18 +120,12 @@ class SuitePlan:
 
     def cases(self, num_ranks: int) -> list[Case]:
         """The cases on a number of ranks, in order."""
-        num_hosts = SUITES[self.suite].num_hosts
-        cases = []
-        for operation in self.operations:
-            if not operation.has_size:
-                cases.append(Case(operation=operation, num_ranks=num_ranks, num_hosts=num_hosts))
-                continue
-            cases += [
-                Case(operation=operation, num_ranks=num_ranks, num_hosts=num_hosts, dtype=dtype, size_bytes=size)
-                for dtype in self.dtypes
-                for size in self.sizes
-            ]
-        return cases
+        num_hosts, sizes = SUITES[self.suite].num_hosts, list(itertools.product(self.dtypes, self.sizes))
+        return [
+            Case(operation=operation, num_ranks=num_ranks, num_hosts=num_hosts, dtype=dtype, size_bytes=size)
+            for operation in self.operations
+            for dtype, size in (sizes if operation.has_size else [(DataType.FLOAT32, 0)])
+        ]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

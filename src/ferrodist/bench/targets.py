@@ -18,6 +18,7 @@ from typing_extensions import override
 
 from ferrodist.bench.adapters import UnsupportedError
 from ferrodist.bench.cases import Operation, Peer
+from ferrodist.bench.commands import run_command
 from ferrodist.bench.netns import NUM_HOSTS
 from ferrodist.bench.processes import PeerFailedError
 from ferrodist.bench.report import format_bytes, format_seconds
@@ -293,17 +294,7 @@ class Iperf3Runner(Runner):
 
     def run(self, num_calls: int) -> float:  # noqa: ARG002 - the command has it
         """Run a transfer; returns the seconds of the case's bytes."""
-        try:
-            done = subprocess.run(  # noqa: S603 - a fixed command
-                self._command,
-                stdin=subprocess.DEVNULL,
-                capture_output=True,
-                text=True,
-                timeout=_IPERF3_TIMEOUT_SECONDS,
-                check=False,
-            )
-        except subprocess.TimeoutExpired:
-            raise PeerFailedError(f"iperf3 took more than {_IPERF3_TIMEOUT_SECONDS} s") from None
+        done = run_command(self._command, title="iperf3", timeout=_IPERF3_TIMEOUT_SECONDS, failure=PeerFailedError)
         return self._case.size_bytes / parse_iperf3_rate(done.stdout)
 
 

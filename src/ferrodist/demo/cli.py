@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import os
 import sys
 import tempfile
@@ -10,7 +9,7 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ferrodist.installation import how_to_install
+from ferrodist.installation import describe_missing
 from ferrodist.launch import LaunchSpec, ProgramKind, launch
 from ferrodist.launch.output import print_warning
 from ferrodist.launch.spec import check_rank_count
@@ -78,11 +77,8 @@ def run_demo(options: DemoOptions) -> int:
     1 when the accuracy is below 97%, the weights differ by more than rounding explains, or the extra ``demo`` is not
     installed; the launcher's exit code when a run failed.
     """
-    missing = [package for module, package in _REQUIRED.items() if importlib.util.find_spec(module) is None]
-    if missing:
-        print_warning(
-            f"ferrodist: the demo needs {', '.join(missing)}, which is not installed here: {how_to_install('demo')}\n"
-        )
+    if missing := describe_missing("the demo", "demo", _REQUIRED):
+        print_warning(missing)
         return 1
     from ferrodist.demo.display import TrainingDisplay, save_plot  # noqa: PLC0415 - needs the extra
     from ferrodist.demo.results import compare_weights  # noqa: PLC0415 - needs NumPy

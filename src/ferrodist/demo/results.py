@@ -16,6 +16,7 @@ import numpy as np
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
+    from io import RawIOBase
     from pathlib import Path
 
     from typing_extensions import Self
@@ -33,19 +34,9 @@ class Progress(msgspec.Struct, frozen=True, kw_only=True):
     accuracy: float | None = None
 
 
-class ProgressWriter:
-    """Rank 0's end of the pipe."""
-
-    def __init__(self, path: Path) -> None:
-        self._file = path.open("wb", buffering=0)
-
-    def __call__(self, progress: Progress) -> None:
-        """Send the state to the command."""
-        self._file.write(msgspec.json.encode(progress) + b"\n")
-
-    def close(self) -> None:
-        """Close the pipe."""
-        self._file.close()
+def write_progress(pipe: RawIOBase, progress: Progress) -> None:
+    """Send the state from rank 0 to the command."""
+    pipe.write(msgspec.json.encode(progress) + b"\n")
 
 
 class ProgressPipe:

@@ -17,14 +17,7 @@ import torch
 from ferrodist.errors import UnsupportedOpError
 from ferrodist.tensor.copied_views import VIEW_COPIES, ViewKind, actual_kind, after_write, check_writable
 from ferrodist.tensor.fallback import compute_data_dependent, copy_to_itself, find_substitute, is_copy_to_itself
-from ferrodist.tensor.op_strategy import (
-    OpCall,
-    bind_arguments,
-    find_all,
-    map_tensors,
-    select_strategy,
-    split_arguments,
-)
+from ferrodist.tensor.op_strategy import OpCall, bind_arguments, find_all, map_tensors, select_strategy, split_arguments
 from ferrodist.tensor.ops.table import RULES
 from ferrodist.tensor.plain_tensors import REFUSE_SCALARS, find_plain, plain_caller, record_scalars
 from ferrodist.tensor.redistribute import redistribute_local

@@ -31,11 +31,7 @@ class GeneralAllToAll:
     """The box that each rank sends to each other, for placements that are replicated, or sharded without blocks."""
 
     def __init__(
-        self,
-        shape: Sequence[int],
-        before: Sequence[Placement],
-        after: Sequence[Placement],
-        mesh_shape: Sequence[int],
+        self, shape: Sequence[int], before: Sequence[Placement], after: Sequence[Placement], mesh_shape: Sequence[int]
     ) -> None:
         self._shape, self._mesh_shape = shape, mesh_shape
         self._before, self._after = before, after

@@ -177,12 +177,7 @@ _OVERWRITING = ("aten.copy_", "aten.fill_", "aten._foreach_copy_")
 
 
 def check_plain(
-    operator: object,
-    tensor: torch.Tensor,
-    mesh: DeviceMesh,
-    *,
-    is_torchs: bool = False,
-    is_overwritten: bool = False,
+    operator: object, tensor: torch.Tensor, mesh: DeviceMesh, *, is_torchs: bool = False, is_overwritten: bool = False
 ) -> None:
     """Raise unless a plain tensor, which an operator takes beside distributed ones, counts as replicated.
 

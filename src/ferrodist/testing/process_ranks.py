@@ -50,11 +50,7 @@ _PR_SET_PDEATHSIG = 1
 
 
 def fork_rank(
-    program: RankProgram,
-    rank: int,
-    connection: Connection,
-    stack_file: IO[bytes],
-    close_inherited: Callable[[], None],
+    program: RankProgram, rank: int, connection: Connection, stack_file: IO[bytes], close_inherited: Callable[[], None]
 ) -> int:
     """Fork, and run ``program`` as ``rank`` in the child, which never returns from here; returns its process id.
 

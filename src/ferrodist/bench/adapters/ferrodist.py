@@ -91,7 +91,7 @@ class NcclAdapter(FerrodistAdapter):
     """A rank of a group over NCCL, and its GPU."""
 
     unsupported: ClassVar[Mapping[Operation, str]] = {
-        Operation.OVERLAP: "the computation is the host's, and its tensors are on a GPU",
+        Operation.OVERLAP: "the computation is the host's, and its tensors are on a GPU"
     }
 
     def __init__(self, info: RankInfo) -> None:

@@ -188,10 +188,7 @@ RULES = rule_table(
         ),
     ),
     (einsum_rule(_batch_backward_pattern, local=_batch_backward), "native_batch_norm_backward.default"),
-    (
-        einsum_rule(partial(_forward_pattern, _layer_labels), local=_widen_statistics),
-        "native_layer_norm.default",
-    ),
+    (einsum_rule(partial(_forward_pattern, _layer_labels), local=_widen_statistics), "native_layer_norm.default"),
     (
         einsum_rule(partial(_backward_pattern, _layer_labels), local=_narrow_statistics),
         "native_layer_norm_backward.default",

@@ -7,10 +7,7 @@ import time
 from typing import TYPE_CHECKING
 
 from ferrodist.backends.tags import ANY_SOURCE
-from ferrodist.errors import (
-    DistributedError,
-    DistributedTimeoutError,
-)
+from ferrodist.errors import DistributedError, DistributedTimeoutError
 from ferrodist.testing.conformance.backend.harness import (
     LARGE,
     SLACK_SECONDS,

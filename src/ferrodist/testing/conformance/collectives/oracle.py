@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from ferrodist.backends.base import Backend
 
     Array = NDArray[Any]
+    CollectiveCheck: TypeAlias = Callable[[Backend], None]
 
 
 _PARTS = {torch.complex64: torch.float32, torch.complex128: torch.float64}
@@ -264,8 +265,6 @@ def check_bits(actual: torch.Tensor, expected: torch.Tensor, what: str, *, any_n
             f" {values[1]!r} (bytes {raw_bytes(actual).view(-1, size)[place].tolist()}, not"
             f" {raw_bytes(expected).view(-1, size)[place].tolist()})"
         )
-
-    CollectiveCheck: TypeAlias = Callable[[Backend], None]
 
 
 # The sizes at which the reference implementation changes its algorithm. Other engines have other thresholds; checks on
