@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 
     from matplotlib.axes import Axes
     from rich.progress import TaskID
+
     from ferrodist.demo.results import History, Progress
 
 _ONE, _SEVERAL, _QUIET = "#9ecae1", "#08519c", "#888888"

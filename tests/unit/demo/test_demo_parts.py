@@ -187,10 +187,9 @@ def test_identical_means_bit_for_bit():
 def test_progress_passes_through_the_pipe(tmp_path):
     """Rank 0's reports are shown in order; a pipe that no rank opens does no harm."""
     shown = []
-    with ProgressPipe(tmp_path / "pipe", shown.append):
-        with (tmp_path / "pipe").open("wb", buffering=0) as pipe:
-            for step in range(500):
-                write_progress(pipe, progress(step))
+    with ProgressPipe(tmp_path / "pipe", shown.append), (tmp_path / "pipe").open("wb", buffering=0) as pipe:
+        for step in range(500):
+            write_progress(pipe, progress(step))
     assert shown == [progress(step) for step in range(500)]
     with ProgressPipe(tmp_path / "unused", shown.append):
         pass
