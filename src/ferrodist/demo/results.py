@@ -135,14 +135,6 @@ class Comparison:
     differences. Over 40 trainings (seeds 0 to 19, 5 to 20 epochs) on 2, 3 and 4 ranks the difference was 0.2% to 1.3%
     of the bound. Mistakes are far outside: a loss that is 0.1% off by 15 times, 2 missing images of each 48 by 1,400
     times, a sum of the gradients in place of their mean by 15,000 times.
-
-    Args:
-        absolute: The largest difference of two weights.
-        relative: The largest difference within a tensor, divided by its largest weight; the largest of all tensors.
-        bound: The allowed value of ``absolute``.
-        eps: The distance from 1 to the next larger float32.
-        num_steps: Steps of each run.
-        largest_weight: The largest absolute value of a weight.
     """
 
     absolute: float  # the largest difference of two weights

@@ -111,6 +111,11 @@ class OpCall:
         ]
 
 
+def make_zeros(specs: Sequence[DTensorSpec]) -> list[torch.Tensor]:
+    """This rank's shards of tensors of zeros."""
+    return [torch.zeros(spec.local_shape, dtype=spec.dtype, device="cpu") for spec in specs]
+
+
 def _as_meta(value: DTensorSpec | torch.Tensor) -> torch.Tensor:
     """The tensor on the meta device: plain scalars too, as some operators need all inputs on one device."""
     stride = value.stride if isinstance(value, DTensorSpec) else value.stride()
@@ -272,26 +277,20 @@ Labels = Sequence[Hashable]  # the label of each dim of a tensor
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EinsumPattern:
-    """The labels of an operator's dims, and its reductions.
-
-    Args:
-        inputs: The labels of each input's dims.
-        outputs: The labels of each output's dims.
-        reductions: The reduction of each label that outputs lack and that may be sharded: such outputs are partial.
-        cross_rank: Further such labels, which the local function reduces over the ranks itself: outputs are replicated.
-        linear: Groups of inputs in which the operator is linear: if all of a group are partial sums (or means) and all
-            others replicated, so are the outputs.
-        addends: Indices of inputs that are added to the result, and are partial sums where a label is reduced.
-        commuting: Other reductions that commute with the operator, over all of its inputs.
-    """
+    """The labels of an operator's dims, and its reductions."""
 
     inputs: Sequence[Labels]
     outputs: Sequence[Labels]
+    # of labels that outputs lack and that may be sharded: such outputs are partial
     reductions: Mapping[Hashable, ReduceOp] = field(default_factory=dict)
+    # further such labels, which the local function reduces over the ranks itself: outputs are replicated
     cross_rank: Sequence[Hashable] = ()
+    # groups of inputs in which the operator is linear: if all of a group are partial sums (or means) and all others
+    # replicated, so are the outputs
     linear: Sequence[Sequence[int]] = ()
+    # indices of inputs that are added to the result, and are partial sums where a label is reduced
     addends: Sequence[int] = ()
-    commuting: Sequence[ReduceOp] = ()
+    commuting: Sequence[ReduceOp] = ()  # other reductions that commute with the operator, over all of its inputs
 
 
 def einsum_rule(pattern_of: Callable[[OpCall], EinsumPattern], **options: Any) -> OpRule:
