@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from ferrodist.bench import environments, foreign, processes
+from ferrodist.bench import foreign, processes
 from ferrodist.bench.adapters import UnsupportedError
 from ferrodist.bench.cases import Case, MpiLibrary, Operation, Peer
 from ferrodist.bench.channel import MAX_LINE_BYTES, Channel, ChannelClosedError

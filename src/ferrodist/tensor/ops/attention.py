@@ -7,9 +7,7 @@ shard the fewer heads evenly. A single head of keys and values is replicated, an
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, Any
-
-import torch
+from typing import TYPE_CHECKING
 
 from ferrodist.collectives.reduce_op import ReduceOp
 from ferrodist.tensor.op_strategy import EinsumPattern, Labels, OpRule, einsum_strategies, make_zeros, rule_table
