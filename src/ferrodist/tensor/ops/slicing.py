@@ -201,7 +201,8 @@ def _scatter_rule(dim_map: Callable[[OpCall], DimMap], **options: Any) -> OpRule
 
 
 RULES = rule_table(
-    (_rule(_sliced, arguments=_local_slice), "slice.Tensor slice_backward.default"),
+    (_rule(_sliced, arguments=_local_slice), "slice.Tensor"),
+    (_rule(_sliced, arguments=_local_slice), "slice_backward.default"),
     (_rule(_selected), "select.int"),
     (_rule(_select_backward, arguments=_local_input_sizes), "select_backward.default"),
     (_rule(_diagonal), "diagonal.default"),
@@ -209,10 +210,10 @@ RULES = rule_table(
     (_rule(_unfolded), "unfold.default"),
     (_rule(_unfold_backward, arguments=_local_input_sizes), "unfold_backward.default"),
     (_rule(_selected), "unbind.int"),
-    (
-        OpRule(strategies=_split_strategies, arguments=_local_split),
-        "split.Tensor split_with_sizes.default unsafe_split.Tensor unsafe_split_with_sizes.default",
-    ),
+    (OpRule(strategies=_split_strategies, arguments=_local_split), "split.Tensor"),
+    (OpRule(strategies=_split_strategies, arguments=_local_split), "split_with_sizes.default"),
+    (OpRule(strategies=_split_strategies, arguments=_local_split), "unsafe_split.Tensor"),
+    (OpRule(strategies=_split_strategies, arguments=_local_split), "unsafe_split_with_sizes.default"),
     (OpRule(strategies=_cat_strategies), "cat.default"),
     (move_rule(_stack), "stack.default"),
     (move_rule(_pad, depends_on_values=True), "constant_pad_nd.default"),

@@ -196,10 +196,13 @@ def _reshape(call: OpCall) -> LocalFunction:
 
 
 RULES = rule_table(
-    (OpRule(strategies=partial(dim_map_strategies, _transposed)), "t.default transpose.int"),
+    (OpRule(strategies=partial(dim_map_strategies, _transposed)), "t.default"),
+    (OpRule(strategies=partial(dim_map_strategies, _transposed)), "transpose.int"),
     (OpRule(strategies=partial(dim_map_strategies, _permuted)), "permute.default"),
     (OpRule(strategies=partial(dim_map_strategies, _unsqueezed)), "unsqueeze.default"),
-    (OpRule(strategies=_squeeze_strategies, local=_squeeze), "squeeze.default squeeze.dim squeeze.dims"),
+    (OpRule(strategies=_squeeze_strategies, local=_squeeze), "squeeze.default"),
+    (OpRule(strategies=_squeeze_strategies, local=_squeeze), "squeeze.dim"),
+    (OpRule(strategies=_squeeze_strategies, local=_squeeze), "squeeze.dims"),
     (OpRule(strategies=partial(dim_map_strategies, _expanded), arguments=_local_size), "expand.default"),
     (
         OpRule(strategies=_reshape_strategies, arguments=_local_size, local=_reshape),
