@@ -451,13 +451,7 @@ class NonBlockingBackend(Backend):
 
 
 def check_rank(group: Backend, rank: int, what: str) -> int:
-    """Return ``rank`` as an int, whatever integer it is; raises InvalidRankError unless it is a rank of ``group``.
-
-    Args:
-        group: The group.
-        rank: The user's argument.
-        what: The argument's name in the error.
-    """
+    """Return ``rank`` as an int; raises InvalidRankError, about ``what``, unless it is a rank of ``group``."""
     try:
         index = -1 if isinstance(rank, bool) else operator.index(rank)
     except TypeError:

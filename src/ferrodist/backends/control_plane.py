@@ -23,14 +23,7 @@ if TYPE_CHECKING:
 
 
 class ControlPlaneBackend(NonBlockingBackend):
-    """A group over a control group, which it closes with itself.
-
-    Args:
-        control: A group of another backend, with no other user.
-
-    Raises:
-        TypeError: ``control`` is no group.
-    """
+    """A group over a control group of another backend, which it closes with itself and which has no other user."""
 
     def __init__(self, control: Backend) -> None:
         if not isinstance(control, Backend | NonMemberGroup):

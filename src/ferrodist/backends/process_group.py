@@ -250,9 +250,7 @@ def default_group() -> Backend:
 def resolve_group(group: Backend | None) -> Backend:
     """Return ``group``, or the default group if it is None.
 
-    Raises:
-        TypeError: It is neither a `Backend` nor None.
-        InvalidRankError: This rank is not in it.
+    Raises TypeError if it is neither a `Backend` nor None, InvalidRankError if this rank is not in it.
     """
     return default_group() if group is None else check_group(group)
 
