@@ -15,6 +15,9 @@ from ferrodist.errors import DistributedError, DistributedTimeoutError
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
 
+    OnMessages = Callable[[list[bytes]], None]
+    OnEnd = Callable[[DistributedError], None]
+
 
 _ANSWER_SECONDS = 0.2
 """How long past its deadline a wait may ask other ranks why it timed out."""
@@ -327,13 +330,7 @@ class LockWaitEvent:
 class PostedPersistentRecv:
     """A `PersistentRecv` of any backend: one receive at a time, started by ``post(buffer)``; see `Backend.listen`."""
 
-    def __init__(
-        self,
-        post: Callable[[bytearray], Request],
-        size_bytes: int,
-        heard: Callable[[list[bytes]], None],
-        ended: Callable[[DistributedError], None],
-    ) -> None:
+    def __init__(self, post: Callable[[bytearray], Request], size_bytes: int, heard: OnMessages, ended: OnEnd) -> None:
         self._post_receive = post
         self._on_messages = heard
         self._on_end = ended

@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
     from ferrodist.backends.group_observer import EndReason
     from ferrodist.backends.mailbox_backend import MailboxBackend
-    from ferrodist.backends.request import PersistentRecv, Request, Stragglers, WaitEvent
+    from ferrodist.backends.request import OnEnd, OnMessages, PersistentRecv, Request, Stragglers, WaitEvent
     from ferrodist.deadline import Deadline
     from ferrodist.errors import DistributedError
 
@@ -172,15 +172,7 @@ class NativeP2P(GroupObserver):
                 self._engine.end_unmatched(request, self._id_of(error))
         return _NativeRequest(self, request, group_id, view.nbytes)
 
-    def listen(
-        self,
-        src: int,
-        size_bytes: int,
-        heard: Callable[[list[bytes]], None],
-        ended: Callable[[DistributedError], None],
-        *,
-        tag: int = 0,
-    ) -> PersistentRecv:
+    def listen(self, src: int, size_bytes: int, heard: OnMessages, ended: OnEnd, *, tag: int = 0) -> PersistentRecv:
         """Receive every message of a rank; see `Backend.listen`."""
         source, group_id = check_peer(self._control, src), group_of_tag(check_tag(tag, _TAG_BITS))
 
