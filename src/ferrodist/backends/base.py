@@ -331,11 +331,7 @@ class Backend(ABC):
             late = self.find_stragglers(error.ranks, answer_seconds(timeout))
             if not request.cancel():
                 return request.wait(math.inf)  # it has ended meanwhile, or does so at once: see Request.cancel
-            raise DistributedTimeoutError(
-                f"{what} within {timeout:g} s (group {self.name!r}, rank {self.rank}){late.detail}. The group is still"
-                " good: the call may be made again.",
-                ranks=late.ranks,
-            ) from None
+            raise given_up_error(self, what, late, timeout) from None
         except BaseException:
             request.cancel()
             raise
@@ -472,6 +468,15 @@ def check_peer(group: Backend, peer: int, *, any_source: bool = False) -> int:
             ranks=(rank,),
         )
     return rank
+
+
+def given_up_error(group: Backend, what: str, late: Stragglers, timeout: float) -> DistributedTimeoutError:
+    """The error of a blocking call that was taken back at its deadline; ``what`` did not happen."""
+    return DistributedTimeoutError(
+        f"{what} within {timeout:g} s (group {group.name!r}, rank {group.rank}){late.detail}. The group is still"
+        " good: the call may be made again.",
+        ranks=late.ranks,
+    )
 
 
 def as_abort_error(group: Backend, reason: str | DistributedError) -> DistributedError:

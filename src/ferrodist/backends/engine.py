@@ -79,8 +79,7 @@ class StreamEngine(CollectiveEngine, Protocol):
     not affected, but may have to wait: ranks must enqueue in the order in which they `reserve`.
     """
 
-    enqueue: bool
-    """True; other engines don't have the attribute."""
+    enqueue: bool  # true; other engines don't have the attribute
 
     def begin_async(self) -> None:
         """Stop ordering the current stream after what this thread runs, until `end_async`."""
@@ -95,8 +94,7 @@ class DataPlane(Protocol):
     Buffers are flat, sizes are in bytes and by rank. Ranks start the same operations in the same order.
     """
 
-    sequencer: Sequencer
-    """The order of the group's collectives."""
+    sequencer: Sequencer  # the order of the group's collectives
 
     def all_gather(self, out: memoryview, sizes: Sequence[int]) -> list[Any]:
         """Start an all-gather into ``out``, of ``sizes[rank]`` bytes from each rank."""

@@ -42,8 +42,7 @@ class _Process:
     """The default group of this process, and the rendezvous that it came from."""
 
     def __init__(self) -> None:
-        self.group: Backend | None = None
-        """`own`, else `from_torch`; compiled code reads it, too."""
+        self.group: Backend | None = None  # `own`, else `from_torch`; compiled code reads it, too
         self.own: Backend | None = None
         self.membership: Membership | None = None
         self.end_torch_default: Callable[[], None] | None = None
@@ -341,5 +340,4 @@ _FACTORIES: dict[str, Factory] = {
     "ucc": UccBackend.from_membership,
 }
 
-_OPENERS: dict[str, Opener] = {"mpi": _open_mpi}
-"""Backends whose ranks meet by other means than our rendezvous."""
+_OPENERS: dict[str, Opener] = {"mpi": _open_mpi}  # backends whose ranks meet by other means than our rendezvous

@@ -19,9 +19,7 @@ if TYPE_CHECKING:
     OnEnd = Callable[[DistributedError], None]
 
 
-_ANSWER_SECONDS = 0.2
-"""How long past its deadline a wait may ask other ranks why it timed out."""
-
+_ANSWER_SECONDS = 0.2  # how long past its deadline a wait may ask other ranks why it timed out
 _MIN_WAIT_SECONDS = 0.02
 
 
@@ -281,9 +279,7 @@ class ThreadedRequest(BaseRequest):
 
 
 _MAX_BATCH = 64
-
-_INTERRUPTION_SECONDS = 0.2
-"""How long a signal may go unnoticed that came just before a thread fell asleep."""
+_INTERRUPTION_SECONDS = 0.2  # how long a signal may go unnoticed that came just before a thread fell asleep
 
 
 class PersistentRecv(Protocol):

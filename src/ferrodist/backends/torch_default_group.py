@@ -20,11 +20,8 @@ if TYPE_CHECKING:
     from ferrodist.deadline import Deadline
     from ferrodist.rendezvous import Store
 
-_NAME = "ferrodist"
-"""Torch's name for our backend, and the name of our entry point for torch."""
-
-_LONGEST_SECONDS = 1e9
-"""The longest timeout that torch gets, which counts milliseconds in 64 bits."""
+_NAME = "ferrodist"  # torch's name for our backend, and the name of our entry point for torch
+_LONGEST_SECONDS = 1e9  # the longest timeout that torch gets, which counts milliseconds in 64 bits
 
 
 def check_torch_default() -> None:

@@ -106,12 +106,8 @@ class VerificationTags:
 
 
 _COORDINATOR = 0
-
-_GIVES_UP, _ASKS = b"\0", b"\1"
-"""Messages to rank 0 on `Channel.LATE`: my deadline has passed; have you called, too?"""
-
-_ANSWER_GRACE_SECONDS = 0.5
-"""How long past its deadline a rank waits for rank 0 to name the late ranks."""
+_GIVES_UP, _ASKS = b"\0", b"\1"  # messages to rank 0 on `Channel.LATE`: my deadline has passed; have you called, too?
+_ANSWER_GRACE_SECONDS = 0.5  # how long past its deadline a rank waits for rank 0 to name the late ranks
 
 
 def left_reason(rank: int, call: object, error: BaseException) -> str:

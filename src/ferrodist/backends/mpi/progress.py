@@ -12,9 +12,7 @@ from ferrodist.deadline import Deadline
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-_BUSY_SECONDS = 2e-3
-"""How long the thread goes on polling often after a frame has come."""
-
+_BUSY_SECONDS = 2e-3  # how long the thread goes on polling often after a frame has come
 _BUSY_POLL_INTERVAL_SECONDS = 50e-6
 _AWAITED_POLL_INTERVAL_SECONDS = 0.5e-3
 _IDLE_POLL_INTERVAL_SECONDS = 2e-3

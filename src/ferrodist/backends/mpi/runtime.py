@@ -193,10 +193,8 @@ _EXIT_SECONDS = 5.0
 _groups: set[Group] = set()
 _starting = threading.Lock()
 _runtime: MpiRuntime | None = None
-_process: int | None = None
-"""The id of the process that has asked for MPI."""
-_has_lost = False
-"""Return whether a group has failed here."""
+_process: int | None = None  # the id of the process that has asked for MPI
+_has_lost = False  # whether a group has failed here
 
 
 def start(deadline: Deadline) -> Any:
@@ -319,11 +317,8 @@ def call_in_thread(action: Callable[[], Any], deadline: Deadline) -> Any:
 
 # Meeting the other ranks.
 
-_ROLL_CALL_TAG = 32_767
-"""The largest tag that every MPI allows."""
-
-_ANSWER_GRACE_SECONDS = 0.5
-"""How long past its deadline a rank waits for rank 0 to say which rank is missing."""
+_ROLL_CALL_TAG = 32_767  # the largest tag that every MPI allows
+_ANSWER_GRACE_SECONDS = 0.5  # how long past its deadline a rank waits for rank 0 to say which rank is missing
 
 
 def duplicate(mpi: Any, parent: Any, name: str, deadline: Deadline) -> tuple[Any, Any]:

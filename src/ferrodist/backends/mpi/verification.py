@@ -41,8 +41,7 @@ class MpiVerifier(CollectiveVerifier):
         self._data_plane = data_plane
         self._find_behind = find_behind
         self._poll = poll
-        self.num_entered = 0
-        """How many collectives this rank has entered."""
+        self.num_entered = 0  # how many collectives this rank has entered
 
     @override
     def _gather_calls(self, call: CollectiveSignature, deadline: Deadline, pending: list[Request]) -> list[memoryview]:

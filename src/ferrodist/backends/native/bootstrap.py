@@ -40,8 +40,7 @@ _HELLO = struct.Struct(f"<{_NAME_BYTES}s{fd_passing.NONCE_BYTES}sI")  # name of 
 _SLOT_BYTES = 256 * 1024
 _WIDE_SLOT_BYTES = 512 * 1024
 _SPIN_MICROS = 300
-_SPIN_MICROS_BETWEEN_HOSTS = 3000
-"""See [Note: spinning on connections] in native/transport/fabric.cpp."""
+_SPIN_MICROS_BETWEEN_HOSTS = 3000  # see [Note: spinning on connections] in native/transport/fabric.cpp
 
 
 def open_communicator(group: Backend, topology: HostTopology, call: CollectiveSignature, timeout: float) -> Any:

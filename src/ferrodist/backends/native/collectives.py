@@ -38,8 +38,7 @@ class NativeEngine:
 
     def __init__(self, group: Backend, topology: HostTopology) -> None:
         # First, for it is destroyed first: that waits for its thread, which may use the attributes below.
-        self.compiled: Any = None
-        """The compiled communicator, once it is open on all ranks."""
+        self.compiled: Any = None  # the compiled communicator, once it is open on all ranks
         self._communicator: Any = None
         self._group = group
         self._topology = topology

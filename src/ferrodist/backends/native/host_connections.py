@@ -22,8 +22,7 @@ if TYPE_CHECKING:
 
 _PROBLEM = "!"  # begins an error in topology of an address
 _POLL_INTERVAL_SECONDS = 0.05
-_NOTICE_SECONDS = 1.0
-"""How long the notice of a rank's end may take to come after its connections have ended."""
+_NOTICE_SECONDS = 1.0  # how long the notice of a rank's end may take to come after its connections have ended
 
 
 def connect_hosts(group: Backend, topology: HostTopology, purpose: str, deadline: Deadline) -> list[int]:

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, NoReturn, cast
 from typing_extensions import override
 
 from ferrodist.backends import mailbox
-from ferrodist.backends.base import check_peer
+from ferrodist.backends.base import check_peer, given_up_error
 from ferrodist.backends.group_observer import GroupObserver, PeerExit
 from ferrodist.backends.lifecycle import snapshot_weak
 from ferrodist.backends.native.binding import load
@@ -44,8 +44,7 @@ _WORLD = 0
 _DRAIN_SECONDS = 1.0
 """How long frames of a rank that has left may take to arrive, and this rank's own last frames to be sent."""
 
-_POSTED_RECEIVES = 16
-"""Receives that a `PersistentRecv` posts ahead: as many as come in one poll of the engine."""
+_POSTED_RECEIVES = 16  # receives that a `PersistentRecv` posts ahead: as many as come in one poll of the engine
 
 _MAX_REASONS = 200
 """Errors kept for the transfers that they ended. A transfer that is asked later reports its group's state then."""
@@ -218,11 +217,7 @@ class NativeP2P(GroupObserver):
         if control.failure is not None:
             raise control.failure.fresh()
         late = control.find_stragglers(() if peer == ANY_SOURCE else (peer,), answer_seconds(limit))
-        raise DistributedTimeoutError(
-            f"{what} within {limit:g} s (group {control.name!r}, rank {control.rank}){late.detail}. The group is still"
-            " good: the call may be made again.",
-            ranks=late.ranks,
-        )
+        raise given_up_error(control, what, late, limit)
 
     def ending_error(self, ending: _Ending, group_id: int, size_bytes: int) -> DistributedError | None:
         """The error of a transfer that has ended, or None if it succeeded or is under way."""

@@ -42,8 +42,7 @@ class ContiguousSharedView:
             flags = mmap.MAP_PRIVATE | _MAP_FIXED | _MAP_NORESERVE  # few pages will ever be copied
             access = mmap.PROT_READ | mmap.PROT_WRITE
             _map(self._address + index * part_bytes, part_bytes, access, flags, descriptor, offset)
-        self.tensor = torch.frombuffer(memory, dtype=torch.uint8)
-        """All parts, as bytes."""
+        self.tensor = torch.frombuffer(memory, dtype=torch.uint8)  # all parts, as bytes
 
     @property
     def has_own_pages(self) -> bool:

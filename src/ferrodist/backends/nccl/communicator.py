@@ -31,9 +31,7 @@ if TYPE_CHECKING:
     from ferrodist.backends.base import Backend
 
 _SUCCESS, _IN_PROGRESS = 0, 7
-
-_UINT8 = 1
-"""ncclUint8: data that is moved and not reduced travels as bytes, whatever its dtype."""
+_UINT8 = 1  # ncclUint8: data that is moved and not reduced travels as bytes, whatever its dtype
 
 
 class NcclError(DistributedError):
@@ -232,8 +230,7 @@ def load_nccl() -> Library:
     return _loaded
 
 
-_ABORT_SECONDS = 2.0
-"""How long an abort waits for a thread that is launching, which notices the abort by itself."""
+_ABORT_SECONDS = 2.0  # how long an abort waits for a thread that is launching, which notices the abort by itself
 
 _FINALIZE_SECONDS = 5.0
 """How long closing a group waits for other ranks to receive what this one sends, before it aborts instead."""
@@ -372,8 +369,7 @@ def _finalize(communicator: Communicator) -> bool:
         return False
 
 
-_UNIQUE_ID_BYTES = 128
-"""NCCL_UNIQUE_ID_BYTES of nccl.h."""
+_UNIQUE_ID_BYTES = 128  # NCCL_UNIQUE_ID_BYTES of nccl.h
 
 
 @dataclass(frozen=True, slots=True)

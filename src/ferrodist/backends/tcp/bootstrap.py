@@ -35,8 +35,7 @@ _OWN_DESCRIPTORS = 16
 """Descriptors that rank 0 needs while ranks connect: of its listener and its loop, and some to spare."""
 
 _POLL_INTERVAL_SECONDS = 0.2
-_SHORTAGE_SECONDS = 2.0
-"""How long a rank 0 that can accept no more connections goes on saying so to ranks that dial."""
+_SHORTAGE_SECONDS = 2.0  # how long a rank 0 that can accept no more connections goes on saying so to ranks that dial
 
 
 def refusal_of(error: DistributedError) -> bytes:

@@ -232,8 +232,7 @@ _DEFAULT = "libucc.so.1"
 _MAJOR = 1
 
 _loading = threading.Lock()
-_loaded: dict[str, Library | str] = {}
-"""By path: the library, or the reason why it can't be loaded."""
+_loaded: dict[str, Library | str] = {}  # by path: the library, or the reason why it can't be loaded
 
 
 def load() -> Library:

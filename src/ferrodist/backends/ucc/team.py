@@ -87,8 +87,7 @@ class Transfer:
     """A collective in progress."""
 
     handle: c_void_p
-    kept: tuple[Any, ...]
-    """Everything that UCC reads and writes."""
+    kept: tuple[Any, ...]  # everything that UCC reads and writes
 
     @property
     def status(self) -> int:
