@@ -200,17 +200,11 @@ else:
 
 
 class Progress(NamedTuple):
-    """How far a point-to-point call has come on the fast path.
+    """How far a point-to-point call has come on the fast path."""
 
-    Args:
-        seconds: The time it took.
-        payload_id: The id of a send's payload, if its header has been sent and the payload has not.
-        is_sent: Whether the send of a `sendrecv` is done.
-    """
-
-    seconds: float = 0.0
-    payload_id: int | None = None
-    is_sent: bool = False
+    seconds: float = 0.0  # it took so far
+    payload_id: int | None = None  # of a send whose header has been sent and the payload has not
+    is_sent: bool = False  # the send of a `sendrecv`
 
 
 NOT_STARTED = Progress()

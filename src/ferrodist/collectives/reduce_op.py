@@ -150,16 +150,7 @@ def widen(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def fold(op: Op, inputs: Sequence[torch.Tensor], factors: Sequence[float] | None = None) -> torch.Tensor:
-    """Fold one tensor a rank, in rank order.
-
-    Args:
-        op: A reduction that is defined for their dtype.
-        inputs: Tensors of equal shape and dtype, by rank. They are not changed.
-        factors: Each rank's factor, for a premultiplied sum.
-
-    Returns:
-        A fresh tensor in the inputs' dtype.
-    """
+    """Fold one tensor a rank, in rank order, into a fresh one; ``factors`` of a premultiplied sum are by rank."""
     dtype = inputs[0].dtype
     if dtype.is_complex and op is not ReduceOp.PRODUCT:
         # torch adds complex numbers as a + (1 + 0i) * b, and scales by (factor + 0i): with infinities both give NaN.

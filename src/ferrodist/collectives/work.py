@@ -178,12 +178,7 @@ class QueuedCollective(_StartedCollective[T_co]):
         self._is_started = True
 
     def succeed(self, finish: Callable[[], T_co], *, order: Callable[[], None] | None = None) -> None:
-        """End it successfully.
-
-        Args:
-            finish: Makes the result; called by the first `wait`.
-            order: Orders the waiting thread's stream after the work on a GPU; called by each `wait`.
-        """
+        """End it: the first `wait` calls ``finish`` for the result; each one calls ``order``, for its stream."""
         self._order = order
         self._finish = finish
         self._ended.set()
@@ -313,22 +308,13 @@ T = TypeVar("T")
 
 
 class PreparedCall(msgspec.Struct, Generic[T], frozen=True, kw_only=True, eq=False):
-    """A collective call, ready to run.
-
-    Args:
-        op: The call.
-        group: The group that it runs in.
-        engine: The group's engine for the call's device.
-        run: Runs the call at a position among the group's collectives; returns when it is done, or with some engines
-            when it is on a stream. None runs ``op`` as it is.
-        finish: Makes the user's result after that, in the thread that waits for it.
-    """
+    """A collective call, ready to run."""
 
     op: CollectiveOp
     group: Backend
     engine: CollectiveEngine
-    run: Callable[[int], object] | None = None
-    finish: Callable[[], T]
+    run: Callable[[int], object] | None = None  # at a position among the group's collectives; None runs `op` as it is
+    finish: Callable[[], T]  # makes the user's result, in the thread that waits for it
 
 
 class CoalescingContext(Protocol):

@@ -48,8 +48,7 @@ _Function = TypeVar("_Function", bound="Callable[..., Any]")
 DEFAULT_MESSAGE_LIMIT = 1 << 30
 """Default limit in bytes of a call's arguments, or its result."""
 
-_MIN_MESSAGE_LIMIT = 8 << 10
-"""Internal calls fit into that."""
+_MIN_MESSAGE_LIMIT = 8 << 10  # internal calls fit into that
 
 _MAX_NAME_BYTES = 255
 

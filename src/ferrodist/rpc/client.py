@@ -36,8 +36,7 @@ if TYPE_CHECKING:
     from ferrodist.rpc.metrics import RpcMetrics
     from ferrodist.rpc.peer import Peer
 
-_MAX_ENDED_TIMEOUTS = 1000
-"""Timeouts of calls that have ended which may be in the heap."""
+_MAX_ENDED_TIMEOUTS = 1000  # timeouts of calls that have ended which may be in the heap
 
 
 class PendingCall:
@@ -228,12 +227,10 @@ def _timeout_error(pending: PendingCall) -> DistributedTimeoutError:
     )
 
 
-_POLL_INTERVAL_SECONDS = 1.0
-"""How long a thread sleeps whose wake-up may be lost, when an interruption came between."""
+_POLL_INTERVAL_SECONDS = 1.0  # how long a thread sleeps whose wake-up may be lost, when an interruption came between
 
 _RESULT_POLL_SECONDS = 0.01
-_RESULT_TIMEOUT_SECONDS = 10.0
-"""How long another thread that has received a call's result may take to hand it over."""
+_RESULT_TIMEOUT_SECONDS = 10.0  # how long another thread that has received a call's result may take to hand it over
 
 
 class RpcClient:

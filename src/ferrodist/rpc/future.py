@@ -24,8 +24,7 @@ _log = logging.getLogger(__name__)
 
 _PENDING = "PENDING"
 
-_POLL_INTERVAL_SECONDS = 1.0
-"""How long a thread sleeps whose wake-up may be lost, when an interruption came between."""
+_POLL_INTERVAL_SECONDS = 1.0  # how long a thread sleeps whose wake-up may be lost, when an interruption came between
 
 
 class Future(concurrent.futures.Future[Any]):

@@ -106,8 +106,7 @@ class LargeMessage:
         return ProtocolError(text, ranks=(self._peer,))
 
 
-_MIN_POOLED_BYTES = 1 << 20
-"""Smaller memory is reused by the allocator itself."""
+_MIN_POOLED_BYTES = 1 << 20  # smaller memory is reused by the allocator itself
 
 _MAX_FREE_BYTES = 128 << 20
 
@@ -116,9 +115,6 @@ class TensorPool:
     """Memory for large received tensors, used again once nobody has them any more; threads share it.
 
     Fresh memory has to be mapped and zeroed, page by page, which takes longer than receiving into it.
-
-    Args:
-        max_free_bytes: Limit of the free memory that is retained.
     """
 
     def __init__(self, max_free_bytes: int = _MAX_FREE_BYTES) -> None:

@@ -25,11 +25,9 @@ if TYPE_CHECKING:
     from ferrodist.backends.base import Backend
     from ferrodist.rpc.transport import RpcBackend
 
-_GOODBYE_SECONDS = 2.0
-"""How long `PeerManager.close` waits for all peers together to receive its goodbye."""
+_GOODBYE_SECONDS = 2.0  # how long `PeerManager.close` waits for all peers together to receive its goodbye
 
-_POLL_INTERVAL_SECONDS = 0.2
-"""Between two checks whether a rank that is waited for can still come."""
+_POLL_INTERVAL_SECONDS = 0.2  # between two checks whether a rank that is waited for can still come
 
 _NO_VERSION = (-1, -1)
 

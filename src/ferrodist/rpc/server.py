@@ -82,8 +82,7 @@ class FunctionRegistry:
 serving_agent: contextvars.ContextVar[Any] = contextvars.ContextVar("ferrodist-rpc-agent")
 """The agent whose call a thread, or a coroutine, serves."""
 
-_MAX_INTERNAL_CALLS = 100
-"""Internal calls beside those in a window: one for each response with references."""
+_MAX_INTERNAL_CALLS = 100  # internal calls beside those in a window: one for each response with references
 
 _MAX_FAILURE_CHARACTERS, _MAX_TYPE_NAME_CHARACTERS = 300, 40
 """Of a failure that can't be sent as it is: a frame has room for them, whatever the limit of messages."""

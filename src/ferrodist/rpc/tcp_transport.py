@@ -97,11 +97,9 @@ _log = logging.getLogger(__name__)
 
 _PURPOSE = "rpc"
 
-_CONNECT_SECONDS = 5.0
-"""Timeout of one attempt to connect; closing may have to wait for one."""
+_CONNECT_SECONDS = 5.0  # timeout of one attempt to connect; closing may have to wait for one
 
-_ARRIVAL_SECONDS = 1.0
-"""How long after the store's end a higher rank that had found this one may still connect."""
+_ARRIVAL_SECONDS = 1.0  # how long after the store's end a higher rank that had found this one may still connect
 
 _MIN_PAUSE_SECONDS, _MAX_PAUSE_SECONDS = 0.02, 5.0
 """Pause between attempts to connect to a process that may be gone."""

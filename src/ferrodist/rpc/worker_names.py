@@ -14,8 +14,7 @@ if TYPE_CHECKING:
     from ferrodist.rpc.peer_manager import PeerManager
     from ferrodist.rpc.server import RpcServer
 
-_POLL_INTERVAL_SECONDS = 0.2
-"""Between two checks whether a rank may still come, which nothing notifies of."""
+_POLL_INTERVAL_SECONDS = 0.2  # between two checks whether a rank may still come, which nothing notifies of
 
 
 class WorkerNames:

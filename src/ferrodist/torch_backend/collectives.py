@@ -38,20 +38,13 @@ def _nothing() -> None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CheckedCall:
-    """A collective of torch's whose arguments have been checked.
+    """A collective of torch's whose arguments have been checked."""
 
-    Args:
-        op: The call; its ``source`` is one of torch's tensors, for the device.
-        results: The return value of torch's ``Work.result()``.
-        run: Runs the call in its turn, when its tensors can be read; takes the engine, the seconds that the call may
-            take, and its position among the group's collectives.
-        finish: Called once, by the thread that waits for the end.
-    """
-
-    op: CollectiveOp
-    results: list[Any]
+    op: CollectiveOp  # its `source` is one of torch's tensors, for the device
+    results: list[Any]  # of `Work.result()`
+    # Runs the call in its turn, when its tensors can be read; takes the engine, the timeout in seconds, the position.
     run: Callable[[CollectiveEngine, float, int], None]
-    finish: Callable[[], None] = _nothing
+    finish: Callable[[], None] = _nothing  # called once, by the thread that waits for the end
 
 
 def _call(
@@ -74,12 +67,8 @@ def _call(
 class SplitSizeCheck:
     """A comparison, before a call, of arguments that engines don't compare.
 
-    Args:
-        group: The group.
-        name: The call's name.
-        what: The name of the compared arguments, for the error.
-        text: This rank's arguments, which must be equal on all ranks.
-        count: A number that may differ.
+    ``text`` has this rank's arguments, which must be equal on all ranks; ``what`` names them in the error. ``count``
+    may differ.
     """
 
     def __init__(self, group: Backend, name: str, what: str, text: str, count: int = 0) -> None:

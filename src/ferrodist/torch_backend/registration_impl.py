@@ -27,15 +27,8 @@ def make_process_group(options: Any, pg_options: Any) -> FerrodistProcessGroup:
     """Make this rank's process group; torch calls it on all of the group's ranks.
 
     Within a default group of ferrodist a new group is a sub-group, which takes no message. Other ranks meet in torch's
-    store. A default group that is made here is also the default of `ferrodist`'s functions.
-
-    Args:
-        options: torch's options: the store, the rank, and so on.
-        pg_options: A group of ferrodist with these ranks, to be used as it is; or None.
-
-    Raises:
-        TypeError: ``pg_options`` is anything else.
-        RendezvousError: Not all ranks came.
+    store. A default group that is made here is also the default of `ferrodist`'s functions. ``pg_options`` may be a
+    group of ferrodist with these ranks, which is used as it is.
     """
     if isinstance(pg_options, Backend):
         return FerrodistProcessGroup(pg_options)

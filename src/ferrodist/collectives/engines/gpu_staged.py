@@ -50,17 +50,13 @@ _KEY = "collectives.staged"
 _SIGNATURE = struct.Struct("<Bbihqq")
 _NUM_COMPARED = 5
 
-_CLOSE_SECONDS = 1.0
-"""How long closing a group waits for copies to a device."""
+_CLOSE_SECONDS = 1.0  # how long closing a group waits for copies to a device
 
 
 class HostStagedEngine:
     """A `HostEngine` of tensors on GPUs, whose calls return when the host has done its part.
 
-    Args:
-        group: Any backend whose engine carries tensors on the CPU.
-        find_streams: The streams of a device.
-        segment_bytes: The maximum size of a segment; the same on all ranks.
+    It is for groups of any backend. The maximum size of a segment is the same on all ranks.
     """
 
     def __init__(
@@ -253,12 +249,7 @@ def _decode_signature(operation: str, fields: tuple[int, ...], sequence: int) ->
 
 
 class HostStagedP2P:
-    """A `DeviceP2P` over the group's own messages, which are sent once the device has written the tensors.
-
-    Args:
-        group: Any backend whose messages carry tensors on the CPU.
-        find_streams: The streams of a device.
-    """
+    """A `DeviceP2P` over the group's own messages, which are sent once the device has written the tensors."""
 
     def __init__(self, group: Backend, find_streams: Callable[[torch.device], Streams] = streams_of) -> None:
         self._group = group

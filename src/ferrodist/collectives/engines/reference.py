@@ -49,8 +49,7 @@ if TYPE_CHECKING:
     from ferrodist.backends.request import Request
     from ferrodist.backends.signature import CollectiveSignature
 
-_ONE_STEP_BYTES = 64 * 1024
-"""Up to this size one step with more bytes is faster than two with fewer."""
+_ONE_STEP_BYTES = 64 * 1024  # up to this size one step with more bytes is faster than two with fewer
 
 _SEGMENT_BYTES = 4 << 20
 """The bytes that a reduction receives from each rank before it folds: bounds its memory to p segments."""
@@ -59,11 +58,7 @@ _FACTOR = struct.Struct("<d")
 
 
 class ReferenceEngine:
-    """A `HostEngine` over a group's point-to-point messages.
-
-    Args:
-        group: Any backend.
-    """
+    """A `HostEngine` over the point-to-point messages of a group of any backend."""
 
     def __init__(self, group: Backend) -> None:
         self._group = group
