@@ -97,6 +97,19 @@ def attach(
     return attached
 
 
+def finish_with(
+    target: OutputBuffer, source: torch.Tensor, out: torch.Tensor | None, backward: Backward, *, once: bool = False
+) -> Callable[[], torch.Tensor]:
+    """Make the function that finishes a call: it returns the result, with a history if ``source`` records one."""
+    recorded = records_history(source) and out is None
+
+    def finish() -> torch.Tensor:
+        result = target.finish()
+        return attach(source, result, backward, once=once) if recorded else result
+
+    return finish
+
+
 def compute_shard_sizes(total: int, world_size: int) -> list[int]:
     """Divide ``total`` elements over ranks as evenly as possible: the first ranks get one more."""
     if total < 0 or world_size < 1:

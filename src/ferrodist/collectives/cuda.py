@@ -63,7 +63,7 @@ class _PinnedSlot:
     def __init__(self, streams: Streams, size_bytes: int) -> None:
         self._streams = streams
         self.size_bytes = size_bytes
-        self._buffers: list[torch.Tensor | None] = [None, None]
+        self.buffers: list[torch.Tensor | None] = [None, None]  # of `host_in` and `host_out`
         self.host_in = self.host_out = torch.empty(0, device="cpu")
         self.filled: Any = None
         self.emptied: Any = None
@@ -73,17 +73,13 @@ class _PinnedSlot:
         self.host_in = self._view(0, dtype, in_count)
         self.host_out = self._view(1, dtype, out_count)
 
-    def adopt(self, memory: torch.Tensor) -> None:
-        """Use this memory for ``host_in``."""
-        self._buffers[0] = memory
-
     def _view(self, which: int, dtype: torch.dtype, count: int) -> torch.Tensor:
         if not count:
             return torch.empty(0, dtype=dtype, device="cpu")
         size_bytes = count * dtype.itemsize
-        memory = self._buffers[which]
+        memory = self.buffers[which]
         if memory is None or memory.numel() < size_bytes:
-            memory = self._buffers[which] = self._streams.pinned(max(size_bytes, self.size_bytes))
+            memory = self.buffers[which] = self._streams.pinned(max(size_bytes, self.size_bytes))
         return memory[:size_bytes].view(dtype)
 
 
@@ -112,7 +108,7 @@ class CopyPipeline:
             return None
         start = 0
         for slot in self._slots:
-            slot.adopt(memory[start : start + slot.size_bytes])
+            slot.buffers[0] = memory[start : start + slot.size_bytes]
             start += slot.size_bytes
         return partial(self._streams.unpin, memory)
 

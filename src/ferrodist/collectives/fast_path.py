@@ -44,11 +44,7 @@ def start_allreduce(tensor: torch.Tensor, op: Any, group: Backend | None, out: t
     if path is None or target is None:
         return None
     started = path.communicator.start_allreduce(tensor, target, getattr(op, "number", -1), path.timeout)
-    return started and _NativeWork(
-        path,
-        started,
-        CollectiveOp(kind=CollectiveKind.ALLREDUCE, source=tensor, out=target, op=op, timeout=path.timeout),
-    )
+    return started and _NativeWork(path, started, CollectiveKind.ALLREDUCE, tensor, target, op=op)
 
 
 def start_broadcast(tensor: torch.Tensor, root: int, group: Backend | None, out: torch.Tensor | None) -> Any:
@@ -57,11 +53,7 @@ def start_broadcast(tensor: torch.Tensor, root: int, group: Backend | None, out:
     if path is None or out is not tensor or type(root) is not int:
         return None
     started = path.communicator.start_broadcast(tensor, tensor, root, path.timeout)
-    return started and _NativeWork(
-        path,
-        started,
-        CollectiveOp(kind=CollectiveKind.BROADCAST, source=tensor, out=tensor, root=root, timeout=path.timeout),
-    )
+    return started and _NativeWork(path, started, CollectiveKind.BROADCAST, tensor, tensor, root=root)
 
 
 def start_all_gather(tensor: torch.Tensor, dim: int, group: Backend | None, out: torch.Tensor | None) -> Any:
@@ -73,11 +65,7 @@ def start_all_gather(tensor: torch.Tensor, dim: int, group: Backend | None, out:
     if target is None:
         return None
     started = path.communicator.start_all_gather(tensor, target, path.timeout)
-    return started and _NativeWork(
-        path,
-        started,
-        CollectiveOp(kind=CollectiveKind.ALL_GATHER, source=tensor, out=target, dim=0, timeout=path.timeout),
-    )
+    return started and _NativeWork(path, started, CollectiveKind.ALL_GATHER, tensor, target, dim=0)
 
 
 def start_reduce_scatter(
@@ -91,11 +79,7 @@ def start_reduce_scatter(
     if target is None:
         return None
     started = path.communicator.start_reduce_scatter(tensor, target, getattr(op, "number", -1), path.timeout)
-    return started and _NativeWork(
-        path,
-        started,
-        CollectiveOp(kind=CollectiveKind.REDUCE_SCATTER, source=tensor, out=target, op=op, dim=0, timeout=path.timeout),
-    )
+    return started and _NativeWork(path, started, CollectiveKind.REDUCE_SCATTER, tensor, target, op=op, dim=0)
 
 
 def start_all_to_all(tensor: torch.Tensor, group: Backend | None, out: torch.Tensor | None) -> Any:
@@ -106,11 +90,7 @@ def start_all_to_all(tensor: torch.Tensor, group: Backend | None, out: torch.Ten
         return None
     started = path.communicator.start_all_to_all(tensor, target, path.timeout)
     unit = tensor.numel() // path.engine.num_ranks
-    return started and _NativeWork(
-        path,
-        started,
-        CollectiveOp(kind=CollectiveKind.ALL_TO_ALL, source=tensor, out=target, unit=unit, timeout=path.timeout),
-    )
+    return started and _NativeWork(path, started, CollectiveKind.ALL_TO_ALL, tensor, target, unit=unit)
 
 
 def _path_of(group: Backend | None) -> Any:
@@ -150,11 +130,13 @@ class _NativeWork(PendingCollective[torch.Tensor]):
     The call keeps the tensors alive, whose addresses the engine has.
     """
 
-    def __init__(self, path: Any, started: Any, op: CollectiveOp) -> None:
+    def __init__(
+        self, path: Any, started: Any, kind: CollectiveKind, tensor: torch.Tensor, out: torch.Tensor, **fields: Any
+    ) -> None:
         self._engine = path.engine
-        super().__init__(op.kind, self._engine.group_name)
+        super().__init__(kind, self._engine.group_name)
         self._started = started
-        self._op = op
+        self._op = CollectiveOp(kind=kind, source=tensor, out=out, timeout=path.timeout, **fields)
         self._has_result = False
 
     @override

@@ -24,6 +24,7 @@ import math
 import numbers
 from dataclasses import dataclass
 from enum import Enum
+from functools import partial
 from typing import TYPE_CHECKING, SupportsFloat
 
 import torch
@@ -210,17 +211,14 @@ def _step(op: Op, dtype: torch.dtype) -> Callable[[torch.Tensor, torch.Tensor], 
     if op is ReduceOp.PRODUCT and dtype.is_complex:
         return _multiply_complex
     if dtype.is_floating_point and op in (ReduceOp.MIN, ReduceOp.MAX):
-        return _float_min if op is ReduceOp.MIN else _float_max
+        return partial(_float_extremum, torch.lt if op is ReduceOp.MIN else torch.gt)
     return _STEPS[op]
 
 
-def _float_min(accumulator: torch.Tensor, tensor: torch.Tensor) -> None:
-    wins = (tensor < accumulator) | (tensor.isnan() & ~accumulator.isnan())
-    torch.where(wins, tensor, accumulator, out=accumulator)
-
-
-def _float_max(accumulator: torch.Tensor, tensor: torch.Tensor) -> None:
-    wins = (tensor > accumulator) | (tensor.isnan() & ~accumulator.isnan())
+def _float_extremum(
+    beats: Callable[[torch.Tensor, torch.Tensor], torch.Tensor], accumulator: torch.Tensor, tensor: torch.Tensor
+) -> None:
+    wins = beats(tensor, accumulator) | (tensor.isnan() & ~accumulator.isnan())
     torch.where(wins, tensor, accumulator, out=accumulator)
 
 

@@ -147,45 +147,32 @@ class QueuedCollective(_StartedCollective[T_co]):
     def __init__(self, op_name: str, group_name: str) -> None:
         super().__init__(op_name, group_name)
         self._ended = threading.Event()
-        self._is_started = True
-        self._leader: PendingCollective[object] | None = None
+        self.is_started = True  # False inside a `coalesce` block
+        self.leader: PendingCollective[object] | None = None  # with which it ends, and fails
         self._order: Callable[[], None] | None = None
 
     @override
     def done(self) -> bool:
-        return self._ended.is_set() and (self._leader is None or self._leader.done())
+        return self._ended.is_set() and (self.leader is None or self.leader.done())
 
     @override
     def wait(self, timeout: float | None = None) -> T_co:
         self._check_process()
-        if not self._is_started:
+        if not self.is_started:
             raise RuntimeError(f"{self._op_name} starts when the coalesce() block ends: wait for it after the block")
         if not self._ended.wait(None if timeout is None else Deadline(timeout).remaining()):
             raise self._still_running(timeout)
         if self._error is not None:
             raise self._error.fresh() if isinstance(self._error, DistributedError) else self._error
-        if self._leader is not None:
-            self._leader.wait(timeout)
+        if self.leader is not None:
+            self.leader.wait(timeout)
         return self._get_result(self._order)
-
-    def hold(self) -> QueuedCollective[T_co]:
-        """Mark it as not started, until `start`."""
-        self._is_started = False
-        return self
-
-    def start(self) -> None:
-        """Mark it as started after `hold`."""
-        self._is_started = True
 
     def succeed(self, finish: Callable[[], T_co], *, order: Callable[[], None] | None = None) -> None:
         """End it: the first `wait` calls ``finish`` for the result; each one calls ``order``, for its stream."""
         self._order = order
         self._finish = finish
         self._ended.set()
-
-    def follow(self, leader: PendingCollective[object]) -> None:
-        """Make it end only when ``leader`` has ended, and fail if that fails."""
-        self._leader = leader
 
     @override
     def fail(self, error: BaseException) -> None:

@@ -72,7 +72,10 @@ class PeerDirectory:
         return record
 
     def watch(self, on_found: Callable[[int, PeerRecord], None], on_end: Callable[[str], None]) -> None:
-        """Have a thread report the lower ranks' newest processes, again and again, until it gives ``on_end`` a reason."""
+        """Have a thread report the lower ranks' newest processes, now and whenever they change.
+
+        ``on_end`` is called once with the reason, a sentence, when no more will be found.
+        """
         self._thread = threading.Thread(
             target=self._watch, args=(on_found, on_end), name=f"ferrodist-rpc-{self._rank}-directory", daemon=True
         )

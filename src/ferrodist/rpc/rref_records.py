@@ -33,7 +33,7 @@ class OwnedObject:
 
     def drop(self) -> None:
         """Forget the object."""
-        self.value.replace(Failure(FailureKind.UNKNOWN, "", FREED, ""))
+        self.value.set(Failure(FailureKind.UNKNOWN, "", FREED, ""), replace=True)
 
 
 class UserRRef:

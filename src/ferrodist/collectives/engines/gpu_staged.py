@@ -26,7 +26,7 @@ from ferrodist.backends.sequencer import Sequencer
 from ferrodist.backends.signature import CollectiveSignature
 from ferrodist.backends.subgroup import SubBackend
 from ferrodist.backends.verification import left_reason
-from ferrodist.collectives.arguments import writing_to
+from ferrodist.collectives.arguments import flatten, writing_to
 from ferrodist.collectives.cuda import SEGMENT_BYTES, CopyPipeline, NotReachedError, wait_until_passed
 from ferrodist.collectives.engines.gpu_staged_plan import StagedOp
 from ferrodist.collectives.engines.host import host_engine_of
@@ -292,7 +292,7 @@ class HostStagedP2P:
         streams = self._find_streams(sends[0][0].tensor.device)
         stream = streams.current()
         for operation, pinned in sends:
-            streams.copy(pinned.flat, _dense(operation.tensor), stream)
+            streams.copy(pinned.flat, flatten(operation.tensor), stream)
         try:
             wait_until_passed(streams, streams.record(stream), deadline, self._check_alive)
         except NotReachedError:
@@ -314,7 +314,3 @@ class _Pinned:
         memory = streams.pinned(like.nbytes) if like.numel() else torch.empty(0, dtype=torch.uint8, device="cpu")
         self.flat = memory.view(like.dtype)
         self.shaped = self.flat.view(like.shape)
-
-
-def _dense(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.detach().resolve_conj().resolve_neg().contiguous().view(-1)

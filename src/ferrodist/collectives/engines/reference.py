@@ -116,7 +116,8 @@ class CollectiveRun:
         self.op = op
         self.rank = group.rank
         self.world_size = group.world_size
-        self.peers = _peers_of(group.rank, group.world_size)
+        # The other ranks, starting after this one, so that not all ranks send to the same one first.
+        self.peers = [(group.rank + i) % group.world_size for i in range(1, group.world_size)]
         self._group = group
         self._call = call
         self._sequence = sequence
@@ -279,11 +280,6 @@ def _has_other_size(receive: Request) -> bool:
     except DistributedError as error:
         return isinstance(error, SizeMismatchError)
     return False
-
-
-def _peers_of(rank: int, world_size: int) -> list[int]:
-    """The other ranks, starting after this one, so that not all ranks send to the same one first."""
-    return [(rank + i) % world_size for i in range(1, world_size)]
 
 
 def _fold_eager(run: CollectiveRun) -> None:
