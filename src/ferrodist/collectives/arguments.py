@@ -43,7 +43,6 @@ if TYPE_CHECKING:
 
     from ferrodist.backends.base import Backend
 
-if TYPE_CHECKING:
     Backward = Callable[..., torch.Tensor]
 
 

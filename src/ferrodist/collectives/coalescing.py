@@ -25,7 +25,6 @@ if TYPE_CHECKING:
 
     from ferrodist.backends.base import Backend
 
-if TYPE_CHECKING:
     _Collected: TypeAlias = tuple[PreparedCall[object], QueuedCollective[object]]
 
 

@@ -182,10 +182,7 @@ class CopyPipeline:
 def wait_until_passed(
     streams: Streams, event: Any, deadline: Deadline, check: Callable[[], None] = lambda: None
 ) -> None:
-    """Wait until the device has passed an event; raises NotReachedError when the deadline passes first.
-
-    After a short spin, ``check()`` is called between polls.
-    """
+    """Wait until the device has passed an event, with ``check()`` after a short spin; raises NotReachedError."""
     num_polls, pause = 0, _MIN_POLL_SECONDS
     while not streams.has_passed(event):
         if deadline.expired:

@@ -125,10 +125,7 @@ def _is_plain(tensor: torch.Tensor) -> bool:
 
 
 class _NativeWork(PendingCollective[torch.Tensor]):
-    """A collective that the compiled engine runs, in its own thread or in one that waits for it.
-
-    The call keeps the tensors alive, whose addresses the engine has.
-    """
+    """A collective that the compiled engine runs; keeps alive the tensors, whose addresses the engine has."""
 
     def __init__(
         self, path: Any, started: Any, kind: CollectiveKind, tensor: torch.Tensor, out: torch.Tensor, **fields: Any

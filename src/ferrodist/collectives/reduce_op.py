@@ -100,12 +100,6 @@ DTYPES = (*_FLOATS, *_INTEGERS, torch.bool, *_COMPLEX)
 """Every dtype a collective carries."""
 
 _BITWISE = (ReduceOp.BAND, ReduceOp.BOR, ReduceOp.BXOR)
-_REASONS = {
-    "no order": "complex numbers have no order",
-    "bits": "bitwise operations are for integers and bool",
-    "mean": "the mean of {kind} is not one of them; convert to a float first",
-    "factor": "a factor is a real number; convert to a float first",
-}
 
 
 def check_dtype(dtype: torch.dtype) -> None:
@@ -122,15 +116,15 @@ def check_reduction(dtype: torch.dtype, op: Op) -> None:
         raise TypeError(f"op must be a ReduceOp or premultiplied_sum(factor), not {op!r}")
     reason = None
     if op in _BITWISE and dtype not in (*_INTEGERS, torch.bool):
-        reason = _REASONS["bits"]
+        reason = "bitwise operations are for integers and bool"
     elif op in (ReduceOp.MIN, ReduceOp.MAX) and dtype in _COMPLEX:
-        reason = _REASONS["no order"]
+        reason = "complex numbers have no order"
     elif dtype in (*_INTEGERS, torch.bool):
         kind = "bools" if dtype is torch.bool else "integers"
         if op is ReduceOp.MEAN:
-            reason = _REASONS["mean"].format(kind=kind)
+            reason = f"the mean of {kind} is not one of them; convert to a float first"
         elif isinstance(op, PremultipliedSum):
-            reason = _REASONS["factor"]
+            reason = "a factor is a real number; convert to a float first"
     if reason is not None:
         raise TypeError(f"{op} of {dtype} is not defined: {reason}")
 

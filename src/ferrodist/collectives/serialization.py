@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 import torch
 
-from ferrodist.collectives.arguments import bytes_of, check_tensor
+from ferrodist.collectives.arguments import check_tensor
 from ferrodist.collectives.pytree import LeafCodec, TreeSpec, check_spec, flatten, unflatten
 from ferrodist.collectives.reduce_op import DTYPES
 
@@ -126,19 +126,11 @@ class UnreadableError(ValueError):
 
 def encode_value(
     value: PackedValue, what: str, max_inband_bytes: int = _MAX_INBAND_BYTES
-) -> tuple[torch.Tensor, list[torch.Tensor]]:
+) -> tuple[bytearray, list[torch.Tensor]]:
     """Encode a value: [Note: in-band and out-of-band]; raises TypeError, with ``what``, for a tensor that can't travel.
 
     The first tensors that have room are in-band. The out-of-band ones are returned contiguous and on the host.
     """
-    memory, out_of_band = encode_value_to_bytes(value, what, max_inband_bytes)
-    return torch.frombuffer(memory, dtype=torch.uint8), out_of_band
-
-
-def encode_value_to_bytes(
-    value: PackedValue, what: str, max_inband_bytes: int = _MAX_INBAND_BYTES
-) -> tuple[bytearray, list[torch.Tensor]]:
-    """`encode_value` into bytes."""
     entries, in_band, out_of_band = [], [], []
     end = 0  # of the in-band tensors, from where they begin
     for given, wants, is_on_gpu in zip(value.tensors, value.wants_gradient, value.is_on_gpu, strict=True):
@@ -167,16 +159,11 @@ def encode_value_to_bytes(
     return memory, out_of_band
 
 
-def decode_value(encoded: torch.Tensor, tags: Sequence[str] = ()) -> tuple[PackedValue, list[OutOfBandTensor]]:
-    """Decode a value; nothing in the message is trusted. Raises UnreadableError.
+def decode_value(memory: memoryview, tags: Sequence[str] = ()) -> tuple[PackedValue, list[OutOfBandTensor]]:
+    """Decode a value from writable bytes; nothing in them is trusted. Raises UnreadableError.
 
     In-band tensors use the message's memory. Out-of-band ones are None in the value, and come in the order of the list.
     """
-    return decode_value_from_bytes(bytes_of(encoded), tags)
-
-
-def decode_value_from_bytes(memory: memoryview, tags: Sequence[str] = ()) -> tuple[PackedValue, list[OutOfBandTensor]]:
-    """`decode_value` from writable bytes."""
     try:
         (length,) = _LENGTH.unpack_from(memory)
         header = _HEADER_DECODER.decode(memory[_LENGTH.size : _LENGTH.size + length])

@@ -181,10 +181,7 @@ class QueuedCollective(_StartedCollective[T_co]):
 
 
 class EnqueuedCollective(_StartedCollective[T_co]):
-    """A collective that is on a GPU stream: `wait` orders the current stream after it, and the host does not wait.
-
-    With a ``timeout`` the host waits, too.
-    """
+    """A collective on a GPU stream: `wait` orders the current stream after it, and with a timeout the host waits."""
 
     _work: StreamWork | None = None
 
@@ -341,10 +338,7 @@ def run_at(call: PreparedCall[T], sequence: int) -> None:
 
 
 def _run(call: PreparedCall[T], sequence: int) -> None:
-    """Run a call in inference mode, where it may write to any tensor.
-
-    Inference tensors can only be written to inside `torch.inference_mode`, other tensors everywhere.
-    """
+    """Run a call in inference mode: inference tensors can only be written to there, other tensors everywhere."""
     try:
         with torch.inference_mode():
             run_at(call, sequence)

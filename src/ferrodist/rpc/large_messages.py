@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from ferrodist.collectives.arguments import bytes_of
-from ferrodist.collectives.serialization import OutOfBandTensor, PackedValue, UnreadableError, decode_value_from_bytes
+from ferrodist.collectives.serialization import OutOfBandTensor, PackedValue, UnreadableError, decode_value
 from ferrodist.errors import ProtocolError
 from ferrodist.rpc.framing import FRAME_CONTENT_BYTES, Form, Frame
 
@@ -74,7 +74,7 @@ class LargeMessage:
             return []
         peer = self._peer
         try:
-            self._value, out_of_band = decode_value_from_bytes(in_band, self._tags)
+            self._value, out_of_band = decode_value(in_band, self._tags)
         except UnreadableError as error:
             self._error = ProtocolError(f"rank {peer} sent what is no value: {error}", ranks=(peer,))
             if error.out_of_band is None:

@@ -63,11 +63,7 @@ class PeerManager:
         self._listeners: Sequence[PeerListener] = ()
 
     def start(self, options: PeerOptions, handler: MessageHandler, listeners: Sequence[PeerListener]) -> None:
-        """Look for the other ranks from now on, waiting for none; listeners are called in their order.
-
-        Raises RuntimeError if the backend serves another agent, or DistributedError if it can't be opened; it is closed
-        then.
-        """
+        """Look for the other ranks from now on, waiting for none; closes the backend if it can't be opened."""
         self._options, self._handler, self._listeners = options, handler, listeners
         self._peers[self.rank] = LoopbackPeer(self.rank, options, handler)
         try:
