@@ -127,7 +127,7 @@ class RemotePeer(Peer):
             raise ValueError(f"a message of {size:,} bytes has more than 4 GiB beside its tensors: send it in parts")
 
     def _send_payload(self, memory: memoryview, kind: MessageKind, number: int) -> None:
-        self._retain(self.group.isend(memory, self._group_rank, tag=payload_tag(kind, number)), _nothing)
+        self._retain(self.group.isend(memory, self._group_rank, tag=payload_tag(kind, number)), lambda: None)
 
     def _retain(self, request: Request, then: Callable[[], None]) -> None:
         """Keep a transfer until it has ended, and call a function then."""
@@ -260,7 +260,3 @@ class _LargeReceive:
                 self._request = None
         except Exception as error:  # noqa: BLE001 - whatever it is, it was received
             peer._failed(error)
-
-
-def _nothing() -> None:
-    pass

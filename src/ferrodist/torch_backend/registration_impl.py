@@ -18,8 +18,6 @@ from ferrodist.torch_backend.torch_store import TorchStore, hide, server_of
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from ferrodist.rendezvous import Store
-
 _FOLDER = "ferrodist"
 
 
@@ -51,7 +49,9 @@ def make_process_group(options: Any, pg_options: Any) -> FerrodistProcessGroup:
 
 def _meet(options: Any, seconds: float) -> tuple[Backend, Callable[[], None]]:
     deadline = Deadline(seconds)
-    store = _unused_prefix(TorchStore(options.store, timeout=seconds), options.group_rank)
+    whole = TorchStore(options.store, timeout=seconds)
+    # Each rank counts its rendezvous in the store, so no other one has used this prefix.
+    store = PrefixStore(whole, f"{_FOLDER}/{whole.add(f'{_FOLDER}/meetings of {options.group_rank}', 1)}")
     is_private = hide(options.store)  # after its file was made, and before a secret may be put into it
     membership = rendezvous_in(
         store,
@@ -69,8 +69,3 @@ def _meet(options: Any, seconds: float) -> tuple[Backend, Callable[[], None]]:
     except BaseException:
         membership.close()
         raise
-
-
-def _unused_prefix(store: Store, rank: int) -> Store:
-    """A prefix of a store that no rendezvous has used: each rank counts its rendezvous in the store."""
-    return PrefixStore(store, f"{_FOLDER}/{store.add(f'{_FOLDER}/meetings of {rank}', 1)}")

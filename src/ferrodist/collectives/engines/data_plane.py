@@ -259,10 +259,6 @@ def _scatter(run: _DataPlaneRun) -> None:
     run.move(lambda plane: plane.scatter(bytes_of(data), _in_bytes(op.counts, data), op.root))
 
 
-def _reduce_scatter(run: _DataPlaneRun) -> None:
-    run.fold_chunks(run.op.out, run.op.counts)
-
-
 def _all_to_all(run: _DataPlaneRun) -> None:
     op, rank = run.op, run.rank
     run.check_counts()
@@ -278,6 +274,6 @@ _ALGORITHMS: dict[CollectiveKind, Callable[[_DataPlaneRun], None]] = {
     CollectiveKind.ALL_GATHER: _all_gather,
     CollectiveKind.GATHER: _gather,
     CollectiveKind.SCATTER: _scatter,
-    CollectiveKind.REDUCE_SCATTER: _reduce_scatter,
+    CollectiveKind.REDUCE_SCATTER: lambda run: run.fold_chunks(run.op.out, run.op.counts),
     CollectiveKind.ALL_TO_ALL: _all_to_all,
 }

@@ -392,10 +392,6 @@ def _scatter(run: CollectiveRun) -> None:
     run.exchange([(peer, chunks[peer]) for peer in run.peers], [])
 
 
-def _reduce_scatter(run: CollectiveRun) -> None:
-    run.fold_chunks(run.op.out, run.op.counts)
-
-
 def _all_to_all(run: CollectiveRun) -> None:
     op = run.op
     outgoing, incoming = torch.split(op.source, list(op.counts)), torch.split(op.out, list(op.recv_counts))
@@ -412,6 +408,6 @@ _ALGORITHMS: dict[CollectiveKind, Callable[[CollectiveRun], None]] = {
     CollectiveKind.ALL_GATHER: _all_gather,
     CollectiveKind.GATHER: _gather,
     CollectiveKind.SCATTER: _scatter,
-    CollectiveKind.REDUCE_SCATTER: _reduce_scatter,
+    CollectiveKind.REDUCE_SCATTER: lambda run: run.fold_chunks(run.op.out, run.op.counts),
     CollectiveKind.ALL_TO_ALL: _all_to_all,
 }
