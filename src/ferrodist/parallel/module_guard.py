@@ -36,10 +36,7 @@ def find_outputs(result: object) -> list[torch.Tensor]:
 
 
 def find_tensors(result: object) -> list[torch.Tensor]:
-    """The tensors in a module's result.
-
-    Tuples, lists, sets, mappings and dataclasses are searched to any depth, and attributes of other objects.
-    """
+    """The tensors in a module's result: in containers, dataclasses and attributes of objects, at any depth."""
     return list(_tensors_in(result, frozenset()))
 
 
@@ -108,11 +105,7 @@ def describe_owner(parameters: Iterable[tuple[str, torch.Tensor]]) -> str | None
 class ModuleGuard:
     """Notices changes of a module's sub-modules and parameters, cheaply enough to look in every step.
 
-    Args:
-        module: The wrapped module.
-        wrapper: The wrapper's class for error messages, such as "DDP".
-        exchanges_parameters: The wrapper itself puts other `Parameter` objects into the module, as FSDP does, so that
-            only their names must stay.
+    Of a wrapper that ``exchanges_parameters`` itself, as FSDP does, only their names must stay.
     """
 
     def __init__(self, module: torch.nn.Module, wrapper: str, *, exchanges_parameters: bool = False) -> None:

@@ -27,20 +27,9 @@ def verify_across_ranks(
 ) -> None:
     """Compare the ranks' descriptions of their modules with rank 0's; every rank of the group calls this.
 
-    Each rank receives rank 0's list and then a sentence from each rank, so that lists don't travel from all ranks to
-    all.
-
-    Args:
-        lines: This rank's description, one item a line, such as "parameter 'weight' of shape ...".
-        group: The group.
-        deadline: Deadline of all messages together.
-        maker: The wrapper, such as "DDP".
-        module: The module's class.
-        refusal: Reason why the wrapper can't take this rank's module.
-
-    Raises:
-        CollectiveMismatchError: On every rank, naming the first difference. The group stays usable.
-        UnsupportedOpError: On every rank, with the first rank's refusal. The group stays usable.
+    Each rank receives rank 0's lines (one for an item) and then a sentence from each rank. All raise
+    CollectiveMismatchError at the first difference, or UnsupportedOpError with the first rank's ``refusal``; the group
+    stays usable.
     """
     with add_error_context(
         lambda: f"Rank {group.rank} was giving {with_article(module)} to {maker}.",
@@ -95,10 +84,7 @@ def write_obstacle(tensor: torch.Tensor) -> str:
 
 
 def find_unsynchronised_batch_norm(module: torch.nn.Module, group: Backend) -> str | None:
-    """A sentence about the first `torch.nn.SyncBatchNorm` that would be a plain batch norm here, or None.
-
-    torch's layer synchronises over process groups of torch's only, and not on CPUs.
-    """
+    """A sentence about the first `torch.nn.SyncBatchNorm` that wouldn't synchronise over this group, or None."""
     for name, layer in module.named_modules():
         if isinstance(layer, torch.nn.SyncBatchNorm) and group.world_size > 1 and not _is_synchronised(layer):
             return (

@@ -45,10 +45,9 @@ _REENTRANT_CHECKPOINT = "CheckpointFunctionBackward"
 
 
 def find_unused_parameters(outputs: Sequence[torch.Tensor], parameters: Sequence[torch.nn.Parameter]) -> frozenset[int]:
-    """Return the `id` of each parameter that no output depends on, or nothing where that is unknown.
+    """Return the `id` of each parameter that no output depends on, in a walk of the whole graph.
 
-    It is unknown without outputs, and behind re-entrant checkpoints, whose graphs are made during backward. The whole
-    graph is walked, one step of Python for each operation in it.
+    Nothing without outputs, and behind re-entrant checkpoints, whose graphs are made during backward.
     """
     if not outputs:
         return frozenset()
@@ -73,11 +72,9 @@ def find_unused_parameters(outputs: Sequence[torch.Tensor], parameters: Sequence
 class ParameterHooks:
     """Hooks on parameters, removed when this object is collected; see [Note: order of hooks].
 
-    Args:
-        parameters: The parameters. The latest object that hooks a parameter *owns* it.
-        on_accumulated: Called when a gradient has been accumulated, before later hooks, which may still change it.
-        on_ready: Called with the parameter's id after all hooks. Neither callback may hold this object.
-        title: The model's name in error messages.
+    The latest object that hooks a parameter *owns* it. Neither callback may hold this object: ``on_accumulated`` is
+    called when a gradient has been accumulated, before later hooks, which may still change it; ``on_ready`` with the
+    parameter's id after all hooks.
     """
 
     def __init__(
@@ -155,9 +152,7 @@ def _remove(handles: Sequence[RemovableHandle]) -> None:
 class BackwardRound:
     """The gradients that have arrived in one backward, and the buckets that are complete; see [Note: round].
 
-    Args:
-        bucket_indices: The index of the bucket of each position.
-        is_static: Learn in the first round how often each gradient arrives, and rely on it.
+    A static round learns at first how often each gradient arrives, and relies on it.
     """
 
     def __init__(self, bucket_indices: Sequence[int], *, is_static: bool) -> None:

@@ -75,18 +75,9 @@ def compute_bucket_assignment(
     """Assign tensors to buckets of one dtype and device each, keeping their order within a bucket.
 
     A pure function of dtypes, devices and sizes, so that all ranks get the same buckets. A bucket is filled until the
-    next tensor of its dtype and device would make it larger than ``max_bytes``; a larger tensor gets a bucket of its
-    own. Tensors without elements belong to buckets too.
-
-    Args:
-        tensors: The tensors; only their dtype, device and size are read.
-        max_bytes: Size limit above 0; infinity gives one bucket for each dtype and device.
-        first_bytes: Size limit of the first bucket of each dtype and device; None means ``max_bytes``. A small first
-            bucket starts early.
-
-    Returns:
-        Buckets ordered by their last member: when tensors become ready in the order of the sequence, buckets complete
-        in the order of the list, whatever the mixture of dtypes.
+    next tensor would make it larger than ``max_bytes``, or ``first_bytes`` for the first of each dtype and device,
+    which then starts early; a larger tensor gets a bucket of its own. Buckets are ordered by their last member: when
+    tensors become ready in the order of the sequence, buckets complete in the order of the list.
     """
     specs: list[BucketSpec] = []
     filling: dict[tuple[torch.dtype, torch.device], tuple[list[int], int]] = {}

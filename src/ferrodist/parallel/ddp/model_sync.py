@@ -34,16 +34,10 @@ if TYPE_CHECKING:
 def verify_module(
     module: torch.nn.Module, options: Options | None, group: Backend, deadline: Deadline, *, maker: str = "DDP"
 ) -> None:
-    """Compare the module's parameters and buffers with those of rank 0; every rank of the group calls this.
+    """Compare parameters, buffers and options with those of rank 0; every rank of the group calls this.
 
-    Compared are their number, names, shapes, dtypes, layouts and devices, which parameters require grad, and the
-    options.
-
-    Raises:
-        CollectiveMismatchError: On every rank, naming the first parameter or buffer that differs. The group stays
-            usable.
-        UnsupportedOpError, ValueError: On every rank, naming a parameter or buffer that collectives can't send, or that
-            is lazy without a shape, owned by an FSDP, or a DTensor. The group stays usable.
+    Raises on every rank, and leaves the group usable: CollectiveMismatchError at the first difference; ValueError or
+    UnsupportedOpError at what collectives can't send, is lazy, owned by an FSDP, or a DTensor.
     """
     options_lines = [f"the option {line}" for line in (options.describe() if options else ())]
     lines = [*options_lines, *_describe(module)]

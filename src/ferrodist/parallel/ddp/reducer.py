@@ -58,10 +58,7 @@ _ADVICE = (
 
 
 class Reducer:
-    """Average the gradients of some parameters over a group, in buckets, during backward; see [Note: round].
-
-    The hooks go when the reducer is collected, so that a module can be wrapped again.
-    """
+    """Average the gradients of some parameters over a group, in buckets, during backward; see [Note: round]."""
 
     def __init__(
         self, parameters: Mapping[str, torch.nn.Parameter], group: Backend, options: Options, *, model_id: int

@@ -33,9 +33,9 @@ def clip_gradients(
 ) -> torch.Tensor:
     """Scale the gradients of shards so that the norm of all ranks' together is at most ``max_norm``.
 
-    Each rank adds the powers of its elements in float64; one allreduce of 8 bytes adds those of the ranks, in rank
-    order, so that all scale by the same factor. Where parameters are DTensors, another one over the group of their mesh
-    precedes it, in which elements that several ranks have are counted in shares. See `FSDP.clip_grad_norm_`.
+    Powers are added in float64, and those of the ranks in rank order by one allreduce of 8 bytes, so that all scale by
+    the same factor. For DTensors another one over their mesh's group precedes it, in which elements that several ranks
+    have are counted in shares.
     """
     if not max_norm >= 0:
         raise ValueError(f"max_norm must be a number from 0, not {max_norm}")

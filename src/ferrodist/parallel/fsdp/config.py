@@ -120,12 +120,8 @@ ShardingStrategy.NO_SHARD = ShardingStrategy(name="NO_SHARD", is_sharded=False, 
 class ShardAxes:
     """The ranks of a model, as a grid: a row shards one replica, a column holds the same shard of each replica.
 
-    Args:
-        world: The group of all ranks.
-        shard: This rank's row; None if it has one rank.
-        replicate: This rank's column; None if it has one rank.
-        other_groups: Groups over which parameters are DTensors; each of their ranks is in another grid. See [Note:
-            sharded DTensors] in `dtensor_params.py`.
+    ``shard`` and ``replicate`` are this rank's row and column, None if of one rank. Over ``other_groups`` parameters
+    are DTensors: each of their ranks is in another grid. See [Note: sharded DTensors] in `dtensor_params.py`.
     """
 
     world: Backend

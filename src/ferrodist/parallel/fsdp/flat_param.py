@@ -54,15 +54,9 @@ if TYPE_CHECKING:
 class FlatParameters:
     """Some parameters of a unit, of one dtype; see [Note: two parameters for one] and [Note: flat units].
 
-    Args:
-        names: The parameters' names in the model.
-        parameters: The module's own parameters, which become this rank's local shards.
-        slots: For each parameter the (module, attribute) pairs where it is registered.
-        layout: Layout of their elements.
-        axes: The grid of ranks.
-        dtypes: Dtypes in which they are gathered, and their gradients averaged.
-        memory: Zeros for the shard, with its buffers.
-        dtensor_specs: Specs of the DTensors whose local tensors the parameters are; None for plain parameters.
+    ``parameters`` are the module's own, which become this rank's local shards; ``slots`` the (module, attribute) pairs
+    where each is registered; ``dtensor_specs`` those of the DTensors whose local tensors the parameters are. ``memory``
+    has zeros for the shard.
     """
 
     def __init__(
@@ -159,11 +153,7 @@ class FlatParameters:
         self._install(self.parameters)
 
     def free(self) -> list[str]:
-        """Install the shards in the module, and empty the full parameters.
-
-        Returns:
-            Names of parameters that were changed since they were gathered; those changes are lost.
-        """
+        """Install the shards, and empty the full parameters; return names of those whose changes are lost."""
         if self._gathering is not None:  # prefetched, and not needed in the end
             self._gathering.wait()
             self._gathering = None
@@ -214,10 +204,7 @@ class FlatParameters:
         return slice_local(value, self.dtensor_specs[index])
 
     def gather_full(self) -> list[torch.Tensor]:
-        """Copies of the full parameters, in the dtype of the shards; every rank that shards them calls this.
-
-        For DTensors they are this rank's local tensors.
-        """
+        """Copies of the full (local) parameters, in the dtype of the shards; every rank that shards them calls this."""
         joined = self.shard.clone() if self._axes.shard is None else all_gather(self.shard, group=self._axes.shard)
         layout = self.layout
         return [

@@ -41,22 +41,13 @@ _grad: Any = torch.Tensor.grad
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ShardGroups:
-    """The ranks that have the other elements of a tensor.
-
-    Args:
-        groups: Groups whose ranks together have each element.
-        num_copies: Number of their ranks that have each element.
-    """
+    """Groups whose ranks together have each element of a tensor, ``num_copies`` times."""
 
     groups: tuple[Backend, ...]
     num_copies: int
 
     def reduce(self, own: torch.Tensor, op: ReduceOp) -> torch.Tensor:
-        """Reduce a number over all ranks; every rank calls this.
-
-        Returns:
-            The same number on all ranks. Its gradient is that of a loss that all ranks have: each shard gets its own.
-        """
+        """Reduce a number over all ranks, with the gradient of a loss that all have; every rank calls this."""
         total = own.detach()
         if op is ReduceOp.SUM:
             total = total / self.num_copies

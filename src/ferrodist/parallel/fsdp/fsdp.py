@@ -69,10 +69,7 @@ def install_hooks(unit: Unit, scheduler: UnitScheduler) -> None:
 
 
 def outside_of_compiler(function: Callable[..., R]) -> Callable[..., R]:
-    """Hide a function from torch.compile of a surrounding module.
-
-    The compiler is slow to load, and is asked only where something else has loaded it.
-    """
+    """Hide a function from torch.compile, which is slow to load, where something else has loaded it."""
 
     @wraps(function)
     def wrapper(*arguments: Any, **keywords: Any) -> R:

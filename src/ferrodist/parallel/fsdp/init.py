@@ -47,10 +47,7 @@ _ADVICE = "Every rank of the group must make it, at the same point of its progra
 def verify_units(
     specs: Sequence[UnitSpec], root: torch.nn.Module, axes: ShardAxes, settings: str, *, device: torch.device
 ) -> None:
-    """Compare units, parameters and buffers with those of rank 0; every rank of the group calls this.
-
-    Ids of layouts that all ranks have collected are released; see [Note: ids of layouts] in `flat_layout.py`.
-    """
+    """Compare units, parameters and buffers with those of rank 0; every rank of the group calls this."""
     group = axes.world
     lines = [f"settings {settings}", *_describe(specs, root)]
     refusal = _find_refusal(specs, root, device, group)
@@ -205,10 +202,7 @@ def build_units(
     dtensor_specs: Mapping[str, DTensorSpec],
     device: torch.device,
 ) -> list[Unit]:
-    """Shard a model's parameters, with the values of rank 0; every rank of the group calls this.
-
-    Beside the shards it needs the memory of one unit, twice.
-    """
+    """Shard a model's parameters, with rank 0's values, in a unit's memory twice; every rank calls this."""
     flat_specs = [
         flat_spec
         for index, spec in enumerate(specs)

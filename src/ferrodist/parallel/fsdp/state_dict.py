@@ -188,8 +188,7 @@ class ModelStateDict:
 def describe_owner(axes: ShardAxes, flats: Sequence[FlatParameters]) -> dict[str, Any]:
     """The entries of a sharded state that identify the rank and its shards.
 
-    ``parts`` is there for local tensors of DTensors, and ``orders`` for elements in another order of dims than
-    row-major.
+    ``parts`` is for DTensors' local tensors, ``orders`` for dims that are not row-major.
     """
     parts = {
         name: describe_local(spec)

@@ -177,11 +177,7 @@ class Unit:
         self.has_full_params = True
 
     def end_summon(self, *, writeback: bool) -> bool:
-        """Give the module its shards again, with the values of the full parameters if ``writeback``.
-
-        Returns:
-            Whether the shards were changed meanwhile; then these changes are kept.
-        """
+        """Give the module its shards again; return whether they were changed meanwhile, which is kept."""
         if self.state is not UnitState.GATHERED:
             return False
         self.state = UnitState.SHARDED

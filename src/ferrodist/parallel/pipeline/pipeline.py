@@ -42,10 +42,7 @@ if TYPE_CHECKING:
 
 
 class StepScope:
-    """The sub-group in which ranks run steps, made anew after each failure.
-
-    So no message of a failed step reaches the next.
-    """
+    """The sub-group of steps, made anew after each failure: so no message of a failed step reaches the next."""
 
     def __init__(self, parent: Backend, executor: Executor, shared: TiedParameters) -> None:
         self._parent = parent

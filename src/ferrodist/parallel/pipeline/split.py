@@ -193,22 +193,14 @@ def _holds_tensors(module: torch.nn.Module) -> bool:
 
 
 def partition(costs: Sequence[float], num_parts: int) -> tuple[int, ...]:
-    """Divide a row of costs into non-empty parts, of which the largest costs as little as possible.
+    """Divide finite costs from 0 into non-empty parts, whose numbers are returned; the largest costs least.
 
     Exact, in integers: first the least limit that ``num_parts`` parts can keep, by bisection, then the best parts
-    within that limit, by dynamic programming from the end. Of several divisions with the same largest part it takes the
-    most even one, which has the least sum of squares. Of several of these each part, from the first on, costs as little
-    as possible, since the first stages of a pipeline hold the most microbatches, and is then as long as possible, so
-    that an element of no cost joins the part before. If all costs are 0, they are taken as equal.
-
-    Takes O(n log(total)) and O(num_parts n w) steps for n costs, of which at most w are in a part.
-
-    Args:
-        costs: Finite costs from 0; at least ``num_parts``.
-        num_parts: Number of parts, at least 1.
-
-    Returns:
-        The number of costs in each part.
+    within that limit, by dynamic programming from the end, in O(n log(total)) and O(num_parts n w) steps for n costs,
+    of which at most w are in a part. Of several divisions it takes the most even one, which has the least sum of
+    squares. Of several of these each part, from the first on, costs as little as possible, since the first stages of a
+    pipeline hold the most microbatches, and is then as long as possible, so that an element of no cost joins the part
+    before. If all costs are 0, they are taken as equal.
     """
     whole = _as_integers(costs) if any(costs) else [1] * len(costs)
     sums = [0, *accumulate(whole)]

@@ -26,13 +26,7 @@ MAIN = ""
 
 
 class Edge(NamedTuple):
-    """A path of values from stage to stage.
-
-    Args:
-        name: The name of a skip, or `MAIN`.
-        source: The source stage.
-        target: The destination stage.
-    """
+    """A path of values from stage to stage; ``name`` is that of a skip, or `MAIN`."""
 
     name: str
     source: int

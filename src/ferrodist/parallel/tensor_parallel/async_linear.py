@@ -26,10 +26,6 @@ class AsyncTPLinear:
     Forward gathers chunk by chunk of the ranks' shards, and multiplies each when it arrives; backward gathers the input
     again in the same way, for the weight's gradient, and reduce-scatters the input's gradient in chunks. Inputs with
     other placements, or of a length that has no equal chunks, are gathered first.
-
-    Args:
-        linear: The layer, whose weight is sharded along dim 0.
-        chunks: The number of chunks.
     """
 
     def __init__(self, linear: nn.Linear, chunks: int) -> None:

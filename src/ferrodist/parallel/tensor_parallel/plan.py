@@ -27,11 +27,7 @@ if TYPE_CHECKING:
 
 
 def resolve_plan(module: nn.Module, plan: Mapping[str, Style]) -> dict[str, Style]:
-    """The styles of modules by path; a module with several paths is under its first one.
-
-    Raises:
-        TypeError, ValueError: The plan doesn't fit the module.
-    """
+    """The styles of modules by path; a module with several paths is under its first one."""
     if not isinstance(plan, Mapping):
         raise TypeError(f"a plan is a mapping from paths to styles, not {type(plan).__name__}")
     # A module that is registered several times has a path for each.
@@ -78,11 +74,7 @@ def _check_arguments(name: str, module: nn.Module, wanted: Any) -> None:
 
 
 def parameter_placements(module: nn.Module, styles: Mapping[str, Style]) -> dict[nn.Parameter, Placement]:
-    """The placement of each parameter; a shared one has that of the style of any of its modules.
-
-    Raises:
-        ValueError: A parameter can't be sharded so, or the styles of its modules disagree.
-    """
+    """The placement of each parameter; a shared one has that of the style of any of its modules."""
     found: dict[nn.Parameter, Placement] = {}
     by: dict[nn.Parameter, str] = {}
     for path, owner in module.named_modules():
@@ -140,13 +132,7 @@ def _check_dim(name: str, parameter: nn.Parameter, placement: Placement) -> None
 
 
 def check_values(module: nn.Module, init: Callable[[nn.Module], object] | None) -> None:
-    """Raise unless all parameters and buffers can be sent, and those on the meta device initialized.
-
-    Raises:
-        ValueError: A parameter belongs to an FSDP.
-        TypeError: A parameter or a buffer has a dtype that no collective carries.
-        UnsupportedOpError: A module on the meta device can't be initialized.
-    """
+    """Raise unless all parameters and buffers can be sent, and those on the meta device initialized."""
     if reason := describe_owner(module.named_parameters()):
         raise ValueError(f"{reason}: parallelize the module first, and wrap it afterwards")
     for name, one in module.named_modules():

@@ -24,12 +24,10 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class IOPlacements:
-    """The placements of a module's inputs and outputs.
+    """The placements to which a module's inputs and outputs are redistributed.
 
-    Args:
-        wanted: The placements that the forward's inputs are redistributed to: one for all, one for each argument in
-            order, or by the names of arguments, however these are passed; None leaves them as they are.
-        outputs: The placements that outputs are redistributed to: one for all, or one for each; None leaves them.
+    ``wanted`` is one for all inputs, one for each argument in order, or by the names of arguments, however these are
+    passed; ``outputs`` one for all, or one for each. None leaves them as they are.
     """
 
     wanted: Placement | Sequence[Placement | None] | Mapping[str, Placement] | None = None

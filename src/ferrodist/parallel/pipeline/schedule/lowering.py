@@ -103,10 +103,7 @@ def add_communication(schedule: Schedule) -> Schedule:
 
 
 def forward_only(schedule: Schedule) -> Schedule:
-    """The forward of a schedule, for inference.
-
-    Its sends and receives, if any, are placed anew: forwards overlap the receives that backwards overlapped.
-    """
+    """The forward of a schedule, for inference, with its sends and receives, if any, placed anew."""
     forwards = dataclasses.replace(
         schedule,
         name=f"{schedule.name}, forward only",
