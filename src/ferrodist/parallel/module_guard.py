@@ -24,6 +24,8 @@ from ferrodist.torch_private.modules import own_modules, own_parameters
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
 
+    from ferrodist.backends.base import Backend
+
 
 def current_backward_id() -> int:
     """Autograd's id of the backward that this thread runs, or -1."""
@@ -83,6 +85,19 @@ def weak_method(owner: object, method: Callable[..., None], *bound: object) -> C
             method(alive, *bound, *arguments)
 
     return call
+
+
+def check_dense(
+    names: Sequence[str], parameters: Sequence[torch.nn.Parameter], group: Backend, *, wrapper: str
+) -> None:
+    """Raise for a gradient that is not dense."""
+    for name, parameter in zip(names, parameters, strict=True):
+        if parameter.grad is not None and parameter.grad.layout is not torch.strided:
+            raise UnsupportedOpError(
+                f"the gradient of {name!r} on rank {group.rank} of group {group.name!r} has layout"
+                f" {parameter.grad.layout}: {wrapper} averages dense gradients, as of an embedding with sparse=False",
+                ranks=(group.rank,),
+            )
 
 
 _owners = WeakIdKeyDictionary()

@@ -39,7 +39,8 @@ from ferrodist.collectives.arguments import elements_overlap
 from ferrodist.collectives.reduce import async_allreduce
 from ferrodist.collectives.reduce_op import ReduceOp
 from ferrodist.collectives.symmetric_memory import empty_symmetric
-from ferrodist.errors import BackendUnavailable, CollectiveMismatchError, UnsupportedOpError, ranks_text
+from ferrodist.errors import BackendUnavailable, CollectiveMismatchError, ranks_text
+from ferrodist.parallel.module_guard import check_dense
 from ferrodist.wording import counted
 
 if TYPE_CHECKING:
@@ -212,13 +213,7 @@ class GradientBucket:
 
     def check_dense(self) -> None:
         """Raise for a gradient that is not dense."""
-        for name, parameter in zip(self.names, self.parameters, strict=True):
-            if parameter.grad is not None and parameter.grad.layout is not torch.strided:
-                raise UnsupportedOpError(
-                    f"the gradient of {name!r} on rank {self.group.rank} of group {self.group.name!r} has layout"
-                    f" {parameter.grad.layout}: DDP averages dense gradients, as of an embedding with sparse=False",
-                    ranks=(self.group.rank,),
-                )
+        check_dense(self.names, self.parameters, self.group, wrapper="DDP")
 
     def copy_in(self, slot: int) -> None:
         """Copy a gradient that has just arrived; see [Note: memory of buckets]."""

@@ -93,7 +93,7 @@ class FlatLayout:
         needed = max(1, -(-sum(_align(numel) for numel in self.numels) // num_shards))
         is_small = needed * shard_dtype.itemsize < _SMALL_BYTES
         self.shard_size = _align(needed, _ALIGNMENT if is_small else _PAGE_BYTES // shard_dtype.itemsize)
-        ids = _ids_of(group)
+        ids = layout_ids(group)
         ids.begin(self)
         position = ids.claim(f"{param_dtype}[{self.shard_size}]", 0)
         self.dim = min(position, _NUM_DIMS - 1)
@@ -176,24 +176,15 @@ class _LayoutIds:
         return [index for index, (layout, _) in enumerate(self._claims) if layout() is None]
 
     def release(self, indices: Collection[int]) -> None:
-        """Release the ids of layouts."""
+        """Release the ids of layouts that all ranks have collected; all ranks release the same."""
         for index in indices:
             for kind, claimed in self._claims[index][1]:
                 self._taken[kind].discard(claimed)
         self._claims = [claim for index, claim in enumerate(self._claims) if index not in indices]
 
 
-def find_collected(group: Backend) -> list[int]:
-    """Indices of the group's layouts that this rank has collected."""
-    return _ids_of(group).find_collected()
-
-
-def release_ids(group: Backend, indices: Collection[int]) -> None:
-    """Release the ids of layouts that all ranks have collected; all ranks release the same."""
-    _ids_of(group).release(indices)
-
-
-def _ids_of(group: Backend) -> _LayoutIds:
+def layout_ids(group: Backend) -> _LayoutIds:
+    """The ids of a group's layouts."""
     ids: _LayoutIds = group.attachments.setdefault(_ATTACHMENT, _LayoutIds())
     return ids
 

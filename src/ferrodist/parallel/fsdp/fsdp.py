@@ -249,8 +249,7 @@ class FSDP(TransparentWrapper, Generic[WrappedModule]):
         Raises:
             DistributedError: Communication between the ranks failed. The group has failed.
         """
-        if self._scheduler.has_unsynced:
-            self._scheduler.reduce_all()
+        self._scheduler.reduce_all()
 
     def clip_grad_norm_(
         self, max_norm: float, norm_type: float = 2.0, *, error_if_nonfinite: bool = False

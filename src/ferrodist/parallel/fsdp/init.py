@@ -15,7 +15,7 @@ from ferrodist.collectives.reduce_op import ReduceOp, check_dtype, check_reducti
 from ferrodist.deadline import Deadline
 from ferrodist.errors import UnsupportedOpError, add_error_context
 from ferrodist.parallel.fsdp.dtensor_params import local_tensor, spec_of
-from ferrodist.parallel.fsdp.flat_layout import FlatLayout, dim_order, find_collected, release_ids
+from ferrodist.parallel.fsdp.flat_layout import FlatLayout, dim_order, layout_ids
 from ferrodist.parallel.fsdp.flat_param import FlatParameters
 from ferrodist.parallel.fsdp.memory import allocate_shards
 from ferrodist.parallel.fsdp.unit import Unit
@@ -53,9 +53,9 @@ def verify_units(
     refusal = _find_refusal(specs, root, device, group)
     deadline = Deadline(group.timeout)
     verify_across_ranks(lines, group, deadline, maker="FSDP", module=type(root).__name__, refusal=refusal)
-    own = (find_collected(group), _mesh_coordinates(specs))
+    own = (layout_ids(group).find_collected(), _mesh_coordinates(specs))
     gathered = all_gather_object(own, group=group, timeout=deadline.remaining())
-    release_ids(group, set.intersection(*(set(collected) for collected, _ in gathered)))
+    layout_ids(group).release(set.intersection(*(set(collected) for collected, _ in gathered)))
     _check_same_local_tensors(specs, [coordinates for _, coordinates in gathered], group)
 
 

@@ -176,7 +176,9 @@ def _check_modules(stages: Sequence[torch.nn.Module | None], prefixes: Sequence[
     module_prefixes: list[list[str]] = []
     for index, (stage, prefix) in enumerate(zip(stages, prefixes, strict=True)):
         children = unwrap(stage).named_children() if stage is not None else ()
-        found = [f"{prefix}{name}." for name, child in children if _holds_tensors(child)]
+        found = [
+            f"{prefix}{name}." for name, child in children if any(True for _ in (*child.parameters(), *child.buffers()))
+        ]
         owners.update(dict.fromkeys(found, index))
         module_prefixes.append([prefix, *found])
     for index, own in enumerate(module_prefixes):
@@ -186,10 +188,6 @@ def _check_modules(stages: Sequence[torch.nn.Module | None], prefixes: Sequence[
                     f"stages {min(owner, index)} and {max(owner, index)} both have parts of {prefix_path[:-1]!r} in the"
                     " whole model: give them other prefixes, or divide the model between modules"
                 )
-
-
-def _holds_tensors(module: torch.nn.Module) -> bool:
-    return any(True for _ in (*module.parameters(), *module.buffers()))
 
 
 def partition(costs: Sequence[float], num_parts: int) -> tuple[int, ...]:

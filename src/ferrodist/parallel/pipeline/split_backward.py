@@ -44,7 +44,7 @@ import contextlib
 from collections import Counter
 from dataclasses import dataclass
 from functools import cache
-from typing import TYPE_CHECKING, NamedTuple, Protocol, cast
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import torch
 from torch.autograd.function import BackwardCFunction
@@ -177,19 +177,6 @@ def _find_components(
     return components
 
 
-class _SavedTensor(Protocol):
-    """torch's ``SavedTensor``, which its types don't describe."""
-
-    @property
-    def data(self) -> object: ...
-
-    @property
-    def unpack_hook(self) -> object: ...
-
-    def register_hooks(self, pack: Callable[[torch.Tensor], object], unpack: Callable[[object], torch.Tensor]) -> None:
-        """Pass the tensor to ``pack``, and store the result in its place."""
-
-
 def has_packed_tensors(node: Node) -> bool:
     """True if a node's saved tensors have hooks: checkpoints, or tensors offloaded to other memory."""
     return any(saved.unpack_hook is not None for saved in _saved(node))
@@ -203,7 +190,8 @@ def release_saved(nodes: Iterable[Node]) -> None:
                 saved.register_hooks(_drop, _refuse)  # the only way from Python
 
 
-def _saved(node: Node) -> Iterator[_SavedTensor]:
+def _saved(node: Node) -> Iterator[Any]:
+    """The ``SavedTensor`` objects of a node, which torch's types don't describe."""
     # Each Function of Python has a class of its own; a cache would hold these classes.
     for name in ("_raw_saved_tensors",) if is_python_function(node) else _names(type(node)):
         saved = getattr(node, name)
@@ -370,19 +358,12 @@ def _record_branches(
             or has_packed_tensors(branch)
         )
         if not is_all_or_nothing:
-            handle = branch.register_hook(_record(branch, arrived))
+            handle = branch.register_hook(lambda _, gradients, branch=branch: arrived.append((branch, gradients)))
             handles.append(handle)
             is_all_or_nothing = len(handle.hooks_dict_ref() or ()) > 1
         if is_all_or_nothing:
             not_deferred |= graph.components_below(branch)
     return not_deferred
-
-
-def _record(branch: Node, arrived: list[tuple[Node, Gradients]]) -> Callable[[Gradients, Gradients], None]:
-    def record(_: Gradients, gradients: Gradients) -> None:
-        arrived.append((branch, gradients))
-
-    return record
 
 
 def _find_out_edges(graph: BackwardGraph, branch: Node, not_deferred: set[int]) -> list[_OutEdge]:

@@ -234,19 +234,13 @@ class ParallelModel:
         """A block in which the forward of the module at a path runs, called from outside of the model."""
         if current_backward_id() == -1:
             self.backward_check.forget()  # the records of a backward that raised
-        with self._checking(self.forward_check):
+        with self.checking(self.forward_check):
             self.forward_check.path = path
-            yield
-
-    @contextlib.contextmanager
-    def around(self) -> Iterator[None]:
-        """A block in which a method runs that calls the model's forwards."""
-        with self._checking(ReplicaCheck(self.mesh, immediate=self.checks)):
             yield
 
     @staticmethod
     @contextlib.contextmanager
-    def _checking(check: ReplicaCheck) -> Iterator[None]:
+    def checking(check: ReplicaCheck) -> Iterator[None]:
         """A block in which plain tensors count as replicated; the ranks compare them at its end."""
         before = ACTIVE_CHECK.set(check)
         try:
@@ -266,7 +260,8 @@ class GatheredMethod:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Call the method; its results are plain tensors."""
-        with self._model.around():
+        model = self._model
+        with model.checking(ReplicaCheck(model.mesh, immediate=model.checks)):
             return map_nested(_gather, self._method(*args, **kwargs))
 
 
