@@ -37,12 +37,8 @@ def find_outputs(result: object) -> list[torch.Tensor]:
     return [tensor for tensor in find_tensors(result) if tensor.requires_grad]
 
 
-def find_tensors(result: object) -> list[torch.Tensor]:
+def find_tensors(result: object, ancestors: frozenset[int] = frozenset()) -> Iterator[torch.Tensor]:
     """The tensors in a module's result: in containers, dataclasses and attributes of objects, at any depth."""
-    return list(_tensors_in(result, frozenset()))
-
-
-def _tensors_in(result: object, ancestors: frozenset[int]) -> Iterator[torch.Tensor]:
     children: Iterable[object]
     if isinstance(result, torch.Tensor):
         yield result
@@ -60,7 +56,7 @@ def _tensors_in(result: object, ancestors: frozenset[int]) -> Iterator[torch.Ten
     if id(result) in ancestors:  # it contains itself
         return
     for child in children:
-        yield from _tensors_in(child, ancestors | {id(result)})
+        yield from find_tensors(child, ancestors | {id(result)})
 
 
 def hook_gradients(outputs: Sequence[torch.Tensor], hook: Callable[[torch.Tensor], None]) -> None:

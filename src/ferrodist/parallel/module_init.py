@@ -16,29 +16,38 @@ from ferrodist.torch_private.modules import own_buffers, own_parameters
 from ferrodist.wording import with_article
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Iterable, Sequence
 
     from ferrodist.backends.base import Backend
     from ferrodist.deadline import Deadline
 
 
 def verify_across_ranks(
-    lines: Sequence[str], group: Backend, deadline: Deadline, *, maker: str, module: str, refusal: str | None = None
+    lines: Sequence[str],
+    group: Backend,
+    deadline: Deadline,
+    *,
+    maker: str,
+    module: str,
+    refusal: str | None = None,
+    failure: Exception | None = None,
 ) -> None:
     """Compare the ranks' descriptions of their modules with rank 0's; every rank of the group calls this.
 
     Each rank receives rank 0's lines (one for an item) and then a sentence from each rank. All raise
-    CollectiveMismatchError at the first difference, or UnsupportedOpError with the first rank's ``refusal``; the group
-    stays usable.
+    CollectiveMismatchError at the first difference, or UnsupportedOpError with the first rank's ``refusal`` or
+    ``failure``, which the rank itself raises as it is. The group stays usable.
     """
     with add_error_context(
         lambda: f"Rank {group.rank} was giving {with_article(module)} to {maker}.",
         "Every rank of the group must make it, at the same point of its program.",
     ):
         expected = broadcast_object(list(lines), group=group, timeout=deadline.remaining())
-        answer = [_first_difference(lines, expected, group.rank), refusal]
+        answer = [_first_difference(lines, expected, group.rank), refusal if failure is None else str(failure)]
         answers = all_gather_object(answer, group=group, timeout=deadline.remaining())
     refused = {rank: reason for rank, (_, reason) in enumerate(answers) if reason is not None}
+    if failure is not None:
+        raise failure from failure.__cause__
     if refused:
         rank, reason = next(iter(refused.items()))
         raise UnsupportedOpError(f"{maker} can't take the module of rank {rank}: {reason}", ranks=tuple(refused))
@@ -70,6 +79,16 @@ def describe(name: str, tensor: torch.Tensor) -> str:
     layout = "" if tensor.layout is torch.strided else f" and {tensor.layout}"
     device = "" if tensor.device.type in {"cpu", "meta"} else f" on {tensor.device.type}"
     return f"{name!r} of shape {tuple(tensor.shape)} and {tensor.dtype}{layout}{device}"
+
+
+def describe_tensors(
+    parameters: Iterable[tuple[str, torch.nn.Parameter]],
+    buffers: Iterable[tuple[str, torch.Tensor]],
+    describe_one: Callable[[str, torch.Tensor], str],
+) -> list[str]:
+    """The lines about parameters and buffers for `verify_across_ranks`."""
+    lines = [f"{'' if one.requires_grad else 'frozen '}parameter {describe_one(name, one)}" for name, one in parameters]
+    return lines + [f"buffer {describe_one(name, one)}" for name, one in buffers]
 
 
 def write_obstacle(tensor: torch.Tensor) -> str:

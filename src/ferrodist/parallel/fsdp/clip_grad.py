@@ -24,12 +24,7 @@ if TYPE_CHECKING:
 
 @torch.no_grad()
 def clip_gradients(
-    flats: Sequence[FlatParameters],
-    axes: ShardAxes,
-    max_norm: float,
-    norm_type: float,
-    *,
-    error_if_nonfinite: bool,
+    flats: Sequence[FlatParameters], axes: ShardAxes, max_norm: float, norm_type: float, *, error_if_nonfinite: bool
 ) -> torch.Tensor:
     """Scale the gradients of shards so that the norm of all ranks' together is at most ``max_norm``.
 

@@ -418,10 +418,7 @@ _SPECIAL: dict[Any, Callable[..., Any]] = {
     **{form.__get__: _preserve for form in (torch.Tensor.data, torch.Tensor.T, torch.Tensor.mT)},  # type: ignore[attr-defined]
     **dict.fromkeys([*_LINALG_NORMS, torch.norm, torch.Tensor.norm], _norm),
     torch._foreach_norm: _foreach_norm,  # noqa: SLF001
-    **dict.fromkeys(
-        _functions((torch, torch.Tensor), "sum mean max min amax amin any all count_nonzero"),
-        _reduce,
-    ),
+    **dict.fromkeys(_functions((torch, torch.Tensor), "sum mean max min amax amin any all count_nonzero"), _reduce),
     **dict.fromkeys(
         [
             *_functions(

@@ -503,7 +503,4 @@ def _choose_device(device: torch.device, *, cpu_offload: bool) -> torch.device:
 
 def _row_bytes(units: Sequence[Unit]) -> int:
     """Size of the largest unit's rows."""
-    return max(
-        (flat.gradients.size_bytes for unit in units for flat in unit.flats if flat.num_trainable),
-        default=0,
-    )
+    return max((flat.gradients.size_bytes for unit in units for flat in unit.flats if flat.num_trainable), default=0)

@@ -22,6 +22,7 @@ from ferrodist.parallel.fsdp.unit import Unit
 from ferrodist.parallel.module_guard import claim_parameters, describe_owner
 from ferrodist.parallel.module_init import (
     describe,
+    describe_tensors,
     find_unsynchronised_batch_norm,
     has_meta_tensors,
     materialise,
@@ -83,12 +84,8 @@ def _check_same_local_tensors(
 def _describe(specs: Sequence[UnitSpec], root: torch.nn.Module) -> list[str]:
     lines: list[str] = []
     for spec in specs:
-        lines.append(f"unit {spec.name!r}")
-        lines += [
-            f"{'' if parameter.requires_grad else 'frozen '}parameter {_describe_tensor(name, parameter)}"
-            for name, parameter in spec.parameters.items()
-        ]
-    return lines + [f"buffer {_describe_tensor(name, buffer)}" for name, buffer in root.named_buffers()]
+        lines += [f"unit {spec.name!r}", *describe_tensors(spec.parameters.items(), (), _describe_tensor)]
+    return lines + describe_tensors((), root.named_buffers(), _describe_tensor)
 
 
 def _describe_tensor(name: str, tensor: torch.Tensor) -> str:

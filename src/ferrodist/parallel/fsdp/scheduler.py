@@ -32,13 +32,7 @@ from ferrodist.collectives.all_to_all import barrier
 from ferrodist.errors import DistributedError, GroupAbortedError, UnsupportedOpError, add_error_context, describe_error
 from ferrodist.parallel.fsdp.backward_plan import Action, BackwardRun, ForwardTrace, Step, plan_backward
 from ferrodist.parallel.fsdp.unit import ADVICE, Unit, UnitState
-from ferrodist.parallel.module_guard import (
-    current_backward_id,
-    find_outputs,
-    find_tensors,
-    hook_gradients,
-    weak_method,
-)
+from ferrodist.parallel.module_guard import current_backward_id, find_outputs, find_tensors, hook_gradients, weak_method
 from ferrodist.torch_private.autograd import queue_callback
 from ferrodist.wording import counted
 

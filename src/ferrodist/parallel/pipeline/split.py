@@ -19,7 +19,6 @@ from ferrodist.arguments import check_int
 from ferrodist.collectives.arguments import group_and_timeout
 from ferrodist.collectives.objects import broadcast_object
 from ferrodist.deadline import Deadline
-from ferrodist.errors import UnsupportedOpError
 from ferrodist.parallel.module_init import verify_across_ranks
 from ferrodist.parallel.pipeline.measure import measure_times
 from ferrodist.parallel.pipeline.state_dict import unwrap
@@ -358,13 +357,7 @@ def _find_on_rank_0(
             found = find_costs()
         except (TypeError, ValueError) as error:
             failure = error
-    refusal = None if failure is None else str(failure)
-    try:
-        verify_across_ranks(lines, group, deadline, maker="split_sequential", module="Sequential", refusal=refusal)
-    except UnsupportedOpError:
-        if failure is not None:
-            raise failure from failure.__cause__
-        raise
+    verify_across_ranks(lines, group, deadline, maker="split_sequential", module="Sequential", failure=failure)
     costs: ChildCosts = broadcast_object(found, group=group, timeout=deadline.remaining())
     return costs
 

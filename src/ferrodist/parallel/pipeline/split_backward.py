@@ -260,9 +260,7 @@ class _DeferredNode(NamedTuple):
 
 
 def backward_inputs(
-    outputs: Sequence[torch.Tensor],
-    gradients: Sequence[torch.Tensor | None],
-    inputs: Sequence[torch.Tensor],
+    outputs: Sequence[torch.Tensor], gradients: Sequence[torch.Tensor | None], inputs: Sequence[torch.Tensor]
 ) -> tuple[list[torch.Tensor | None], WeightBackward]:
     """Compute the gradients of a stage's inputs, leaves that require grad, and defer those of its parameters.
 

@@ -40,10 +40,7 @@ class AsyncTPLinear:
             return functional.linear(tensor.redistribute(Replicate()), weight, bias)
         assert isinstance(weight, DTensor), "the layer is sharded"
         local: torch.Tensor = _GatherAndMultiply.apply(  # type: ignore[no-untyped-call]
-            tensor.to_local(),
-            weight.to_local(),
-            None if bias is None else bias.to_local(),
-            (tensor.mesh, self._chunks),
+            tensor.to_local(), weight.to_local(), None if bias is None else bias.to_local(), (tensor.mesh, self._chunks)
         )
         shape = (*tensor.shape[:-1], weight.shape[0])
         (columns,) = weight.placements

@@ -153,15 +153,9 @@ def shard_module(
     except (TypeError, ValueError, UnsupportedOpError) as error:
         failure = error  # the other ranks are told below, else they would wait for this one
     lines = [] if failure else [f"the settings {settings!r}", *describe_plan(module, styles, placements)]
-    refusal = None if failure is None else str(failure)
     deadline = Deadline(mesh.group.timeout)
     name = type(module).__name__
-    try:
-        verify_across_ranks(lines, mesh.group, deadline, maker="parallelize", module=name, refusal=refusal)
-    except UnsupportedOpError:
-        if failure is not None:
-            raise failure from None
-        raise
+    verify_across_ranks(lines, mesh.group, deadline, maker="parallelize", module=name, failure=failure)
     _distribute(module, mesh, placements, init)
     accept_full_state_dicts(module)
     return styles

@@ -6,12 +6,13 @@ import fnmatch
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
+from torch import nn
 from torch.nn.parameter import is_lazy
 
 from ferrodist.collectives.reduce_op import DTYPES
 from ferrodist.errors import UnsupportedOpError
 from ferrodist.parallel.module_guard import describe_owner
-from ferrodist.parallel.module_init import describe, find_initialiser, has_meta_tensors
+from ferrodist.parallel.module_init import describe, describe_tensors, find_initialiser, has_meta_tensors
 from ferrodist.parallel.tensor_parallel.module_io import find_arguments
 from ferrodist.parallel.tensor_parallel.styles import Style
 from ferrodist.tensor.dtensor import DTensor
@@ -23,7 +24,6 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     import torch
-    from torch import nn
 
 
 def resolve_plan(module: nn.Module, plan: Mapping[str, Style]) -> dict[str, Style]:
@@ -148,11 +148,9 @@ def describe_plan(
 ) -> list[str]:
     """The lines that must be the same on all ranks: styles, parameters and buffers."""
     lines = [f"the style {style} for {name!r}" for name, style in styles.items()]
-    for name, parameter in module.named_parameters():
-        frozen = "" if parameter.requires_grad else "frozen "
-        lines.append(f"{frozen}parameter {describe(name, parameter)} as {placements[parameter]}{_device(parameter)}")
-    return lines + [f"buffer {describe(name, buffer)}{_device(buffer)}" for name, buffer in module.named_buffers()]
 
+    def describe_placed(name: str, tensor: torch.Tensor) -> str:
+        placement = f" as {placements[tensor]}" if isinstance(tensor, nn.Parameter) else ""
+        return f"{describe(name, tensor)}{placement}{' on the meta device' if tensor.is_meta else ''}"
 
-def _device(tensor: torch.Tensor) -> str:
-    return " on the meta device" if tensor.is_meta else ""
+    return lines + describe_tensors(module.named_parameters(), module.named_buffers(), describe_placed)
