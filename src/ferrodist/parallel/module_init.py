@@ -17,9 +17,12 @@ from ferrodist.wording import with_article
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
+    from typing import TypeAlias
 
     from ferrodist.backends.base import Backend
     from ferrodist.deadline import Deadline
+
+    Initialiser: TypeAlias = Callable[[torch.nn.Module], object]
 
 
 def verify_across_ranks(
@@ -130,9 +133,7 @@ def has_meta_tensors(module: torch.nn.Module) -> bool:
     return any(tensor is not None and tensor.is_meta for tensor in tensors)
 
 
-def find_initialiser(
-    name: str, module: torch.nn.Module, init: Callable[[torch.nn.Module], object] | None
-) -> Callable[[torch.nn.Module], object]:
+def find_initialiser(name: str, module: torch.nn.Module, init: Initialiser | None) -> Initialiser:
     """The function that initialises a module's own tensors: ``init``, or its ``reset_parameters``."""
     initialise = init if init is not None else getattr(type(module), "reset_parameters", None)
     if initialise is None:
@@ -144,10 +145,7 @@ def find_initialiser(
 
 
 def materialise(
-    name: str,
-    module: torch.nn.Module,
-    init: Callable[[torch.nn.Module], object] | None,
-    device: torch.device | str = "cpu",
+    name: str, module: torch.nn.Module, init: Initialiser | None, device: torch.device | str = "cpu"
 ) -> None:
     """Allocate and initialise a module's own tensors that are on the meta device; others keep their values."""
     if not has_meta_tensors(module):

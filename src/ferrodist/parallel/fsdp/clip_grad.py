@@ -9,7 +9,6 @@ import torch
 
 from ferrodist.collectives.reduce import allreduce
 from ferrodist.collectives.reduce_op import ReduceOp
-from ferrodist.errors import add_error_context
 from ferrodist.parallel.fsdp.dtensor_params import count_replicas
 from ferrodist.torch_private.modules import found_infinities
 from ferrodist.torch_private.tensors import plain_functions
@@ -38,8 +37,7 @@ def clip_gradients(
         raise ValueError(f"norm_type must be above 0, not {norm_type}")
     gradients = [shard.grad for flat in flats for shard in flat.parameters if shard.grad is not None]
     is_largest = math.isinf(norm_type)
-    context = f"Rank {axes.world.rank} was adding up norms in clip_grad_norm_()."
-    with plain_functions(), add_error_context(lambda: context, "Every rank must call it."):
+    with plain_functions(), axes.in_collective("adding up norms in clip_grad_norm_()"):
         total = _sum_powers(flats, axes, norm_type)
     if not is_largest:
         total = total ** (1 / norm_type)
@@ -93,9 +91,7 @@ def unscale_gradients(
         return
     found = found_infinities(scaler, optimizer)
     flag = found.setdefault(device, torch.zeros(1, device=device))
-    with add_error_context(
-        lambda: f"Rank {axes.world.rank} was looking for infinities in unscale_().", "Every rank must call it."
-    ):
+    with axes.in_collective("looking for infinities in unscale_()"):
         for group in (axes.world, *axes.other_groups):
             allreduce(flag, ReduceOp.MAX, group=group, out=flag)
 
@@ -105,7 +101,6 @@ def _accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
 
 
 def _norm_dtype(gradients: Sequence[torch.Tensor]) -> torch.dtype:
-    """The dtype of the norm in torch."""
     kinds = {gradient.dtype for gradient in gradients}
     dtype = kinds.pop() if len(kinds) == 1 else torch.float32
     return dtype if dtype.is_floating_point else torch.float32

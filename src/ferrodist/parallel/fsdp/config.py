@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 
 from ferrodist.arguments import check_int
 from ferrodist.backends.base import Backend
 from ferrodist.backends.non_member import NonMemberGroup
+from ferrodist.errors import add_error_context
 from ferrodist.mesh import DeviceMesh
 from ferrodist.torch_private.modules import own_buffers
 from ferrodist.torch_private.pytree import tree_map
 from ferrodist.wording import counted
+
+if TYPE_CHECKING:
+    from contextlib import AbstractContextManager
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -138,6 +142,10 @@ class ShardAxes:
     def shard_rank(self) -> int:
         """Index of this rank's shard."""
         return 0 if self.shard is None else self.shard.rank
+
+    def in_collective(self, what: str) -> AbstractContextManager[None]:
+        """A block whose errors say what this rank was doing, which every rank must do."""
+        return add_error_context(lambda: f"Rank {self.world.rank} was {what}.", "Every rank must call it.")
 
     @staticmethod
     def make(group: Backend | DeviceMesh | None, strategy: ShardingStrategy) -> ShardAxes:

@@ -300,7 +300,6 @@ class FlatParameters:
         return torch.nn.Parameter(full, requires_grad=self.parameters[index].requires_grad)
 
     def _make_memory(self) -> torch.Tensor:
-        """The memory of the full parameters."""
         if self.is_alias:
             return self.shard.data
         if self._shared_view is not None:
