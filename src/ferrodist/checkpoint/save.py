@@ -118,10 +118,7 @@ def _publish(storage: Storage, manifest: Manifest, names: Sequence[str], index: 
 
 
 def _rename_single(storage: Storage, manifest: Manifest, name: str, stale: set[str]) -> set[str]:
-    """Rename the only file of a committed save, also over a file of the previous save; return the stale names.
-
-    At each moment the manifest names a file that is complete.
-    """
+    """Rename the only file of a committed save, also over one of the previous save; return the stale names."""
     (file,) = manifest.files
     storage.copy(file.name, name)
     named = msgspec.structs.replace(manifest, files=[msgspec.structs.replace(file, name=name)])
@@ -242,10 +239,7 @@ DEFAULT_FILE_BYTES = 5 * 10**9
 def open_and_collect(
     action: str, open_checked: Callable[[], Storage], state: Any, path: str, *, group: Backend, deadline: Deadline
 ) -> tuple[Storage, Any]:
-    """Open the storage and collect the state, on all ranks or on none.
-
-    Partial sums are reduced after this, by collectives that all ranks must reach.
-    """
+    """Open the storage and collect the state, on all ranks or on none; afterwards all ranks reduce partial sums."""
     with all_or_none(action, path, group, deadline) as phase:
         storage = open_checked()
         phase.action, phase.path = "prepare a checkpoint", storage.url

@@ -73,15 +73,7 @@ def _add(
 
 
 def run_ckpt(arguments: argparse.Namespace) -> int:
-    """Run one of the commands.
-
-    Returns:
-        0; 1 if a checkpoint is damaged or two differ.
-
-    Raises:
-        ValueError: An argument is wrong.
-        DistributedError: A checkpoint is missing or damaged, or something can't be written.
-    """
+    """Run one of the commands; return 1 if a checkpoint is damaged or two differ, else 0."""
     code: int = arguments.run(arguments)
     return code
 

@@ -33,17 +33,11 @@ _MIN_COLUMNS = 30  # for what is found, in a narrow terminal
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Finding:
-    """The result of a probe.
-
-    Args:
-        name: The name of the component.
-        is_there: Whether the component can be used.
-        detail: Versions and the like; for a missing component the reason and the remedy.
-    """
+    """The result of a probe."""
 
     name: str
     is_there: bool
-    detail: str
+    detail: str  # versions and the like; for a missing component the reason and the remedy
 
 
 def add_doctor_arguments(parser: argparse.ArgumentParser) -> None:
@@ -52,11 +46,7 @@ def add_doctor_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run_doctor(arguments: argparse.Namespace) -> int:
-    """Print one line per finding, wrapped to the width of a terminal.
-
-    Returns:
-        0, also with missing components.
-    """
+    """Print one line per finding, wrapped to the width of a terminal; return 0, also with missing components."""
     found = findings()
     if arguments.json:
         write_stdout(json.dumps([asdict(finding) for finding in found], indent=2) + "\n")

@@ -48,11 +48,10 @@ class _Parser(argparse.ArgumentParser):
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command.
+    """Run one command and return the process's exit code.
 
-    Returns:
-        The process's exit code: the command's own; 1 for a failure, also to write (quietly, if the reader of the output
-        has left); 2 for wrong usage; 130 for Ctrl-C.
+    It is the command's own; 1 for a failure, also to write (quietly, if the reader of the output has left); 2 for wrong
+    usage; 130 for Ctrl-C.
     """
     try:
         try:

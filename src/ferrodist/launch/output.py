@@ -146,7 +146,7 @@ class LinePrefixer:
         return max(0.0, self._last_fed + PROMPT_DELAY - self._clock())
 
     def take_prompt(self) -> bytes:
-        """Return the new text of an unfinished line, if nothing followed it for a while.
+        """Return the new text of an unfinished line if nothing followed it for a while.
 
         Text after it gets a prefix again: usually a user has typed an answer, which ended the line.
         """
@@ -207,10 +207,7 @@ class OutputPump:
         """The error for which a sink was dropped, unless its reader had closed it."""
 
     def add(self, source: int, sink: int, prefixer: LinePrefixer, *, prompts: bool = False) -> None:
-        """Forward ``source`` to ``sink``, and take ownership of ``source``.
-
-        With ``prompts`` the sink is a terminal at which a user answers the source's writer.
-        """
+        """Own and forward ``source`` to ``sink``: with ``prompts``, a terminal where a user answers its writer."""
         self._routes[source] = _Route(prefixer, sink, prompts)
 
     @property

@@ -68,11 +68,7 @@ if TYPE_CHECKING:
 
 
 class JoinReply(msgspec.Struct, frozen=True, array_like=True):
-    """The reply to a Hello, or the outcome of a rendezvous.
-
-    Args:
-        error: The refusal as `error_to_wire` gives it; None accepts.
-    """
+    """The reply to a Hello, or the outcome of a rendezvous; ``error`` is `error_to_wire`'s, and None accepts."""
 
     error: tuple[str, str, tuple[int, ...]] | None = None
 
@@ -212,11 +208,7 @@ def check_hello(hello: Hello) -> None:
 
 
 def check_address(hello: Hello, address: str) -> None:
-    """Check that the client has the address that the server has published, through whichever proxies it connects.
-
-    Raises:
-        AuthenticationError: The address was changed in between.
-    """
+    """Raise AuthenticationError if the client was given another address than the server has published."""
     if hello.address and hello.address != address:
         raise AuthenticationError(
             f"rank {hello.rank} was told that this {hello.purpose} is at {hello.address}, but it is at {address}:"

@@ -59,25 +59,17 @@ def join_through_store(
     where: str,
     advice: str,
     *,
+    # called once with a timeout in seconds, on leaving the store, or at once if ranks are missing
     on_leave: Callable[[float], None],
-    server: str | None = None,
+    server: str | None = None,  # a host that all ranks have reached; None if unknown
+    # only this user can access the store: rank 0 of ranks without a secret writes a new one there; else they prove that
+    # they know their user's
     is_private: bool,
 ) -> Membership:
-    """Meet the other ranks in a store; every rank calls this, and all of them return or all raise.
+    """Meet the other ranks in a store that no other job has used; all ranks call this, and all return or all raise.
 
-    Args:
-        store: The store; no other job has used it.
-        request: This rank's request.
-        where: The job and its address, for messages.
-        advice: The advice if the store was used before, or a rank was started twice.
-        on_leave: Called once with a timeout in seconds, when the rank leaves the store, or at once if ranks are
-            missing.
-        server: The name or address of a host that all ranks have reached; None if unknown.
-        is_private: Whether only this user can read and write the store. Then rank 0 of ranks without a secret generates
-            one and writes it there; otherwise they prove that they know their user's secret.
-
-    Raises:
-        RendezvousError, AuthenticationError, InvalidWorldSizeError: As `rendezvous` does.
+    Errors are those of `rendezvous`. ``where`` and ``advice`` (for a store used before, a rank started twice) are for
+    messages.
     """
     secret, name = (_create_job if request.rank == 0 else _join_job)(
         store, request, where, advice, is_private=is_private

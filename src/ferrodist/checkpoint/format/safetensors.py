@@ -25,13 +25,9 @@ class HeaderEntry(NamedTuple):
 
 
 def make_header(tensors: Sequence[tuple[str, str, tuple[int, ...]]]) -> tuple[bytes, list[int], int]:
-    """Make the header of a file of consecutive tensors.
+    """Make the header of a file of consecutive tensors, given their names, dtype names and shapes.
 
-    Args:
-        tensors: The name in the file, torch dtype name and shape of each tensor.
-
-    Returns:
-        The header with its length field, the first byte of each tensor in the file, and the file's size.
+    Returns the header with its length field, the first byte of each tensor in the file, and the file's size.
     """
     entries: dict[str, object] = {"__metadata__": {"format": "pt"}}
     at, starts = 0, []
