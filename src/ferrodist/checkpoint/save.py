@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import importlib.metadata
 import logging
 import uuid
 from math import prod
@@ -45,6 +44,7 @@ from ferrodist.checkpoint.state import collect_state, reduce_partials
 from ferrodist.checkpoint.storage.base import MAX_SMALL_FILE_BYTES
 from ferrodist.checkpoint.writer import BLOCK_BYTES, FileReport, bytes_of, hash_blocks, write_file
 from ferrodist.errors import DistCheckpointError, DistributedError
+from ferrodist.installation import installed_version
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -194,10 +194,11 @@ def make_manifest(
         )
         for key, tensor in plan.tensors.items()
     }
+    version = installed_version()
     return Manifest(
         save_id=save_id,
         created_ns=0,
-        producer=_producer_version(),
+        producer="ferrodist" if version is None else f"ferrodist {version}",
         world_size=world_size,
         block_bytes=BLOCK_BYTES,
         files=files,
@@ -223,13 +224,6 @@ def make_index(manifest: Manifest) -> bytes | None:
         return None
     total = sum(shard.stop - shard.start for tensor in manifest.tensors.values() for shard in tensor.shards)
     return msgspec.json.format(msgspec.json.encode({"metadata": {"total_size": total}, "weight_map": file_of_key}))
-
-
-def _producer_version() -> str:
-    try:
-        return f"ferrodist {importlib.metadata.version('ferrodist')}"
-    except importlib.metadata.PackageNotFoundError:  # from its source tree
-        return "ferrodist"
 
 
 DEFAULT_FILE_BYTES = 5 * 10**9

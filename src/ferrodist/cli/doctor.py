@@ -7,7 +7,6 @@ started: no MPI is initialized.
 
 from __future__ import annotations
 
-import importlib.metadata
 import json
 import os
 import platform
@@ -18,7 +17,9 @@ from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING
 
 from ferrodist.errors import BackendUnavailable, describe_error
+from ferrodist.installation import installed_version
 from ferrodist.launch.output import write_stdout
+from ferrodist.launch.spec import usable_cores
 from ferrodist.wording import counted
 
 if TYPE_CHECKING:
@@ -85,9 +86,9 @@ def _run_probe(name: str, probe: Probe) -> Finding:
 
 
 def _ferrodist() -> tuple[bool, str]:
-    version = _version("ferrodist") or "run from its source tree"
+    version = installed_version() or "run from its source tree"
     system = f"{platform.system()} {platform.machine()}"
-    processors = counted(_num_processors(), "processor")
+    processors = counted(usable_cores(), "processor")
     return (
         True,
         f"{version}, Python {platform.python_version()}, {system}, {processors} for this process",
@@ -173,15 +174,3 @@ PROBES: Mapping[str, Probe] = {
     "chosen": _choice,
 }
 """Probes by component, in printing order."""
-
-
-def _version(distribution: str) -> str | None:
-    try:
-        return importlib.metadata.version(distribution)
-    except importlib.metadata.PackageNotFoundError:
-        return None
-
-
-def _num_processors() -> int:
-    affinity = getattr(os, "sched_getaffinity", None)
-    return len(affinity(0)) if affinity is not None else os.cpu_count() or 1

@@ -37,7 +37,6 @@ from ferrodist.launch.process_watch import (
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
-    from types import TracebackType
 
     from typing_extensions import Self
 
@@ -145,9 +144,7 @@ class WorkerGroup:
             raise
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_exception: object) -> None:
         self._close()
 
     def run(self) -> GroupOutcome:

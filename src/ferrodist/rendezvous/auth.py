@@ -78,13 +78,7 @@ class JoinReply(msgspec.Struct, frozen=True, array_like=True):
             raise error_from_wire(*self.error)
 
 
-_DECODER = msgspec.msgpack.Decoder(JoinReply)
-
-
-def decode_reply(data: bytes) -> JoinReply:
-    """Decode a JoinReply; msgspec.MsgspecError if the data is invalid."""
-    return _DECODER.decode(data)
-
+JOIN_REPLY_DECODER = msgspec.msgpack.Decoder(JoinReply)
 
 _log = logging.getLogger(__name__)
 
@@ -350,7 +344,7 @@ def _exchange_hello(sock: Connection, where: str, key: bytes, hello: Hello, dead
     """Send the Hello and check the reply."""
     _send_sealed(sock, key, b"hello", hello, deadline)
     try:
-        reply = decode_reply(_unseal(key, b"verdict", read_frame(sock, _MAX_REPLY_BYTES, deadline)))
+        reply = JOIN_REPLY_DECODER.decode(_unseal(key, b"verdict", read_frame(sock, _MAX_REPLY_BYTES, deadline)))
     except msgspec.MsgspecError as error:
         raise ProtocolError(f"the server at {where} sent a malformed verdict: {error}") from error
     reply.check()

@@ -76,7 +76,7 @@ def join_through_store(
     )
 
     def leave(linger: float) -> None:
-        rounds.mark_left(name)
+        rounds.left_stores.add(name)
         on_leave(linger)
 
     claim_rank(store, rank=request.rank, where=where, advice=advice, deadline=request.deadline)
@@ -108,7 +108,7 @@ def _create_job(
         current = store.compare_set(_JOB_INFO_KEY, b"", info, timeout=request.deadline.remaining())
         if current == info:
             return secret, nonce
-        if rounds.has_left(_decode_job_info(current).nonce) and not request.deadline.expired:
+        if _decode_job_info(current).nonce in rounds.left_stores and not request.deadline.expired:
             rounds.wait_for_next_round(where, request.deadline)
             continue
         message = f"{where}: another rank 0 has begun a rendezvous there; {advice}"
@@ -120,7 +120,7 @@ def _join_job(store: Store, request: JoinRequest, where: str, advice: str, *, is
     """Check this rank's request against the job's description, and return the job secret and the store's name."""
     while True:
         info = _decode_job_info(store.get(_JOB_INFO_KEY, timeout=request.deadline.remaining()))
-        if not rounds.has_left(info.nonce):
+        if info.nonce not in rounds.left_stores:
             break
         rounds.wait_for_next_round(where, request.deadline)
     who = f"{where}: rank {request.rank}"

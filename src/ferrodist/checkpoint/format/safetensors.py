@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from math import prod
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 import msgspec
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from ferrodist.checkpoint.format.manifest import Manifest
 
 
-class HeaderEntry(NamedTuple):
+class HeaderEntry(msgspec.Struct, frozen=True):
     """A tensor of a file: its safetensors dtype, its shape, and its bytes relative to the end of the header."""
 
     dtype: str
@@ -55,20 +55,9 @@ def parse_header(data: bytes) -> dict[str, HeaderEntry]:
     try:
         entries = msgspec.json.decode(data[LENGTH_BYTES:], type=dict[str, msgspec.Raw])
         entries.pop("__metadata__", None)
-        return {name: HeaderEntry(*_decode_entry(raw)) for name, raw in entries.items()}
+        return {name: msgspec.json.decode(raw, type=HeaderEntry) for name, raw in entries.items()}
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
         raise ValueError(f"its header can't be read: {error}") from error
-
-
-class _EntryFields(msgspec.Struct):
-    dtype: str
-    shape: tuple[int, ...]
-    data_offsets: tuple[int, int]
-
-
-def _decode_entry(raw: msgspec.Raw) -> tuple[str, tuple[int, ...], tuple[int, int]]:
-    fields = msgspec.json.decode(raw, type=_EntryFields)
-    return fields.dtype, fields.shape, fields.data_offsets
 
 
 def expected_entries(manifest: Manifest, file_index: int) -> dict[str, tuple[str, HeaderEntry]]:
