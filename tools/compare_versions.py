@@ -25,7 +25,7 @@ Case = tuple[str, int, int]  # operation, number of ranks, size in bytes
 def measure(checkout: Path, options: Sequence[str]) -> dict[Case, float]:
     """Run the benchmark of a checkout once; returns the median of each case in seconds."""
     with tempfile.TemporaryDirectory() as folder:
-        command = [checkout / ".venv/bin/ferrodist", "bench", "--peers", "native", *options, "--output", folder]
+        command = [str(checkout / ".venv/bin/ferrodist"), "bench", "--peers", "native", *options, "--output", folder]
         subprocess.run(command, cwd=checkout, check=True, capture_output=True)
         (report,) = Path(folder).glob("*.json")
         cases = json.loads(report.read_text())["cases"]
