@@ -34,11 +34,7 @@ def check_timeout(timeout: float) -> float:
 
 
 def default_timeout() -> float:
-    """Return the default timeout of a blocking call in seconds: FERRODIST_TIMEOUT, else `DEFAULT_COLLECTIVE_TIMEOUT`.
-
-    Raises:
-        ValueError: The variable is not a number of seconds above 0.
-    """
+    """The default timeout of a blocking call in seconds: FERRODIST_TIMEOUT, else `DEFAULT_COLLECTIVE_TIMEOUT`."""
     text = os.environ.get(TIMEOUT_VARIABLE, "").strip()
     if not text:
         return DEFAULT_COLLECTIVE_TIMEOUT
@@ -57,12 +53,9 @@ def resolve_timeout(timeout: float | None) -> float:
 
 
 class Deadline:
-    """A point in time by which a call must be done.
+    """A point in time by which a call must be done, ``timeout`` seconds from now, of which ``elapsed`` have passed.
 
-    Args:
-        timeout: Seconds from now; ``math.inf`` never passes.
-        clock: The clock, in seconds; only differences matter.
-        elapsed: Seconds that have already passed.
+    ``math.inf`` never passes. Only differences of the clock, in seconds, matter.
     """
 
     __slots__ = ("_clock", "_end", "_start", "timeout")

@@ -15,11 +15,7 @@ def open_bars(
 ) -> Progress | None:
     """Progress bars for a console, or None where it is a file, a pipe or a terminal that can't redraw.
 
-    Args:
-        console: The console.
-        columns: The columns of each bar.
-        auto_refresh: Whether a thread redraws the bars.
-        transient: Whether the bars vanish at the end.
+    ``auto_refresh``: a thread redraws the bars. ``transient``: they vanish at the end.
     """
     if not console.is_terminal or console.is_dumb_terminal:
         return None

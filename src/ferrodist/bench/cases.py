@@ -95,15 +95,10 @@ class DataType(enum.Enum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Case:
-    """One point of the comparison.
+    """One point of the comparison; the first ranks are on the first host.
 
-    Args:
-        operation: The timed operation.
-        num_ranks: Number of ranks.
-        num_hosts: Number of hosts; the first ranks are on the first host.
-        dtype: Element type.
-        size_bytes: Size of a rank's larger tensor: the whole result of an all_gather, the whole input of a
-            reduce_scatter. 0 where the operation has no size.
+    ``size_bytes`` is the size of a rank's larger tensor: the whole result of an all_gather, the whole input of a
+    reduce_scatter. 0 where the operation has no size.
     """
 
     operation: Operation

@@ -60,11 +60,7 @@ def add_bench_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def bench_options(arguments: argparse.Namespace) -> BenchOptions:
-    """Turn parsed arguments into options.
-
-    Raises:
-        ValueError: For values that are unknown or out of range; the message names the option.
-    """
+    """Turn parsed arguments into options; a ValueError names an option whose value is unknown or out of range."""
     quick, num_rounds, seconds = arguments.quick, arguments.rounds, arguments.seconds
     options = BenchOptions(
         suites=_suite_plans(arguments),
@@ -83,11 +79,7 @@ def bench_options(arguments: argparse.Namespace) -> BenchOptions:
 
 
 def parse_sizes(text: str) -> tuple[int, ...]:
-    """Sizes in bytes of a list such as "8,16K,1M"; "8..1K" means the powers of two from 8 to 1024. Sorted, unique.
-
-    Raises:
-        ValueError: An item is not a size, or a range ends before it begins.
-    """
+    """Sizes in bytes of a list such as "8,16K,1M"; "8..1K" means the powers of two from 8 to 1024. Sorted, unique."""
     sizes: set[int] = set()
     for item in text.split(","):
         first, dots, last = item.partition("..")
@@ -101,11 +93,10 @@ def parse_sizes(text: str) -> tuple[int, ...]:
 
 
 def run_bench(options: BenchOptions) -> int:
-    """Measure, print and write.
+    """Measure, print and write; returns the exit code.
 
-    Returns:
-        0; 1 when a peer failed or gave a wrong result in a case, ferrodist or the backend that was asked for could not
-        be measured, or the extra ``bench`` is not installed; 130 for Ctrl-C, after the partial report is written.
+    1 when a peer failed or gave a wrong result in a case, ferrodist or the backend that was asked for could not be
+    measured, or the extra ``bench`` is not installed; 130 for Ctrl-C, after the partial report is written.
     """
     missing = [package for module, package in _REQUIRED.items() if importlib.util.find_spec(module) is None]
     if missing:

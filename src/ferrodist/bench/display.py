@@ -16,12 +16,7 @@ if TYPE_CHECKING:
 
 
 class RunDisplay:
-    """Lines that stay, and on a terminal a bar below them; a context.
-
-    Args:
-        num_cases: Number of cases of the run.
-        console: The console; default: standard output.
-    """
+    """Lines that stay, and on a terminal a bar below them; a context. The console is standard output by default."""
 
     def __init__(self, num_cases: int, console: Console | None = None) -> None:
         self._console = console or Console()

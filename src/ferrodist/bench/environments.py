@@ -33,15 +33,7 @@ def cache_folder() -> Path:
 
 
 def obtain_environment(library: MpiLibrary, log: Callable[[str], None]) -> Path:
-    """Find or create the virtual environment of an MPI and mpi4py; returns its folder.
-
-    Args:
-        library: The MPI.
-        log: Called before a long step, with a line for the user.
-
-    Raises:
-        EnvironmentUnavailableError: No wheel, no network, no room.
-    """
+    """Find or create the virtual environment of an MPI; ``log`` gets a line for the user before a long step."""
     name, version = _WHEELS[library]
     python = f"py{sys.version_info.major}.{sys.version_info.minor}"
     try:

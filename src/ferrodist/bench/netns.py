@@ -38,11 +38,7 @@ def host_index(rank: int, num_ranks: int) -> int:
 
 
 class EmulatedHosts:
-    """Two hosts and the cable between them; a context that removes them.
-
-    Raises:
-        HostsUnavailableError: The hosts can't be created.
-    """
+    """Two hosts and the cable between them; a context; HostsUnavailableError if they can't be created."""
 
     device = _DEVICE
     """The network device of either host."""

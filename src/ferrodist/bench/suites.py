@@ -137,12 +137,8 @@ class SuitePlan:
 class BenchOptions:
     """The options of a run.
 
-    Args:
-        suites: The suites, in order.
-        num_rounds: Batches of each peer in a case.
-        seconds: A case ends after this time, and at least `driver.MIN_ROUNDS` rounds.
-        required: The peer without which the run fails.
-        output: The folder for report and plot.
+    Each peer has ``num_rounds`` batches in a case, which ends after ``seconds`` and at least `driver.MIN_ROUNDS`
+    rounds. The run fails without the ``required`` peer.
     """
 
     suites: Sequence[SuitePlan]

@@ -30,17 +30,7 @@ _REQUIRED = {"sklearn": "scikit-learn", "matplotlib": "matplotlib", "rich": "ric
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DemoOptions:
-    """The options of the demo.
-
-    Args:
-        ranks: Number of ranks to compare with one.
-        epochs: Passes over the training images.
-        seed: Seed of the weights and of the order of the images.
-        plot: Path of the plot.
-
-    Raises:
-        ValueError: A value is out of range; the message names the option.
-    """
+    """The options of the demo; a ValueError names an option that is out of range."""
 
     ranks: int = 2
     epochs: int = 12
@@ -76,22 +66,17 @@ def add_demo_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def demo_options(arguments: argparse.Namespace) -> DemoOptions:
-    """Turn parsed arguments into options.
-
-    Raises:
-        ValueError: For values that are out of range, or more ranks than this host allows.
-    """
+    """Turn parsed arguments into options; ValueError also for more ranks than this host allows."""
     options = DemoOptions(ranks=arguments.ranks, epochs=arguments.epochs, seed=arguments.seed, plot=arguments.plot)
     check_rank_count("--ranks", options.ranks)
     return options
 
 
 def run_demo(options: DemoOptions) -> int:
-    """Train on one rank and on several, compare, and check both.
+    """Train on one rank and on several, compare, and check both; returns the exit code.
 
-    Returns:
-        0; 1 when the accuracy is below 97%, the weights differ by more than rounding explains, or the extra ``demo``
-        is not installed; the launcher's exit code when a run failed.
+    1 when the accuracy is below 97%, the weights differ by more than rounding explains, or the extra ``demo`` is not
+    installed; the launcher's exit code when a run failed.
     """
     missing = [package for module, package in _REQUIRED.items() if importlib.util.find_spec(module) is None]
     if missing:

@@ -26,11 +26,7 @@ _ONE, _SEVERAL, _QUIET = "#9ecae1", "#08519c", "#888888"
 
 
 class TrainingDisplay:
-    """The state of runs, one after the other: a bar for each on a terminal, else a line for each epoch. A context.
-
-    Args:
-        console: The console; default: standard output.
-    """
+    """The state of runs, one after the other: a bar for each on a terminal, else a line for each epoch. A context."""
 
     def __init__(self, console: Console | None = None) -> None:
         self._console = console or Console()

@@ -49,11 +49,9 @@ class ProgressWriter:
 
 
 class ProgressPipe:
-    """The command's end of the pipe, open inside the ``with`` block.
+    """The command's end of the pipe, which it creates; open inside the ``with`` block.
 
-    Args:
-        path: Path of the pipe to create.
-        show: Called with each state in a thread. An error that it raises is raised when the block ends.
+    ``show`` is called with each state in a thread; an error that it raises is raised when the block ends.
     """
 
     def __init__(self, path: Path, show: Callable[[Progress], None]) -> None:
@@ -92,23 +90,14 @@ class ProgressPipe:
 
 
 class History(msgspec.Struct, frozen=True, kw_only=True):
-    """The history of a training.
+    """The history of a training; ``seconds`` are without the start of processes."""
 
-    Args:
-        losses: Loss of the global batch at each step, before the step.
-        accuracies: Accuracy on the test images after each epoch.
-        seconds: Duration of the training, without the start of processes.
-        num_train: Training images.
-        num_test: Test images.
-        batch_size: Images of a step, over all ranks.
-    """
-
-    losses: list[float]
-    accuracies: list[float]
+    losses: list[float]  # of the global batch at each step, before the step
+    accuracies: list[float]  # on the test images after each epoch
     seconds: float
     num_train: int
     num_test: int
-    batch_size: int
+    batch_size: int  # over all ranks
 
 
 class RunResult(msgspec.Struct, frozen=True, kw_only=True):
@@ -165,12 +154,12 @@ class Comparison:
         largest_weight: The largest absolute value of a weight.
     """
 
-    absolute: float
-    relative: float
-    bound: float
-    eps: float
+    absolute: float  # the largest difference of two weights
+    relative: float  # the largest difference within a tensor, divided by its largest weight; the largest of all tensors
+    bound: float  # the allowed value of `absolute`
+    eps: float  # the distance from 1 to the next larger float32
     num_steps: int
-    largest_weight: float
+    largest_weight: float  # the largest absolute value of a weight
 
     @property
     def is_within_bound(self) -> bool:

@@ -61,22 +61,13 @@ class DispatchKind(Enum):
 
 @dataclass(slots=True, eq=False)
 class CachedDispatch:
-    """The prepared computation of a kind of call.
+    """The prepared computation of a kind of call."""
 
-    Args:
-        local: The function called with the local tensors: the operator (its C++ call, which is faster), or the local
-            function of its rule.
-        specs: For each distributed tensor among the arguments, in order, the spec to which it is redistributed.
-        outputs: The specs of the tensors that ``local`` returns, in order.
-        replaced: The arguments that differ on this rank, by name.
-        written: The names of the arguments that are written to.
-    """
-
-    local: Callable[..., Any]
-    specs: Sequence[DTensorSpec]
-    outputs: Sequence[DTensorSpec]
-    replaced: Mapping[str, Any]
-    written: Sequence[str]
+    local: Callable[..., Any]  # the operator (its C++ call, which is faster), or the local function of its rule
+    specs: Sequence[DTensorSpec]  # to which the distributed tensors among the arguments are redistributed
+    outputs: Sequence[DTensorSpec]  # of the tensors that `local` returns
+    replaced: Mapping[str, Any]  # the arguments that differ on this rank
+    written: Sequence[str]  # the names of the arguments that are written to
     kind: DispatchKind = field(default=DispatchKind.ANY, init=False)
     output: DTensorSpec | None = field(default=None, init=False)
     """The spec of the only result, for RESULT and VIEW."""
@@ -115,16 +106,8 @@ def dispatch(
 ) -> Any:
     """Compute a call that `DTensor` does not run inline.
 
-    Args:
-        func: The operator.
-        args: The positional arguments.
-        kwargs: The keyword arguments.
-        cls: The class of distributed tensors.
-        key: The call's key: the operator's identity, and the `cache_key` of each argument.
-
-    Raises:
-        UnsupportedOpError: The operator has no rule, or not for these arguments.
-        ValueError: The tensors are not all on one mesh, or some are distributed and others are not.
+    ``key`` is the call's key: the operator's identity, and the `cache_key` of each argument. UnsupportedOpError: no
+    rule fits. ValueError: the tensors are not all on one mesh, or some are distributed and others are not.
     """
     _check_writable(func, args, kwargs)
     record_scalars(func, args, kwargs, cls)

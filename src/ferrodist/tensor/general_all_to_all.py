@@ -29,14 +29,7 @@ if TYPE_CHECKING:
 
 
 class GeneralAllToAll:
-    """The pattern of an exchange: the box that each rank sends to each other.
-
-    Args:
-        shape: The shape of the full tensor.
-        before: The placement along each axis: replicated, or sharded without blocks.
-        after: The new placements, likewise.
-        mesh_shape: The number of ranks along each axis.
-    """
+    """The box that each rank sends to each other, for placements that are replicated, or sharded without blocks."""
 
     def __init__(
         self,

@@ -42,36 +42,25 @@ class OpStrategy:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OpRule:
-    """The rule by which an operator is computed on sharded tensors.
+    """The rule by which an operator is computed on sharded tensors."""
 
-    Args:
-        strategies: The strategies along an axis, given the call and the axis's index. ``call.selected`` has those of
-            the axes before. The strategy that moves the fewest bytes is selected; of equal ones, the first.
-        local: A factory of the local function, which computes the local outputs instead of the operator; None, or a
-            factory that returns None, stands for the operator itself. The call has ``placed_inputs`` and ``outputs``.
-        arguments: A function that makes the arguments, by name, that differ on this rank, such as local sizes.
-        depends_on_values: Whether strategies depend on the values of float arguments, not only on their presence.
-        copies: Whether local outputs are copies where the operator gives views.
-        is_data_dependent: Whether the shapes of the outputs depend on the elements, given all arguments by name. Such
-            a call needs replicated inputs; see `fallback.compute_data_dependent`.
-    """
-
+    # along the axis with an index. `call.selected` has those of the axes before. The strategy that moves the fewest
+    # bytes is selected; of equal ones, the first.
     strategies: Callable[[OpCall, int], Sequence[OpStrategy]]
+    # makes the local function, which computes the local outputs instead of the operator; None stands for the operator
+    # itself. The call has `placed_inputs` and `outputs`.
     local: Callable[[OpCall], LocalFunction | None] | None = None
+    # makes the arguments, by name, that differ on this rank, such as local sizes
     arguments: Callable[[OpCall], Mapping[str, Any]] | None = None
-    depends_on_values: bool = False
-    copies: bool = False
+    depends_on_values: bool = False  # whether strategies depend on the values of float arguments
+    copies: bool = False  # whether local outputs are copies where the operator gives views
+    # whether the shapes of the outputs depend on the elements, given all arguments by name. Such a call needs
+    # replicated inputs; see `fallback.compute_data_dependent`.
     is_data_dependent: Callable[[Mapping[str, Any]], bool] | None = None
 
 
 class OpCall:
-    """One call of an operator, with specs instead of distributed tensors.
-
-    Args:
-        operator: The operator.
-        arguments: All arguments by name, defaults included.
-        mesh: The mesh of all distributed tensors.
-    """
+    """One call of an operator, with specs instead of distributed tensors; ``arguments`` has defaults too, by name."""
 
     def __init__(self, operator: torch._ops.OpOverload, arguments: Mapping[str, Any], mesh: DeviceMesh) -> None:
         self.operator = operator
@@ -107,9 +96,8 @@ class OpCall:
     def place(self, written: Sequence[int] | None) -> None:
         """Set `placed_inputs` and `outputs` from the selected strategies.
 
-        Args:
-            written: The indices of the inputs that the operator writes to, which are its outputs; None if it writes to
-                no argument.
+        ``written`` has the indices of the inputs that the operator writes to, which are its outputs; None if there are
+        none.
         """
         self.placed_inputs = [
             spec.with_placements([strategy.inputs[index] for strategy in self.selected])
@@ -179,14 +167,8 @@ _LOCAL_COPY_COST = 1e-9
 def select_strategy(call: OpCall, rule: OpRule, written: Sequence[int]) -> bool:
     """Select a strategy for each axis in turn, by the fewest bytes given the inputs' placements: ``call.selected``.
 
-    Args:
-        call: The call.
-        rule: The operator's rule.
-        written: The indices of the inputs that are written to: they keep their placements, which are the first
-            output's too.
-
-    Returns:
-        Whether each axis has a strategy.
+    The inputs with the indices ``written`` keep their placements, which are the first output's too. Returns whether
+    each axis has a strategy.
     """
     for axis in range(call.mesh.ndim):
         best, least = None, math.inf

@@ -200,18 +200,7 @@ def sharding_axes(placements: Sequence[Placement], dims: Collection[int]) -> tup
 def check_placements(
     mesh: DeviceMesh, placements: Placement | Sequence[Placement], shape: Sequence[int]
 ) -> tuple[Placement, ...]:
-    """The placements of a tensor of this shape as a tuple, with non-negative dims.
-
-    Args:
-        mesh: The mesh.
-        placements: A placement for each axis of the mesh; or one placement, for a mesh of one axis.
-        shape: The shape of the full tensor.
-
-    Raises:
-        TypeError: An element is not a placement.
-        ValueError: The number of placements is not that of the axes, or blocks don't divide a dim evenly.
-        IndexError: The tensor has no such dim.
-    """
+    """The placements of a tensor of this shape, one for each axis of the mesh, as a tuple with non-negative dims."""
     given = (placements,) if isinstance(placements, Shard | Replicate | Partial) else tuple(placements)
     for placement in given:
         if not isinstance(placement, Shard | Replicate | Partial):

@@ -56,17 +56,10 @@ def fork_rank(
     stack_file: IO[bytes],
     close_inherited: Callable[[], None],
 ) -> int:
-    """Fork, and run ``program`` as ``rank`` in the child, which never returns from here.
+    """Fork, and run ``program`` as ``rank`` in the child, which never returns from here; returns its process id.
 
-    Args:
-        program: The program of the rank.
-        rank: The child's rank.
-        connection: The child's end of its pipe.
-        stack_file: The file for the child's stacks on `STACK_SIGNAL`.
-        close_inherited: Called in the child to close the descriptors of the parent and of other ranks.
-
-    Returns:
-        The child's process id.
+    The child writes its stacks to ``stack_file`` on `STACK_SIGNAL`, and calls ``close_inherited`` to close the
+    descriptors of the parent and of other ranks.
     """
     libc = ctypes.CDLL(None) if sys.platform == "linux" else None
     parent = os.getpid()

@@ -66,11 +66,7 @@ def compiled_module(module: torch.nn.Module) -> object:
 def found_infinities(
     scaler: torch.amp.GradScaler, optimizer: torch.optim.Optimizer
 ) -> dict[torch.device, torch.Tensor]:
-    """Return a scaler's writable flags, by device, for infinities in an optimizer's gradients.
-
-    Raises:
-        UnsupportedOpError: This torch stores them elsewhere.
-    """
+    """A scaler's writable flags, by device, for infinities in gradients; UnsupportedOpError without them."""
     states = getattr(scaler, "_per_optimizer_states", None)
     if states is None:
         raise missing_error("GradScaler._per_optimizer_states", "gradient scaling with FSDP")

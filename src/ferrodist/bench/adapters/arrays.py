@@ -14,11 +14,7 @@ ALIGNMENT_BYTES = 64
 
 
 class TorchArrays:
-    """Torch tensors; torch aligns by itself.
-
-    Args:
-        device: The device of the tensors.
-    """
+    """Torch tensors on a device; torch aligns by itself."""
 
     def __init__(self, device: str = "cpu") -> None:
         import torch  # noqa: PLC0415

@@ -185,11 +185,7 @@ def _encode(array: Array, dtype: torch.dtype) -> torch.Tensor:
 class _Format8:
     """A floating-point format of 8 bits, as the list of its values.
 
-    Args:
-        exponent_bits: Bits of the exponent.
-        bias: Bias of the exponent.
-        num_finite: Codes 0 to num_finite - 1 are finite; the next one stands for larger numbers.
-        has_infinity: Whether that one is infinity, or NaN.
+    Codes from 0 are finite up to ``num_finite``, which stands for larger numbers: infinity if there is one, else NaN.
     """
 
     def __init__(self, exponent_bits: int, bias: int, num_finite: int, *, has_infinity: bool) -> None:
