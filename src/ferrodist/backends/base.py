@@ -49,6 +49,7 @@ if TYPE_CHECKING:
     from typing_extensions import Buffer, Self
 
     from ferrodist.backends.engine import CollectiveEngine, DataPlane, DeviceP2P, FastPath, HostEngine
+    from ferrodist.backends.request import OnEnd, OnMessages
 
 
 class Backend(ABC):
@@ -389,15 +390,7 @@ class Backend(ABC):
         del data, dst, tag
         return False
 
-    def listen(
-        self,
-        src: int,
-        size_bytes: int,
-        heard: Callable[[list[bytes]], None],
-        ended: Callable[[DistributedError], None],
-        *,
-        tag: int = 0,
-    ) -> PersistentRecv:
+    def listen(self, src: int, size_bytes: int, heard: OnMessages, ended: OnEnd, *, tag: int = 0) -> PersistentRecv:
         """Receive every message from a rank with a tag, for as long as the group lasts.
 
         Args:
@@ -451,13 +444,7 @@ class NonBlockingBackend(Backend):
 
 
 def check_rank(group: Backend, rank: int, what: str) -> int:
-    """Return ``rank`` as an int, whatever integer it is; raises InvalidRankError unless it is a rank of ``group``.
-
-    Args:
-        group: The group.
-        rank: The user's argument.
-        what: The argument's name in the error.
-    """
+    """Return ``rank`` as an int; raises InvalidRankError, about ``what``, unless it is a rank of ``group``."""
     try:
         index = -1 if isinstance(rank, bool) else operator.index(rank)
     except TypeError:

@@ -250,11 +250,7 @@ class MailboxBackend(NonBlockingBackend):
         return error
 
     def _accept(self, message: Message) -> bool:
-        """Add a message to the mailbox; one more than fits aborts its group.
-
-        Returns:
-            False if the message is dropped, because its group has ended or its sender is no member.
-        """
+        """Add a message, whose overflow aborts its group; False if the group has ended or the sender is no member."""
         group_id = group_of_tag(message.tag)
         if self.failure_of(group_id) is not None or not self._is_member(group_id, message.source):
             return False

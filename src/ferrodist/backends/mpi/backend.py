@@ -57,13 +57,7 @@ _DIED = PeerExit(what="died: MPI reports its process as failed")
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _DeferredAbort:
-    """An abort received from a third rank before the lost rank's own notice.
-
-    Args:
-        group_id: The group.
-        error: The reason.
-        deadline: When to abort without that notice.
-    """
+    """An abort received from a third rank before the lost rank's own notice, which is waited for until a deadline."""
 
     group_id: int
     error: DistributedError

@@ -34,10 +34,6 @@ class NativeEngine:
     """A `HostEngine` of a group whose ranks share memory on each host, and are connected between hosts.
 
     The first collective opens memory and connections, so that making a group takes no message.
-
-    Args:
-        group: The group.
-        topology: The hosts of its ranks.
     """
 
     def __init__(self, group: Backend, topology: HostTopology) -> None:

@@ -25,15 +25,8 @@ class ContiguousSharedView:
     """Parts of a memory file as one contiguous tensor; writes to the tensor stay in this view.
 
     Pages are shared with other mappings of the file until one is written to, which copies it (see mmap(2),
-    MAP_PRIVATE). On Linux, a page that was not copied shows what others write to the file.
-
-    Args:
-        descriptor: The file; may be closed afterwards.
-        offsets: Offsets of the parts in bytes: multiples of a page.
-        part_bytes: The size of each part: a multiple of a page, not 0.
-
-    Raises:
-        OSError: The system refuses.
+    MAP_PRIVATE). On Linux, a page that was not copied shows what others write to the file. Offsets and sizes are whole
+    pages, in bytes; the descriptor may be closed afterwards. Raises OSError if the system refuses.
     """
 
     def __init__(self, descriptor: int | None, offsets: Sequence[int], part_bytes: int) -> None:

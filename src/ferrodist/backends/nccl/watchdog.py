@@ -141,12 +141,7 @@ class Watched(Protocol):
 class Watchdog:
     """Polls the outstanding operations of a backend's groups every 10 ms, and sleeps otherwise.
 
-    The thread starts with the first operation.
-
-    Args:
-        name: The thread's name.
-        prepare: Called in the thread when it starts.
-        clock: The source of the time, in seconds.
+    The thread, which calls ``prepare`` when it starts, starts with the first operation.
     """
 
     def __init__(

@@ -55,13 +55,8 @@ def send_value(packed: PackedValue, dst: int, tag: int, group: Backend) -> list[
 class PendingRecv:
     """A value under way to this rank.
 
-    Args:
-        src: The source rank.
-        tag: The tag.
-        group: The group.
-        prefetch: Start receiving at once, which pays for large values. Small ones arrive anyway, and receiving them
-            when they are needed costs a fraction.
-        device: Device for tensors that the sender has on a GPU.
+    With ``prefetch`` receiving starts at once, which pays for large values: small ones arrive anyway. ``device`` gets
+    the tensors that the sender has on a GPU.
     """
 
     def __init__(self, src: int, tag: int, group: Backend, *, prefetch: bool, device: torch.device = _HOST) -> None:
@@ -148,11 +143,8 @@ class _TransferKey(NamedTuple):
 class StepInputs:
     """Inputs of the first stage and gradients of the last one, for each microbatch; empty on other ranks.
 
-    Args:
-        inputs: Inputs of the first stage.
-        on_output: Called with the index of a microbatch and the result of the last stage; returns the tensors from
-            which its backward begins.
-        gradients: For each microbatch the gradients of those tensors, from the start of its backward on.
+    ``on_output`` is called with a microbatch's index and the last stage's result, and returns the tensors from which
+    its backward begins; ``gradients`` are theirs, from the start of that backward on.
     """
 
     inputs: Sequence[Any]
