@@ -1,4 +1,4 @@
-"""The origin of this installation, and thus the command that adds an extra to it. The package is on no index."""
+"""The version and origin of this installation, and the command that adds an extra to it: it is on no index."""
 
 from __future__ import annotations
 
@@ -11,6 +11,14 @@ from urllib.parse import unquote, urlsplit
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
+
+
+def installed_version() -> str | None:
+    """Return ferrodist's version; None if it runs from its source tree."""
+    try:
+        return importlib.metadata.version("ferrodist")
+    except importlib.metadata.PackageNotFoundError:
+        return None
 
 
 def how_to_install(extra: str) -> str:

@@ -321,11 +321,7 @@ class AsyncCheckpointer:
 
 
 def _run_without_references(write: Callable[..., None], *arguments: Any) -> None:
-    """Call a function whose error must not keep its arguments alive.
-
-    A future keeps its error, an error its frames, and frames their variables: the checkpointer that has the future, and
-    the memory of the copy.
-    """
+    """Call a function whose error must not, through its frames, keep the checkpointer and the copy's memory alive."""
     try:
         write(*arguments)
     except BaseException as error:

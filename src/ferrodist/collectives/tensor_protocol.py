@@ -43,11 +43,9 @@ if TYPE_CHECKING:
 MAX_DIMS = 12
 """The payload_id of dims that a header has room for."""
 
-_MAX_BYTES = 1 << 47
-"""More than any machine's memory: no tensor is as large."""
+_MAX_BYTES = 1 << 47  # more than any machine's memory: no tensor is as large
 
-_MAX_INT64 = (1 << 63) - 1
-"""The limit of torch's arithmetic of sizes."""
+_MAX_INT64 = (1 << 63) - 1  # the limit of torch's arithmetic of sizes
 
 _HEADER = struct.Struct(f"<QBB{MAX_DIMS}q")  # payload id, dtype's index in DTYPES, payload_id of dims, shape
 

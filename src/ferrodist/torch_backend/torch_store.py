@@ -35,13 +35,10 @@ def server_of(store: C10dStore) -> str | None:
 
 
 def hide(store: C10dStore) -> bool:
-    """Make a store of torch's unreadable for other users, if possible.
+    """Make a store of torch's unreadable for other users, if possible; returns whether none can read it, or could.
 
     torch makes its files readable for all users. A process that has opened one can go on reading it, so other users are
     excluded for certain only below a folder that keeps them out. Files that others may write to stay as they are.
-
-    Returns:
-        Whether no other user can read the store, or could before.
     """
     inner = _without_prefixes(store)
     if isinstance(inner, HashStore):  # in this process
@@ -75,10 +72,6 @@ class TorchStore(Store):
 
     torch's stores have one timeout for all calls: a call whose server does not answer may last that long. `wait` polls,
     for a wait of torch's would block other calls of the same store.
-
-    Args:
-        store: torch's store.
-        timeout: Default limit of a call, in seconds.
     """
 
     def __init__(self, store: C10dStore, *, timeout: float) -> None:

@@ -28,11 +28,7 @@ except ImportError as error:
 
 
 def load() -> ModuleType:
-    """Return the compiled module.
-
-    Raises:
-        BackendUnavailable: This installation was built without it.
-    """
+    """Return the compiled module; raises BackendUnavailable if this installation was built without it."""
     if _module is None:
         raise BackendUnavailable(
             f"this installation of ferrodist has no native engine ({_reason}): install it with a C++ compiler and"

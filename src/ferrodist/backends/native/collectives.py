@@ -34,16 +34,11 @@ class NativeEngine:
     """A `HostEngine` of a group whose ranks share memory on each host, and are connected between hosts.
 
     The first collective opens memory and connections, so that making a group takes no message.
-
-    Args:
-        group: The group.
-        topology: The hosts of its ranks.
     """
 
     def __init__(self, group: Backend, topology: HostTopology) -> None:
         # First, for it is destroyed first: that waits for its thread, which may use the attributes below.
-        self.compiled: Any = None
-        """The compiled communicator, once it is open on all ranks."""
+        self.compiled: Any = None  # the compiled communicator, once it is open on all ranks
         self._communicator: Any = None
         self._group = group
         self._topology = topology

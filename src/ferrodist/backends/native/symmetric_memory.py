@@ -25,15 +25,8 @@ class ContiguousSharedView:
     """Parts of a memory file as one contiguous tensor; writes to the tensor stay in this view.
 
     Pages are shared with other mappings of the file until one is written to, which copies it (see mmap(2),
-    MAP_PRIVATE). On Linux, a page that was not copied shows what others write to the file.
-
-    Args:
-        descriptor: The file; may be closed afterwards.
-        offsets: Offsets of the parts in bytes: multiples of a page.
-        part_bytes: The size of each part: a multiple of a page, not 0.
-
-    Raises:
-        OSError: The system refuses.
+    MAP_PRIVATE). On Linux, a page that was not copied shows what others write to the file. Offsets and sizes are whole
+    pages, in bytes; the descriptor may be closed afterwards. Raises OSError if the system refuses.
     """
 
     def __init__(self, descriptor: int | None, offsets: Sequence[int], part_bytes: int) -> None:
@@ -49,8 +42,7 @@ class ContiguousSharedView:
             flags = mmap.MAP_PRIVATE | _MAP_FIXED | _MAP_NORESERVE  # few pages will ever be copied
             access = mmap.PROT_READ | mmap.PROT_WRITE
             _map(self._address + index * part_bytes, part_bytes, access, flags, descriptor, offset)
-        self.tensor = torch.frombuffer(memory, dtype=torch.uint8)
-        """All parts, as bytes."""
+        self.tensor = torch.frombuffer(memory, dtype=torch.uint8)  # all parts, as bytes
 
     @property
     def has_own_pages(self) -> bool:

@@ -26,7 +26,7 @@ from ferrodist.backends.tcp.connection import FramedConnection, QueuedFrame, Sin
 from ferrodist.backends.tcp.io_loop import BLOCK_BYTES, IoLoop
 from ferrodist.backends.tcp.wire import MAX_PAYLOAD, Frame, FrameType
 from ferrodist.deadline import Deadline, check_timeout
-from ferrodist.errors import DistributedError, ProtocolError, RendezvousError, ranks_text
+from ferrodist.errors import DistributedError, ProtocolError, RendezvousError
 from ferrodist.rendezvous.secret import resolve_secret
 from ferrodist.resource_limits import naming_limits
 
@@ -42,16 +42,9 @@ if TYPE_CHECKING:
 _HUB = 0
 _WORLD = 0
 _LOW_64 = (1 << 64) - 1
-
-_CLOSE_SECONDS = 5.0
-"""How long `TcpBackend.close` goes on relaying messages between ranks that are still there."""
-
-_ANSWER_GRACE_SECONDS = 0.5
-"""How long past its deadline a connected rank waits for rank 0 to name the missing rank."""
-
-_FAREWELL_SECONDS = 0.2
-"""How long a rank that was not let in waits until its notices are sent."""
-
+_CLOSE_SECONDS = 5.0  # how long `TcpBackend.close` goes on relaying messages between ranks that are still there
+_ANSWER_GRACE_SECONDS = 0.5  # how long past its deadline a connected rank waits for rank 0 to name the missing rank
+_FAREWELL_SECONDS = 0.2  # how long a rank that was not let in waits until its notices are sent
 _FLUSH_POLL_INTERVAL_SECONDS = 0.01
 
 
@@ -305,10 +298,7 @@ class TcpBackend(MailboxBackend):
         if _HUB in silent:
             role = f"rank 0 of group {self.name!r}, which passes on what others send each other,"
             return Stragglers(ranks=(_HUB,), detail=f" ({role} does not answer)", is_relay=True)
-        if not silent:
-            return Stragglers(ranks=peers)
-        who = f"{ranks_text(silent)} of group {self.name!r}"
-        return Stragglers(ranks=silent, detail=f" ({who} {'does' if len(silent) == 1 else 'do'} not answer)")
+        return self._silent_or_all(silent, peers)
 
     def _ping(self, rank: int) -> None:
         self._push(QueuedFrame(Frame(kind=FrameType.PING, source=self.rank, destination=rank)))

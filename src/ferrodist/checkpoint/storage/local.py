@@ -272,10 +272,7 @@ class LocalStorage(Storage):
 
 
 def _make_locked(staging: Path) -> int:
-    """Create a save's folder with a locked file, and return its descriptor.
-
-    Until the file is locked, another process may remove the folder as a leftover; then it is created again.
-    """
+    """Create a save's folder with a locked file, anew if another process removes it; return the file's descriptor."""
     for _ in range(_MAX_ATTEMPTS):
         with contextlib.suppress(FileNotFoundError):
             return _make_locked_once(staging)

@@ -185,15 +185,10 @@ Their ``makedirs`` would create a bucket.
 
 
 class RemoteStorage(Storage):
-    """A `Storage` over fsspec; see [Note: staged or not] in `base`.
+    """A `Storage` over fsspec; see [Note: staged or not] in `base`. It turns off the listings caches of ``fs``.
 
     A manifest appears atomically in object stores. Elsewhere it does if the file system's ``mv`` renames, as on SFTP
     and HDFS; one that copies can leave a damaged manifest, which loading detects.
-
-    Args:
-        fs: The file system; not shared, since its listings caches are turned off.
-        folder: The folder's path there.
-        url: The folder's URL, for messages and for opening it again.
     """
 
     is_staged = False
