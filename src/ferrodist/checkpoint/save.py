@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from ferrodist.arguments import check_int
-from ferrodist.checkpoint.consensus import Rank0Exchange, all_or_none
+from ferrodist.checkpoint.consensus import Rank0Exchange, all_or_none, call_on_all
 from ferrodist.checkpoint.format.dtypes import dtype_from_name, dtype_name
 from ferrodist.checkpoint.format.manifest import (
     INDEX_NAME,
@@ -329,14 +329,18 @@ class Save:
     ) -> None:
         """Write this rank's files and commit with the other ranks."""
         self._deadline = deadline or self._deadline
-        exchange = Rank0Exchange(self._storage.url, group or self._group, self._deadline)
+        group = group or self._group
+        exchange = Rank0Exchange(self._storage.url, group, self._deadline)
         try:
-            exchange.run(
-                "write a checkpoint",
+            # A step of its own: a rank that sees it fail knows that rank 0 can't commit, and removes its files.
+            reports = call_on_all(
                 lambda: msgspec.msgpack.encode(self.write(get_data)),
-                "commit a checkpoint",
-                self._commit,
+                "write a checkpoint",
+                self._storage.url,
+                group,
+                self._deadline,
             )
+            exchange.run("commit a checkpoint", lambda: reports, "commit a checkpoint", self._commit)
         except BaseException as error:
             # Once rank 0 may have all reports it may commit at any moment, whatever becomes of the group: as long as it
             # lives the files are not for other ranks to remove.
