@@ -39,8 +39,8 @@ class CollectiveKind(str, Enum):
 class CollectiveOp(msgspec.Struct, frozen=True, kw_only=True, eq=False):
     """A checked collective call of this rank, as engines run it.
 
-    r is each rank. Tensors are None on ranks other than the root where the table says "root". The numbers of elements
-    follow in parentheses; where there are none they are equal on all ranks.
+    In the table r stands for each rank. Tensors are None on ranks other than the root where the table says "root".
+    The numbers of elements follow in parentheses; where there are none they are equal on all ranks.
 
         kind            effect                            source               out                   other fields
         allreduce       fold source over the ranks        all                  all                   op
@@ -93,11 +93,11 @@ class CollectiveOp(msgspec.Struct, frozen=True, kw_only=True, eq=False):
         return None if self.source is None and self.out is None else self.tensor.device
 
     def replace(self, **changes: Any) -> Self:
-        """The same call with other values of some fields."""
+        """Return the same call with other values of some fields."""
         return replace(self, **changes)
 
     def signature(self, sequence: int = 0, payload: bytes = b"") -> CollectiveSignature:
-        """What all ranks must call, too, at this position; ``payload`` is this rank's own and travels along."""
+        """Return the description that ranks compare at this position; ``payload`` is sent with it to all ranks."""
         if self.device is None:
             return CollectiveSignature(operation=self.operation, sequence=sequence, payload=payload)
         tensor = self.tensor

@@ -55,7 +55,7 @@ class StreamWork(Protocol):
         """Why the work will not complete, or has completed in vain, as far as is known."""
 
     def done(self) -> bool:
-        """Whether the stream has passed the end of the work; never blocks."""
+        """Return whether the stream has passed the end of the work; never blocks."""
 
     def wait_on_stream(self) -> None:
         """Make the current stream wait for the work; the host does not wait."""

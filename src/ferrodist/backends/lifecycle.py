@@ -156,7 +156,7 @@ def _close_groups() -> None:
 
 
 def _has_threads_inside() -> bool:
-    """Whether another thread is in code of ours, or in compiled code that ours has called."""
+    """Return whether another thread is in code of ours, or in compiled code that ours has called."""
     own = threading.get_ident()
     frames = sys._current_frames()  # noqa: SLF001 - "for specialized purposes", of which this is one
     names = [frame.f_globals.get("__name__", "") for thread, frame in frames.items() if thread != own]

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 class LivenessProbe:
     """Finds the ranks that don't answer, and those that are behind in the order of collectives.
 
-    See [Note: liveness]. ``sign_of_life(rank)`` changes with whatever else comes from a rank; ``is_unread(rank)`` is
+    See [Note: liveness]. ``sign_of_life(rank)`` changes with every other message of a rank; ``is_unread(rank)`` is
     whether this rank does not read from that one at the moment.
     """
 
@@ -46,7 +46,7 @@ class LivenessProbe:
         self._num_entered[rank] = max(self._num_entered[rank], num_entered)
 
     def has_entered(self, rank: int, sequence: int) -> bool:
-        """Whether a rank is known to have entered the collective with this sequence number."""
+        """Return whether a rank is known to have entered the collective with this sequence number."""
         return self._num_entered[rank] > sequence
 
     def find_silent(self, ranks: Iterable[int], within: float) -> tuple[int, ...]:

@@ -82,7 +82,7 @@ class Receive(BaseRequest):
         self.order = 0  # among all receives
 
     def matches(self, message: Message) -> bool:
-        """Whether this receive may take ``message``, which has its tag."""
+        """Return whether this receive may take ``message``, which has its tag."""
         return self.source in (ANY_SOURCE, message.source)
 
     def cancel(self) -> bool:
@@ -144,7 +144,7 @@ class Mailbox:
 
     @property
     def is_awaited(self) -> bool:
-        """Whether a receive is posted whose message has not arrived."""
+        """Return whether a receive is posted whose message has not arrived."""
         return bool(self._receives or self._matched)
 
     def post(self, receive: Receive, refusal: Callable[[], DistributedError | None]) -> None:

@@ -1,4 +1,5 @@
-"""The control plane of the in-process, TCP and MPI backends: a mailbox, and the record of who may still be waited for.
+"""The control plane of the in-process, TCP and MPI backends: a mailbox, and the record of the ranks that may still
+be waited for.
 
 A transport below it starts sends (`_start_send`), takes them back (`_take_back`), and carries two notices to other
 ranks: that a group has been aborted, and that this rank has left one. It reports what arrives through `_mailbox`,
@@ -234,7 +235,7 @@ class MailboxBackend(NonBlockingBackend):
 
     @property
     def is_over(self) -> bool:
-        """Whether this rank has closed the group, or is a forked child."""
+        """Return whether this rank has closed the group, or is a forked child."""
         return self._ended is not None
 
     def _silent_or_all(self, silent: tuple[int, ...], peers: tuple[int, ...]) -> Stragglers:
@@ -280,7 +281,7 @@ class MailboxBackend(NonBlockingBackend):
         self.abort_subgroup(group_id, self._members.get(group_id, self._members[_WORLD]), error)
 
     def _is_member(self, group_id: int, rank: int) -> bool:
-        """Whether a rank belongs to a group; in a group that this rank has not made, any rank may."""
+        """Return whether a rank belongs to a group; in a group that this rank has not made, any rank may."""
         return rank in self._members.get(group_id, self._members[_WORLD])
 
     def _forget_messages(self, applies: Callable[[Message], bool]) -> None:

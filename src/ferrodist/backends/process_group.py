@@ -225,7 +225,7 @@ def _unhandled_exception() -> BaseException | None:
 
 
 def is_initialized() -> bool:
-    """Whether calls without a group have one to use here."""
+    """Return whether calls without a group have one to use here."""
     return _local_group.get() is not None or _process.group is not None
 
 

@@ -24,7 +24,7 @@ _MIN_WAIT_SECONDS = 0.02
 
 
 def answer_seconds(timeout: float) -> float:
-    """How long to look for stragglers after a wait of ``timeout`` seconds; 0 after a mere poll."""
+    """Return how long to look for stragglers after a wait of ``timeout`` seconds; 0 after a mere poll."""
     return _ANSWER_SECONDS if timeout >= _MIN_WAIT_SECONDS else 0.0
 
 
@@ -54,7 +54,7 @@ class Request(Protocol):
         """
 
     def done(self) -> bool:
-        """Whether the transfer has ended, successfully or not."""
+        """Return whether the transfer has ended, successfully or not."""
 
     def cancel(self) -> bool:
         """Cancel the transfer, so that the buffer is the caller's again.
@@ -187,7 +187,7 @@ class BaseRequest:
         return Stragglers(ranks=peers)
 
     def done(self) -> bool:
-        """Whether the transfer has ended, successfully or not."""
+        """Return whether the transfer has ended, successfully or not."""
         return self._done
 
     def ended_within(self, timeout: float) -> bool:

@@ -25,7 +25,7 @@ _log = logging.getLogger(__name__)
 
 
 def is_speaker(rank: int, late: Sequence[int]) -> bool:
-    """Whether a rank that waits for the late ranks is the first that does."""
+    """Return whether a rank that waits for the late ranks is the first that does."""
     return all(other in late for other in range(rank))
 
 

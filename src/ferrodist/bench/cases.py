@@ -25,37 +25,37 @@ class Operation(enum.Enum):
 
     @property
     def is_allreduce(self) -> bool:
-        """Whether it does an allreduce of the case's size, at once or later."""
+        """Return whether the operation does an allreduce of the case's size, at once or later."""
         return self in {Operation.ALLREDUCE, Operation.SUBMIT, Operation.OVERLAP}
 
     @property
     def is_asynchronous(self) -> bool:
-        """Whether calls only start the operation."""
+        """Return whether calls only start the operation."""
         return self in {Operation.SUBMIT, Operation.OVERLAP}
 
     @property
     def makes_groups(self) -> bool:
-        """Whether it creates groups."""
+        """Return whether the operation creates groups."""
         return self in {Operation.INIT, Operation.NEW_GROUP}
 
     @property
     def has_size(self) -> bool:
-        """Whether its size in bytes can be chosen."""
+        """Return whether the size in bytes can be chosen."""
         return not self.makes_groups and self is not Operation.BARRIER
 
     @property
     def reduces(self) -> bool:
-        """Whether it adds; the others move bytes."""
+        """Return whether the operation adds; the others move bytes."""
         return self.is_allreduce or self is Operation.REDUCE_SCATTER
 
     @property
     def is_in_place(self) -> bool:
-        """Whether the result replaces the input."""
+        """Return whether the result replaces the input."""
         return self.is_allreduce or self is Operation.BROADCAST
 
     @property
     def has_parts(self) -> bool:
-        """Whether a tensor has equal parts, one for each rank."""
+        """Return whether a tensor has equal parts, one for each rank."""
         return self in {Operation.REDUCE_SCATTER, Operation.ALL_GATHER, Operation.ALL_TO_ALL}
 
 
@@ -162,7 +162,7 @@ class Peer(enum.Enum):
 
     @property
     def uses_own_mpi(self) -> bool:
-        """Whether it runs over the MPI that this interpreter's mpi4py loads."""
+        """Return whether the target runs over the MPI that this interpreter's mpi4py loads."""
         return self in {Peer.OVER_MPI, Peer.MPI4PY}
 
     @property

@@ -88,7 +88,7 @@ class RankGroup:
 
     @property
     def is_alive(self) -> bool:
-        """Whether it can serve requests."""
+        """Return whether the process can serve requests."""
         return bool(self._channels)
 
     def request(self, message: dict[str, Any], timeout: float) -> list[dict[str, Any]]:

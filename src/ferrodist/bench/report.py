@@ -38,7 +38,7 @@ class Machine(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def is_busy(self) -> bool:
-        """Whether other processes took so much time that the figures can't be trusted."""
+        """Return whether other processes took so much time that the figures can't be trusted."""
         return self.load > 0.3 * self.num_processors
 
 

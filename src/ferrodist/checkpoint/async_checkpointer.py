@@ -89,7 +89,7 @@ class CheckpointFuture:
         self.path = path
         self._future = future
         self._was_reported = False
-        """Whether the outcome was asked for."""
+        """Return whether the outcome was asked for."""
 
     def wait(self, timeout: float | None = None) -> str:
         """Wait until the checkpoint is committed.

@@ -179,7 +179,7 @@ else:
 
 
 class Progress(NamedTuple):
-    """How far a point-to-point call has come on the fast path."""
+    """The progress of a point-to-point call on the fast path."""
 
     seconds: float = 0.0  # it took so far
     payload_id: int | None = None  # of a send whose header has been sent and the payload has not
@@ -288,7 +288,7 @@ def _unfinished(group: Backend, tag: int, rest: Any) -> Progress:
 
 
 def _is_plain_description(shape: Sequence[int] | None, dtype: torch.dtype | None) -> bool:
-    """Whether these are certainly valid."""
+    """Return whether these are certainly valid."""
     if dtype is not None and dtype not in DTYPES:
         return False
     if shape is None:

@@ -141,7 +141,7 @@ def flatten(
 
 
 def is_encodable(text: str) -> bool:
-    """Whether a text can be encoded as UTF-8: it has no lone surrogates."""
+    """Return whether a text can be encoded as UTF-8: it has no lone surrogates."""
     try:
         text.encode()
     except UnicodeEncodeError:

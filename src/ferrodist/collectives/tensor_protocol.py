@@ -97,7 +97,7 @@ class UnclaimedHeaders:
         self._headers: dict[int, list[tuple[int, bytes]]] = {}
 
     def may_contain(self, tag: int) -> bool:
-        """Whether there may be a header of a user's tag; for an invalid tag, whether there is any header."""
+        """Return whether there may be a header of a user's tag; for an invalid tag, whether there is any header."""
         headers = self._headers
         return bool(headers) and (type(tag) is not int or channel_tag(Channel.TENSOR_HEAD, tag) in headers)
 
@@ -232,7 +232,7 @@ class TensorReceive(BaseRequest):
 
     @property
     def is_coming(self) -> bool:
-        """Whether the other side has started to send: the header has come."""
+        """Return whether the other side has started to send: the header has come."""
         return self._payload is not None
 
     def finish(self) -> torch.Tensor:

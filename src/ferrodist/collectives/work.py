@@ -84,7 +84,7 @@ class PendingCollective(ABC, Generic[T_co]):
 
     @abstractmethod
     def done(self) -> bool:
-        """Whether it has ended, successfully or not; `wait` then returns or raises at once."""
+        """Return whether the collective has ended, successfully or not; `wait` then returns or raises at once."""
 
     @abstractmethod
     def wait(self, timeout: float | None = None) -> T_co:
@@ -98,7 +98,7 @@ class PendingCollective(ABC, Generic[T_co]):
             DistributedTimeoutError: ``timeout`` passed; the collective goes on and may be waited for again.
             DistributedError: The collective failed.
             GroupClosedError: This process was forked after the start: only the parent can wait.
-            RuntimeError: It was started in a `coalesce` block that has not ended.
+            RuntimeError: The collective was started in a `coalesce` block that has not ended.
         """
 
     def _check_process(self) -> None:

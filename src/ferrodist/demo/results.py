@@ -146,7 +146,7 @@ class Comparison:
 
     @property
     def is_within_bound(self) -> bool:
-        """Whether rounding explains the difference; not for NaN."""
+        """Return whether rounding explains the difference; not for NaN."""
         return self.absolute <= self.bound
 
 
@@ -167,7 +167,7 @@ def compare_weights(one: Mapping[str, Any], other: Mapping[str, Any], num_steps:
 
 
 def are_identical(weights: Sequence[Mapping[str, Any]]) -> bool:
-    """Whether all ranks hold the same weights, bit for bit."""
+    """Return whether all ranks hold the same weights, bit for bit."""
     first = weights[0]
     return all(
         other.keys() == first.keys() and all(other[name].tobytes() == first[name].tobytes() for name in first)

@@ -88,7 +88,7 @@ class Outcome:
 
     @property
     def failed(self) -> bool:
-        """Whether the rank has failed."""
+        """Return whether the rank has failed."""
         return bool(self.summary)
 
 
@@ -153,7 +153,7 @@ def failed_outcome(rank: int, error: BaseException) -> Outcome:
 
 
 def is_own_frame(path: str) -> bool:
-    """Whether a source file belongs to the frames between a rank's start and the test's function."""
+    """Return whether a source file belongs to the frames between a rank's start and the test's function."""
     return Path(path).parent == _HERE and Path(path).name in _OUTER_FILES
 
 

@@ -413,5 +413,5 @@ def _check_even(counts: Sequence[int], tensor: torch.Tensor) -> None:
 
 
 def _is_own_part(group: Backend, whole: torch.Tensor, part: torch.Tensor) -> bool:
-    """Whether a tensor is this rank's part of another, which no other rank's data overlaps."""
+    """Return whether a tensor is this rank's part of another, which no other rank's data overlaps."""
     return part.data_ptr() == whole.data_ptr() + group.rank * part.nbytes

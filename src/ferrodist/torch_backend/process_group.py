@@ -153,7 +153,7 @@ class FerrodistProcessGroup(dist.ProcessGroup):
         return self
 
     def supports_tensor_alloc(self, device: torch.device) -> bool:
-        """Whether `allocate_tensor` supports a device."""
+        """Return whether `allocate_tensor` supports a device."""
         return device.type == "cpu"
 
     def allocate_tensor(self, size: int, *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:

@@ -54,7 +54,7 @@ def hide(store: C10dStore) -> bool:
 
 
 def _is_shut_in(path: Path) -> bool:
-    """Whether a folder above a file keeps other users out."""
+    """Return whether a folder above a file keeps other users out."""
     folders = [folder.stat() for folder in path.resolve().parents]
     owners = (os.geteuid(), _ROOT_UID)
     return any(found.st_uid in owners and not found.st_mode & (stat.S_IXGRP | stat.S_IXOTH) for found in folders)

@@ -68,7 +68,7 @@ class FerrodistWork(dist.Work):
     # Implemented by each kind of work.
 
     def has_ended(self) -> bool:
-        """Whether the operation has ended, successfully or not."""
+        """Return whether the operation has ended, successfully or not."""
         raise NotImplementedError
 
     def wait_for(self, seconds: float | None) -> None:
@@ -100,11 +100,11 @@ class FerrodistWork(dist.Work):
         return self._future
 
     def is_completed(self) -> bool:
-        """Whether the operation has ended, successfully or not."""
+        """Return whether the operation has ended, successfully or not."""
         return self.has_ended()
 
     def is_success(self) -> bool:
-        """Whether the operation has ended successfully."""
+        """Return whether the operation has ended successfully."""
         return self.has_ended() and self.exception() is None
 
     def exception(self) -> BaseException | None:
@@ -307,7 +307,7 @@ _CALLED_BACK = "ferrodist.torch_backend.futures"
 
 
 def can_drain() -> bool:
-    """Whether the caller's caller may wait for started operations: not while an exception is being handled.
+    """Return whether the caller's caller may wait for started operations: not while an exception is being handled.
 
     Nor in the middle of a call: signal handlers run there, and a wait for that call would never end.
     """

@@ -198,7 +198,7 @@ class _Refused:
     """The request of an operation that MPI was not given or has refused; it never ends."""
 
     def Test(self) -> bool:  # noqa: N802 - mpi4py's name
-        """Return whether it has ended."""
+        """Return whether the collective has ended."""
         return False
 
 

@@ -43,12 +43,12 @@ def why_no_native() -> str | None:
 
 
 def is_native_available() -> bool:
-    """Whether this installation has the native engine."""
+    """Return whether this installation has the native engine."""
     return _module is not None
 
 
 def is_gloo_available() -> bool:
-    """Whether this installation has `GlooBackend`, which is the native engine over TCP alone."""
+    """Return whether this installation has `GlooBackend`, which is the native engine over TCP alone."""
     return is_native_available()
 
 

@@ -91,7 +91,7 @@ class NativeEngine:
 
     @property
     def is_opening(self) -> bool:
-        """Whether ranks are opening the communicator, for which they need the group's messages."""
+        """Return whether ranks are opening the communicator, for which they need the group's messages."""
         return self._has_begun and self.compiled is None
 
     def finish(self, action: Callable[[Any], object]) -> None:
@@ -184,7 +184,7 @@ class NativeEngine:
         return self._abort_for(failure, op.signature(), op.timeout)
 
     def has_left(self, failure: BaseException) -> bool:
-        """Whether the failure of a wait has ended this rank's part in the group, too."""
+        """Return whether the failure of a wait has ended this rank's part in the group, too."""
         return isinstance(failure, self.failure_type) or self.compiled.is_broken
 
     def _abort_for(self, failure: BaseException, call: CollectiveSignature, timeout: float) -> BaseException:

@@ -67,7 +67,7 @@ class CpuSet(NamedTuple):
 
 
 def is_oversubscribed(ranks: Sequence[CpuSet], hosts: Sequence[int]) -> bool:
-    """Whether ranks outnumber the processors of a machine, or the quota of a host's container."""
+    """Return whether ranks outnumber the processors of a machine, or the quota of a host's container."""
     usable: dict[bytes, list[int]] = {}
     quotas: dict[int, list[int]] = {}
     for rank, host in zip(ranks, hosts, strict=True):

@@ -100,7 +100,7 @@ def _accept(listener: socket.socket, users: Collection[int]) -> socket.socket | 
 
 
 def _is_stranger(sock: socket.socket, users: Collection[int]) -> bool:
-    """Whether the peer's process is another user's."""
+    """Return whether the peer's process is another user's."""
     _, user, _ = _CREDENTIALS.unpack(sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size))
     return user != _ROOT and user not in users
 

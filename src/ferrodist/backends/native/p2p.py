@@ -107,7 +107,7 @@ class _NativeRequest:
         return self.peer
 
     def done(self) -> bool:
-        """Whether the transfer has ended, successfully or not."""
+        """Return whether the transfer has ended, successfully or not."""
         return bool(self._request.done())
 
     def cancel(self) -> bool:

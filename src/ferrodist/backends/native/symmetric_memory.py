@@ -46,7 +46,7 @@ class ContiguousSharedView:
 
     @property
     def has_own_pages(self) -> bool:
-        """Whether something was written to this view; False if the system does not report that."""
+        """Return whether something was written to this view; False if the system does not report that."""
         try:
             with Path("/proc/self/pagemap").open("rb", buffering=0) as pages:
                 pages.seek(self._address // mmap.PAGESIZE * _ENTRY.itemsize)
@@ -56,7 +56,7 @@ class ContiguousSharedView:
         return bool(((entries & _IN_USE != 0) & (entries & _OF_FILE == 0)).any())
 
     def restore(self) -> None:
-        """Show the content of the file again, in place of what was written here."""
+        """Show the content of the file again, in place of the data written here."""
         _check(_libc().madvise(self._address, self._size_bytes, mmap.MADV_DONTNEED), "madvise")
 
 

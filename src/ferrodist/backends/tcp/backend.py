@@ -108,7 +108,7 @@ class TcpBackend(MailboxBackend):
         self._changed = threading.Condition()
         self._ready = False
         self.relays_messages = True
-        """Whether messages between other ranks pass through rank 0."""
+        """Return whether messages between other ranks pass through rank 0."""
         self._actions: dict[FrameType, Callable[[FramedConnection, Frame, memoryview | bytes], None]] = {
             FrameType.OFFER: self._on_offer,
             FrameType.GRANT: self._on_grant,
@@ -423,7 +423,7 @@ class TcpBackend(MailboxBackend):
             self.peer_left(frame.group, frame.source)
 
     def _is_from_member(self, link: FramedConnection, frame: Frame) -> bool:
-        """Whether to handle a notice about a group: its sender must be a member."""
+        """Return whether to handle a notice about a group: its sender must be a member."""
         if not self._may_be_ahead(frame.group, frame.source):
             self._refuse(link, frame, f"the ends of more than {MAX_AHEAD} groups that rank {self.rank} has not made")
             return False

@@ -105,18 +105,18 @@ class FramedConnection:
 
     @property
     def waiting(self) -> bool:
-        """Whether frames wait to be written."""
+        """Return whether frames wait to be written."""
         with self._lock:
             return self._waiting()
 
     @property
     def has_read_ahead(self) -> bool:
-        """Whether bytes have been read that `read_into` has not returned."""
+        """Return whether bytes have been read that `read_into` has not returned."""
         return self._ahead_start < self._ahead_stop
 
     @property
     def closed(self) -> bool:
-        """Whether `close` has been called."""
+        """Return whether `close` has been called."""
         return self._closed
 
     def drop(self, owner: object, last: QueuedFrame | None) -> bool:

@@ -230,7 +230,9 @@ class IoLoop:
         return link in self._links
 
     def _may_read(self, link: FramedConnection) -> bool:
-        """Whether a connection is not blocked. Without epoll none ever is: its end could not be seen meanwhile."""
+        """Return whether a connection is not blocked. Without epoll none ever is: its end could not be seen
+        meanwhile.
+        """
         return link.blocked_by is None or self._ends is None
 
     def _begin(self, link: FramedConnection) -> None:

@@ -78,7 +78,7 @@ class Frame:
 
     @property
     def is_covered(self) -> bool:
-        """Whether the tag covers the payload."""
+        """Return whether the tag covers the payload."""
         is_users = self.kind in _OF_MESSAGES and channel_of_tag(self.tag) in _USERS_CHANNELS
         return self.length <= COVERED_BYTES or not is_users
 

@@ -34,7 +34,7 @@ class TorchArrays:
         return ((values + plus) * factor).to(self._dtypes[dtype])
 
     def are_equal(self, left: Any, right: Any) -> bool:
-        """Whether two arrays hold the same values."""
+        """Return whether two arrays hold the same values."""
         return bool(self._torch.equal(left, right))
 
     def multiply(self, left: Any, right: Any, out: Any) -> None:

@@ -54,9 +54,9 @@ class LocalStorage(Storage):
         self.path = Path(path).absolute()
         self.url = str(self.path)
         self._is_new = False
-        """Whether `begin` created the folder."""
+        """Return whether `begin` created the folder."""
         self._is_exclusive = False
-        """Whether `exclusive` is active."""
+        """Return whether `exclusive` is active."""
         self._release: Callable[[], object] = lambda: None
         """Releases the lock of the save that was begun here."""
         self._open: dict[str, _OpenFile] = {}

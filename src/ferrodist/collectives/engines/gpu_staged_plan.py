@@ -30,7 +30,7 @@ class ChunkRange:
     end: int
 
     def sizes(self, counts: Sequence[int]) -> list[int]:
-        """How many elements of each part are in the range; ``counts`` are the parts' sizes."""
+        """Return how many elements of each part are in the range; ``counts`` are the parts' sizes."""
         return [max(0, min(count, self.end) - self.begin) for count in counts]
 
 

@@ -52,7 +52,7 @@ if TYPE_CHECKING:
 
 
 class FlatParameters:
-    """Some parameters of a unit, of one dtype; see [Note: two parameters for one] and [Note: flat units].
+    """The parameters of a unit that have one dtype; see [Note: two parameters for one] and [Note: flat units].
 
     ``parameters`` are the module's own, which become this rank's local shards; ``slots`` the (module, attribute) pairs
     where each is registered; ``dtensor_specs`` those of the DTensors whose local tensors the parameters are. ``memory``

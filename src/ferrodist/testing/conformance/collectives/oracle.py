@@ -44,7 +44,7 @@ def all_reductions(factor: float = 0.75) -> tuple[Op, ...]:
 
 
 def is_defined(dtype: torch.dtype, op: Op) -> bool:
-    """Whether ``op`` is defined for ``dtype``."""
+    """Return whether ``op`` is defined for ``dtype``."""
     if dtype in (*_INTEGERS, torch.bool):
         return op is not ReduceOp.MEAN and not isinstance(op, PremultipliedSum)
     return op not in (_BITWISE if dtype not in _PARTS else (*_BITWISE, *_ORDERED))
@@ -227,7 +227,9 @@ class _Format8:
 
 @functools.cache
 def _torch_saturates() -> bool:
-    """Whether torch rounds numbers too large for float8_e4m3fn to its largest one, as newer versions do, or to NaN."""
+    """Return whether torch rounds numbers too large for float8_e4m3fn to its largest one, as newer versions do, or
+    to NaN.
+    """
     return not torch.tensor(1e6).to(torch.float8_e4m3fn).isnan()
 
 
