@@ -16,7 +16,6 @@ from ferrodist.launch.spec import check_rank_count
 if TYPE_CHECKING:
     import argparse
     import enum
-    from collections.abc import Sequence
 
     from ferrodist.bench.report import Report
 
@@ -102,25 +101,28 @@ def run_bench(options: BenchOptions) -> int:
         return 1
     # Imported here: these need msgspec and the extra.
     from ferrodist.bench.display import RunDisplay  # noqa: PLC0415
-    from ferrodist.bench.driver import RequiredPeerError, begin_report, run_suites  # noqa: PLC0415
+    from ferrodist.bench.driver import RequiredPeerError, run_suites  # noqa: PLC0415
+    from ferrodist.bench.report import Report  # noqa: PLC0415
 
     options.output.mkdir(parents=True, exist_ok=True)
-    report = begin_report(options)
-    interrupted, missing_peer = False, ""
+    seconds = f"{options.seconds:g}"
+    report = Report(
+        settings={"rounds": str(options.num_rounds), "seconds for a case": seconds, "threads of a rank": "1"}
+    )
+    code = None
     with RunDisplay(sum(len(stage.cases()) for stage in plan_stages(options.suites))) as display:
         try:
             run_suites(options, report, display)
         except KeyboardInterrupt:
-            interrupted = True
+            code = 130
         except RequiredPeerError as error:
-            missing_peer = str(error)
-    if report.cases or not missing_peer:
+            code, missing = 1, f"ferrodist: {error}\n"
+    if report.cases or not missing:
         _write_results(options.output, report)
-    if missing_peer:
-        print_warning(f"ferrodist: {missing_peer}\n")
-        return 1
-    if interrupted:
-        return 130
+    if missing:
+        print_warning(missing)
+    if code is not None:
+        return code
     return 1 if report.failures or not any(case.ours for case in report.cases) else 0
 
 
@@ -162,14 +164,13 @@ def _suite_plans(arguments: argparse.Namespace) -> tuple[SuitePlan, ...]:
                 peers=defaults.peers if peers is None else [peer for peer in peers if peer in possible],
             )
         )
-    _check_any("--backend" if arguments.backend else "--peers", suites, [plan.peers for plan in plans])
-    _check_any("--operations", suites, [plan.operations for plan in plans])
+    for option, chosen in (
+        ("--backend" if arguments.backend else "--peers", [plan.peers for plan in plans]),
+        ("--operations", [plan.operations for plan in plans]),
+    ):
+        if not any(chosen):
+            raise ValueError(f"{option}: none of these belongs to {', '.join(suite.value for suite in suites)}")
     return tuple(plan for plan in plans if plan.operations and plan.peers)
-
-
-def _check_any(option: str, suites: Sequence[Suite], chosen: Sequence[Sequence[object]]) -> None:
-    if not any(chosen):
-        raise ValueError(f"{option}: none of these belongs to {', '.join(suite.value for suite in suites)}")
 
 
 def _values(kind: type[enum.Enum]) -> str:

@@ -9,6 +9,10 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
 
+class PeerFailedError(Exception):
+    """The peer can't be started, or has ended; the message says why."""
+
+
 def run_command(
     command: Sequence[str], *, title: str, timeout: float, failure: type[Exception]
 ) -> subprocess.CompletedProcess[str]:

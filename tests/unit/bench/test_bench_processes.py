@@ -10,13 +10,14 @@ from pathlib import Path
 import pytest
 
 from ferrodist.bench import foreign, processes
-from ferrodist.bench.adapters import UnsupportedError
-from ferrodist.bench.cases import Case, MpiLibrary, Operation, Peer
+from ferrodist.bench.adapters.base import UnsupportedError
+from ferrodist.bench.cases import Case, Operation, Peer
 from ferrodist.bench.channel import MAX_LINE_BYTES, Channel, ChannelClosedError
+from ferrodist.bench.commands import PeerFailedError
 from ferrodist.bench.driver import measure_case
-from ferrodist.bench.environments import EnvironmentUnavailableError, obtain_environment
+from ferrodist.bench.environments import obtain_environment
 from ferrodist.bench.netns import EmulatedHosts
-from ferrodist.bench.processes import PeerFailedError, RankGroup, rank_environment, start_commands
+from ferrodist.bench.processes import RankGroup, rank_environment, start_commands
 from ferrodist.bench.suites import BenchOptions, Suite
 from ferrodist.bench.targets import RankTarget
 
@@ -301,7 +302,7 @@ def test_environments_are_created_once(monkeypatch, tmp_path):
 
     monkeypatch.setattr(subprocess, "run", run)
     for _ in range(2):
-        made = obtain_environment(MpiLibrary.MPICH, told.append)
+        made = obtain_environment("mpich", told.append)
     assert made.is_relative_to(tmp_path / "ferrodist" / "bench")
     assert len(commands) == 3
     assert commands[-1][-3:] == ["mpich", "mpi4py", "numpy"]
@@ -320,10 +321,10 @@ def test_an_environment_that_cannot_be_created_raises_its_reason(monkeypatch, tm
 
     monkeypatch.setattr(subprocess, "run", run)
     for _ in range(2):
-        with pytest.raises(EnvironmentUnavailableError, match="no network"):
-            obtain_environment(MpiLibrary.OPENMPI, lambda line: None)
+        with pytest.raises(PeerFailedError, match="no network"):
+            obtain_environment("openmpi", lambda line: None)
     blocked = tmp_path / "file"
     blocked.touch()
     monkeypatch.setenv("XDG_CACHE_HOME", str(blocked))
-    with pytest.raises(EnvironmentUnavailableError, match="Not a directory"):
-        obtain_environment(MpiLibrary.OPENMPI, lambda line: None)
+    with pytest.raises(PeerFailedError, match="Not a directory"):
+        obtain_environment("openmpi", lambda line: None)

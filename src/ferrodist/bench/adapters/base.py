@@ -1,23 +1,23 @@
-"""The interface of a library to the worker."""
+"""The interface of a library to the worker; the adapter of the limit, and of each peer."""
 
 from __future__ import annotations
 
+import ctypes
+import platform
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
+
+from ferrodist.bench.adapters.arrays import Arrays, NumpyArrays
+from ferrodist.bench.cases import OURS, Case, Operation, Peer
+from ferrodist.bench.channel import FileBarrier
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
     from pathlib import Path
 
-    from ferrodist.bench.adapters.arrays import Arrays
-    from ferrodist.bench.cases import Case, Operation
-
 
 class UnsupportedError(Exception):
     """The library does not offer an operation; the message says why."""
-
-    def __init__(self, reason: str = "it has no such operation") -> None:
-        super().__init__(reason)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,7 +41,7 @@ class RankInfo:
 
 
 class Adapter:
-    """One rank of a group of one library. Methods that are not overridden are operations that the library lacks."""
+    """One rank of a group of one library, with the library's own calls; those of ``unsupported`` may be absent."""
 
     rank: int
     num_ranks: int
@@ -50,8 +50,20 @@ class Adapter:
     copies: ClassVar[bool] = False  # whether every operation is a copy of the input: true for the limit
     unsupported: ClassVar[Mapping[Operation, str]] = {}  # operations that the library lacks, with the reasons
 
+    barrier: Callable[[], object]  # of all ranks
+    init_group: Callable[[str], object]  # creates the default group, at an init method
+    destroy_group: Callable[[], object]  # ends the default group
+    new_group: Callable[[], Any]  # creates another group of all ranks
+    destroy_subgroup: Callable[[Any], object]
+    allreduce: Callable[[Any, Any], object]  # in place, over a group that `new_group` has created or the default (None)
+    wait: Callable[[Any], object]  # for a work that `make_start`'s callable has started
+
     def make_call(self, case: Case, source: Any, target: Any) -> Callable[[], object]:
         """A callable for the operation, in place if ``target`` is ``source``; UnsupportedError if the library can't."""
+        raise NotImplementedError
+
+    def make_start(self, case: Case, source: Any, target: Any) -> Callable[[], Any]:
+        """A callable that starts an allreduce in place, and returns a work for `wait`."""
         raise NotImplementedError
 
     def make_exchange(
@@ -72,42 +84,52 @@ class Adapter:
 
         return ping if self.rank == 0 else pong
 
-    def make_start(self, case: Case, source: Any, target: Any) -> Callable[[], Any]:
-        """A callable that starts an allreduce in place, and returns a work for `wait`."""
-        raise UnsupportedError
-
-    def wait(self, work: Any) -> None:
-        """Wait for a work that `make_start`'s callable has started."""
-        raise UnsupportedError
-
     def synchronize(self) -> None:
         """Wait for this rank's part of earlier calls, where calls return before: they do on GPUs."""
-        return
-
-    def barrier(self) -> None:
-        """Wait for all ranks, by the library's own barrier."""
-        raise NotImplementedError
-
-    def init_group(self, init_method: str) -> None:
-        """Create the default group."""
-        raise UnsupportedError
-
-    def destroy_group(self) -> None:
-        """End the default group."""
-        raise UnsupportedError
-
-    def new_group(self) -> Any:
-        """Create another group of all ranks."""
-        raise UnsupportedError
-
-    def allreduce(self, array: Any, group: Any) -> None:
-        """Sum an array in place, over a group that `new_group` has created or the default group (None)."""
-        raise UnsupportedError
-
-    def destroy_subgroup(self, group: Any) -> None:
-        """End a group that `new_group` has created."""
-        raise UnsupportedError
 
     def close(self) -> None:
         """Leave the group for good."""
         self.destroy_group()
+
+
+class MemoryCopyAdapter(Adapter):
+    """The limit: all ranks copy as many bytes as a rank's tensor has, each its own, at the same time."""
+
+    copies = True
+    unsupported: ClassVar[Mapping[Operation, str]] = {
+        Operation.BARRIER: "a barrier moves no bytes",
+        Operation.SUBMIT: "a copy starts at once",
+        Operation.OVERLAP: "a copy and a computation of one thread follow each other",
+        Operation.INIT: "copies need no group",
+        Operation.NEW_GROUP: "copies need no group",
+    }
+
+    def __init__(self, info: RankInfo) -> None:
+        self.arrays: Arrays = NumpyArrays()
+        self.rank, self.num_ranks = info.rank, info.num_ranks
+        self.versions = {"libc": " ".join(platform.libc_ver())}
+        barrier = FileBarrier(info.folder / "counters", info.rank, info.num_ranks)
+        self.barrier, self.destroy_group = barrier.wait, barrier.close
+
+    def make_call(self, case: Case, source: Any, target: Any) -> Callable[[], object]:
+        # For a round trip of messages, too, each rank copies one message.
+        memmove, size_bytes = ctypes.memmove, case.num_elements * case.dtype.size_bytes  # libc's, without the GIL
+        to, from_ = ctypes.c_void_p(target.ctypes.data), ctypes.c_void_p(source.ctypes.data)
+        return lambda: memmove(to, from_, size_bytes)
+
+
+def open_adapter(peer: Peer, info: RankInfo) -> Adapter:
+    """Join the group of a peer; every rank of it calls this."""
+    if peer is Peer.LIMIT:
+        return MemoryCopyAdapter(info)
+    if peer in OURS:
+        from ferrodist.bench.adapters.ferrodist import FerrodistAdapter, NcclAdapter  # noqa: PLC0415
+
+        return NcclAdapter(info) if peer is Peer.OVER_NCCL else FerrodistAdapter(peer, info)
+    if peer is Peer.GLOO:
+        from ferrodist.bench.adapters.gloo import GlooAdapter  # noqa: PLC0415
+
+        return GlooAdapter(info)
+    from ferrodist.bench.adapters.mpi import MpiAdapter  # noqa: PLC0415
+
+    return MpiAdapter(peer)
