@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import enum
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -62,7 +62,7 @@ class DataType(enum.Enum):
         return member
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class Case:
     """One point of the comparison; the first ranks are on the first host.
 
@@ -93,6 +93,10 @@ class Case:
     def output_elements(self) -> int:
         """Elements of a rank's output."""
         return self.num_elements // (self.num_ranks if self.operation is Operation.REDUCE_SCATTER else 1)
+
+    def as_plain(self) -> dict[str, Any]:
+        """The fields, with names for enums."""
+        return {**asdict(self), "operation": self.operation.value, "dtype": self.dtype.value}
 
     def partner(self, rank: int) -> int | None:
         """The rank that a rank exchanges messages with: the first and the last do, which are on different hosts."""
@@ -152,6 +156,6 @@ BACKENDS = {
 """The peers of ``--backend``: the backend over a library of this machine, the native one, the library alone."""
 
 
-def format_ranks(num_ranks: int, num_hosts: int) -> str:
+def format_ranks(num_ranks: int, num_hosts: int, preposition: str = "on") -> str:
     """Return "2 ranks", or "2 ranks on 2 hosts"."""
-    return f"{num_ranks} ranks" + (f" on {num_hosts} hosts" if num_hosts > 1 else "")
+    return f"{num_ranks} ranks" + (f" {preposition} {num_hosts} hosts" if num_hosts > 1 else "")

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 from ferrodist.bench.adapters.base import UnsupportedError
 from ferrodist.bench.cases import Case, Peer, format_ranks
-from ferrodist.bench.commands import PeerFailedError
+from ferrodist.bench.environments import PeerFailedError
 from ferrodist.bench.netns import EmulatedHosts, HostsUnavailableError
 from ferrodist.bench.processes import RankGroup
 from ferrodist.bench.report import (
@@ -135,15 +135,7 @@ def measure_case(
     suite: Suite, case: Case, targets: Sequence[BenchTarget], options: BenchOptions, on_round: Callable[[int], None]
 ) -> CaseReport:
     """Measure all peers that support a case, and note why others don't; ``on_round`` gets the finished rounds."""
-    report = CaseReport(
-        suite=suite.value,
-        operation=case.operation.value,
-        dtype=case.dtype.value,
-        num_ranks=case.num_ranks,
-        num_hosts=case.num_hosts,
-        size_bytes=case.size_bytes,
-        num_elements=case.num_elements,
-    )
+    report = CaseReport(suite=suite.value, num_elements=case.num_elements, **case.as_plain())
     runners: dict[BenchTarget, Runner] = {}
     for target in targets:
         with _record_errors(target, report):

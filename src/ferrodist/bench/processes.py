@@ -15,8 +15,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from ferrodist.bench.cases import Peer
 from ferrodist.bench.channel import Channel, ChannelClosedError
-from ferrodist.bench.commands import PeerFailedError
-from ferrodist.bench.environments import obtain_environment
+from ferrodist.bench.environments import PeerFailedError, obtain_environment
 from ferrodist.bench.netns import NUM_HOSTS, host_index
 from ferrodist.errors import BackendUnavailable
 from ferrodist.launch.mpi import find_mpiexec, is_open_mpi, mpiexec_options
@@ -61,12 +60,11 @@ class RankGroup:
         self._processes: list[subprocess.Popen[bytes]] = []
         self._pidfds: list[int] = []  # of the ranks: an MPI's launcher has ranks that are not our children
         self._channels: list[Channel] = []
-        socket_path = folder / "socket"
-        commands = start_commands(peer, num_ranks, socket_path=socket_path, folder=folder, log=log, hosts=hosts)
+        commands = start_commands(peer, num_ranks, folder, log, hosts)
         self.command = commands[0]
         environment = rank_environment(os.environ, peer, hosts)
         with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as listener, self._log_file.open("ab") as output:
-            listener.bind(str(socket_path))
+            listener.bind(str(folder / "socket"))
             listener.listen(num_ranks)
             try:
                 for command in commands:
@@ -86,9 +84,6 @@ class RankGroup:
 
     def __enter__(self) -> Self:
         return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
     @property
     def is_alive(self) -> bool:
@@ -121,7 +116,7 @@ class RankGroup:
             self._fail("a rank has ended")
         return [answers[rank] for rank in range(self.num_ranks)]
 
-    def close(self) -> None:
+    def __exit__(self, *_: object) -> None:
         """Let the ranks leave their group, and kill those that don't."""
         for channel in self._channels:
             with contextlib.suppress(ChannelClosedError):
@@ -193,16 +188,10 @@ class RankGroup:
 
 
 def start_commands(
-    peer: Peer,
-    num_ranks: int,
-    *,
-    socket_path: Path,
-    folder: Path,
-    log: Callable[[str], None],
-    hosts: EmulatedHosts | None = None,
+    peer: Peer, num_ranks: int, folder: Path, log: Callable[[str], None], hosts: EmulatedHosts | None = None
 ) -> list[list[str]]:
     """The commands that start a peer's ranks: one for each, or one that starts all."""
-    options = ["--socket", str(socket_path), "--folder", str(folder), "--peer", peer.value, "--ranks", str(num_ranks)]
+    options = ["--socket", f"{folder}/socket", "--folder", f"{folder}", "--peer", peer.value, "--ranks", f"{num_ranks}"]
     if peer.mpi_wheel is None:
         if hosts is not None:
             options += ["--address", hosts.rendezvous_address(peer)]

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import contextlib
-import math
 import os
 import platform
 import re
+import statistics
 from datetime import datetime, timezone
 from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import msgspec
+import numpy as np
 
 from ferrodist.bench.cases import LIMITS, OURS, Operation, Peer, format_ranks
 
@@ -61,7 +62,7 @@ def describe_machine() -> Machine:
     )
 
 
-class Measurement(msgspec.Struct, frozen=True, kw_only=True):
+class Measurement(msgspec.Struct, frozen=True):
     """One peer in one case. Values are seconds for one call, or for an overlap a ratio of times.
 
     With few batches ``p99`` is close to the highest. A call of an overlap is a product of matrices. ``parts`` has, by
@@ -81,20 +82,12 @@ class Measurement(msgspec.Struct, frozen=True, kw_only=True):
         cls, peer: str, values: list[float], calls_per_batch: int, parts: dict[str, list[float]] | None = None
     ) -> Measurement:
         """Compute the statistics of a peer's batches."""
-        median, p10, p99 = (percentile(values, percent) for percent in (50, 10, 99))
-        return cls(
-            peer=peer,
-            median=median,
-            p10=p10,
-            p99=p99,
-            calls_per_batch=calls_per_batch,
-            batches=values,
-            parts=parts or {},
-        )
+        p10, median, p99 = (float(value) for value in np.percentile(values, (10, 50, 99)))
+        return cls(peer, median, p10, p99, calls_per_batch, values, parts or {})
 
     def format_parts(self) -> str:
         """Return "alone 5 ms, computing 5 ms, together 8 ms"; "" for a plain time."""
-        return ", ".join(f"{name} {format_seconds(percentile(times, 50))}" for name, times in self.parts.items())
+        return ", ".join(f"{name} {format_seconds(statistics.median(times))}" for name, times in self.parts.items())
 
 
 class CaseReport(msgspec.Struct, kw_only=True):
@@ -125,19 +118,16 @@ class CaseReport(msgspec.Struct, kw_only=True):
         """The figures to compare with: those of ferrodist's first backend that was measured."""
         return self.measurement(*OURS)
 
-    def ratio_to_ours(self, measured: Measurement) -> float | None:
-        """A peer's median over ferrodist's; below 1 the peer is faster."""
-        return _ratio(measured, self.ours)
-
-    def ratio_to_limit(self, measured: Measurement) -> float | None:
-        """A peer's median over that of moving the bytes, and nothing else."""
-        return _ratio(measured, self.measurement(*LIMITS))
+    def ratio(self, measured: Measurement, peers: Sequence[Peer]) -> float | None:
+        """A peer's median over that of the first of others that was measured: ferrodist's backends, or the limits."""
+        unit = self.measurement(*peers)
+        return None if unit is None or unit.median <= 0 else measured.median / unit.median
 
     @property
     def faster_peers(self) -> list[Measurement]:
         """The peers whose median is below ours."""
         others = [one for one in self.measurements if Peer(one.peer) not in {*LIMITS, *OURS}]
-        return [one for one in others if (ratio := self.ratio_to_ours(one)) is not None and ratio < 1]
+        return [one for one in others if (ratio := self.ratio(one, OURS)) is not None and ratio < 1]
 
     @property
     def title(self) -> str:
@@ -183,8 +173,8 @@ class Report(msgspec.Struct, kw_only=True):
     def failures(self) -> list[str]:
         """The failures of all cases, a line each."""
         return [
-            f"{case.operation} of {case.size_bytes} bytes ({case.dtype}) on {case.num_ranks} ranks"
-            f"{f' of {case.num_hosts} hosts' if case.num_hosts > 1 else ''}, {name}: {reason}"
+            f"{case.operation} of {case.size_bytes} bytes ({case.dtype}) on"
+            f" {format_ranks(case.num_ranks, case.num_hosts, 'of')}, {name}: {reason}"
             for case in self.cases
             for name, reason in case.failures.items()
         ]
@@ -193,17 +183,6 @@ class Report(msgspec.Struct, kw_only=True):
 def write_report(path: Path, report: Report) -> None:
     """Write a report as JSON that people can read."""
     path.write_bytes(msgspec.json.format(msgspec.json.encode(report), indent=1) + b"\n")
-
-
-def read_report(path: Path) -> Report:
-    """Read a report; ValueError if the file holds something else."""
-    try:
-        report = msgspec.json.decode(path.read_bytes(), type=Report)
-    except msgspec.DecodeError as error:
-        raise ValueError(f"{path} is no report of ferrodist bench: {error}") from None
-    if report.format != FORMAT:
-        raise ValueError(f"{path} has format {report.format}, and this version reads {FORMAT}")
-    return report
 
 
 def available_bytes() -> int:
@@ -216,9 +195,9 @@ def case_lines(case: CaseReport) -> list[str]:
     lines = [case.title, _row("", ("median", "p10", "p99", "/ours", "/limit"))]
     for measured in case.measurements:
         peer = Peer(measured.peer)
-        to_ours = None if peer in LIMITS else case.ratio_to_ours(measured)
+        to_ours = None if peer in LIMITS else case.ratio(measured, OURS)
         cells = [case.format_value(value) for value in (measured.median, measured.p10, measured.p99)]
-        cells += [format_ratio(ratio) for ratio in (to_ours, case.ratio_to_limit(measured))]
+        cells += [format_ratio(ratio) for ratio in (to_ours, case.ratio(measured, LIMITS))]
         notes = [measured.format_parts(), LOSS_MARK if measured in case.faster_peers else ""]
         lines.append("  ".join([_row(peer.title, cells), *filter(None, notes)]))
     for name, reason in (*case.not_offered.items(), *case.failures.items()):
@@ -250,15 +229,6 @@ def summary_lines(report: Report) -> list[str]:
     return lines
 
 
-def percentile(values: Sequence[float], percent: float) -> float:
-    """The value below which ``percent`` of the values are, interpolated."""
-    ordered = sorted(values)
-    position = (len(ordered) - 1) * percent / 100
-    below = math.floor(position)
-    above = min(below + 1, len(ordered) - 1)
-    return ordered[below] + (ordered[above] - ordered[below]) * (position - below)
-
-
 def format_bytes(size: int) -> str:
     """Return "16 KiB", for 16384."""
     for unit, factor in (("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10)):
@@ -288,10 +258,6 @@ def _three_digits(value: float, *, always: bool = False) -> str:
     if value == int(value) and not always:
         return f"{value:.0f}"
     return f"{value:.{2 if value < 9.995 else 1 if value < 99.95 else 0}f}"
-
-
-def _ratio(measured: Measurement, unit: Measurement | None) -> float | None:
-    return None if unit is None or unit.median <= 0 else measured.median / unit.median
 
 
 def _row(title: str, cells: Sequence[str]) -> str:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import enum
-import itertools
 from dataclasses import dataclass
+from itertools import product
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -97,15 +97,6 @@ class SuitePlan:
     sizes: Sequence[int]
     peers: Sequence[Peer]
 
-    def cases(self, num_ranks: int) -> list[Case]:
-        """The cases on a number of ranks, in order."""
-        num_hosts, sizes = SUITES[self.suite].num_hosts, list(itertools.product(self.dtypes, self.sizes))
-        return [
-            Case(operation=operation, num_ranks=num_ranks, num_hosts=num_hosts, dtype=dtype, size_bytes=size)
-            for operation in self.operations
-            for dtype, size in ([(DataType.FLOAT32, 0)] if operation in UNSIZED else sizes)
-        ]
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BenchOptions:
@@ -136,8 +127,15 @@ class Stage:
         return list(dict.fromkeys(peer for plan in self.suites for peer in plan.peers))
 
     def cases(self) -> list[tuple[SuitePlan, Case]]:
-        """The cases, each with its suite."""
-        return [(plan, case) for plan in self.suites for case in plan.cases(self.num_ranks)]
+        """The cases in order, each with its suite."""
+        found = []
+        for plan in self.suites:
+            for operation in plan.operations:
+                for dtype, size in (
+                    [(DataType.FLOAT32, 0)] if operation in UNSIZED else product(plan.dtypes, plan.sizes)
+                ):
+                    found.append((plan, Case(operation, self.num_ranks, self.num_hosts, dtype, size)))
+        return found
 
 
 def plan_stages(suites: Sequence[SuitePlan]) -> list[Stage]:

@@ -14,8 +14,8 @@ import time
 from typing import TYPE_CHECKING, Any
 
 from ferrodist.bench.adapters.base import UnsupportedError
-from ferrodist.bench.cases import Operation, Peer
-from ferrodist.bench.commands import PeerFailedError, run_command
+from ferrodist.bench.cases import GROUP_CREATIONS, Operation, Peer
+from ferrodist.bench.environments import PeerFailedError, run_command
 from ferrodist.bench.netns import NUM_HOSTS
 from ferrodist.bench.report import format_bytes, format_seconds
 
@@ -80,20 +80,13 @@ class RankTarget:
         size_bytes, reason = self._too_slow.get((case.operation, case.dtype), (case.size_bytes, ""))
         if size_bytes < case.size_bytes:
             raise UnsupportedError(f"{reason} for {format_bytes(size_bytes)}")
-        message = {
-            "do": "prepare",
-            "operation": case.operation.value,
-            "dtype": case.dtype.value,
-            "size_bytes": case.size_bytes,
-            "num_hosts": case.num_hosts,
-        }
-        answers = self._group.request(message, _REQUEST_TIMEOUT_SECONDS)
+        answers = self._group.request({"do": "prepare", "case": case.as_plain()}, _REQUEST_TIMEOUT_SECONDS)
         for answer in answers:
             if "not_offered" in answer:
                 raise UnsupportedError(answer["not_offered"])
         max_calls = min(answer["max_calls"] for answer in answers)
-        kinds = {Operation.OVERLAP: OverlapRunner, Operation.INIT: GroupRunner, Operation.NEW_GROUP: GroupRunner}
-        runner = kinds.get(case.operation, CallRunner)(self._group, case, max_calls)
+        kind = OverlapRunner if case.operation is Operation.OVERLAP else CallRunner
+        runner = kind(self._group, case, max_calls)
         try:
             runner.calibrate(self._max_seconds, is_fresh=self._is_fresh)
         except UnsupportedError as error:
@@ -109,7 +102,7 @@ class RankTarget:
 
 
 class CallRunner(Runner):
-    """Calls that are timed together, or each alone and added up."""
+    """Calls that are timed together, or each alone and added up; or the creation of one group."""
 
     most_calls = 1000
 
@@ -121,6 +114,8 @@ class CallRunner(Runner):
     def calibrate(self, max_seconds: float, *, is_fresh: bool) -> None:
         """Determine how many calls a batch has; ``is_fresh``: the ranks have not yet run side by side for a while."""
         seconds = self.run(1)
+        if self._case.operation in GROUP_CREATIONS:  # a group a batch
+            return
         is_slow = seconds > _SLOW_SECONDS
         seconds = self.run(1 if is_slow else min(_FIRST_CALLS, self._max_calls))
         if seconds > max_seconds:
@@ -139,12 +134,18 @@ class CallRunner(Runner):
         self.num_calls = self._calls_in(_BATCH_SECONDS, seconds)
 
     def run(self, num_calls: int) -> float:
-        """Run a batch; returns the seconds of a call."""
-        answers = self._request(num_calls)
-        # Copies don't wait for each other: ranks that share a processor may copy one after the other.
-        spans = [answers] if self._group.peer is Peer.LIMIT else [[answer] for answer in answers]
-        seconds = max(map(_span, spans))
-        return seconds / num_calls / (2 if self._case.operation is Operation.SEND_RECV else 1)  # of a round trip
+        """Run a batch; returns the seconds of a call, those of the slowest rank."""
+        operation, more = self._case.operation, {}
+        if operation is Operation.INIT:
+            with socket.socket() as probe:  # a port that was free just now
+                probe.bind(("127.0.0.1", 0))
+                more["address"] = f"127.0.0.1:{probe.getsockname()[1]}"
+        answers = self._request(num_calls, **more)
+        # Groups: from the first rank's call to the last one's return. Copies, too, as they don't wait for each other:
+        # ranks that share a processor may copy one after the other.
+        as_one = operation in GROUP_CREATIONS or self._group.peer is Peer.LIMIT
+        seconds = max(map(_span, [answers] if as_one else [[answer] for answer in answers]))
+        return seconds / num_calls / (2 if operation is Operation.SEND_RECV else 1)  # of a round trip
 
     def _calls_in(self, duration: float, seconds: float) -> int:
         """The number of calls of ``seconds`` each that fit into a duration."""
@@ -158,21 +159,6 @@ class CallRunner(Runner):
             if answer["wrong"]:
                 raise WrongResultError(f"wrong result: {answer['wrong']}")
         return answers
-
-
-class GroupRunner(CallRunner):
-    """Creation of groups, one a batch, from the first rank's call to the last one's return."""
-
-    def calibrate(self, max_seconds: float, *, is_fresh: bool) -> None:  # noqa: ARG002 - nothing is repeated in a batch
-        """Create one group that does not count."""
-        self.run(1)
-
-    def run(self, num_calls: int) -> float:
-        """Run a batch; returns the seconds of a group."""
-        with socket.socket() as probe:  # a port that was free just now
-            probe.bind(("127.0.0.1", 0))
-            port = probe.getsockname()[1]
-        return _span(self._request(num_calls, address=f"127.0.0.1:{port}"))
 
 
 class OverlapRunner(CallRunner):
@@ -220,12 +206,8 @@ class Iperf3Target:
     def __enter__(self) -> Self:
         command = [*self._hosts.command_prefix(1), "iperf3", "--server", "--port", str(_IPERF3_PORT)]
         null = subprocess.DEVNULL
-        self._server = subprocess.Popen(  # noqa: S603 - a fixed command
-            command,
-            stdin=null,
-            stdout=null,
-            stderr=null,
-            start_new_session=True,  # Ctrl-C is for the driver
+        self._server = subprocess.Popen(  # noqa: S603 - a fixed command, in a session without the driver's Ctrl-C
+            command, stdin=null, stdout=null, stderr=null, start_new_session=True
         )
         return self
 
@@ -253,7 +235,7 @@ class Iperf3Runner(Runner):
     def __init__(self, hosts: EmulatedHosts, case: Case) -> None:
         super().__init__()
         self.num_calls = max(1, _IPERF3_BATCH_BYTES // case.size_bytes)
-        self._case = case
+        self._size_bytes = case.size_bytes
         self._command = [
             *hosts.command_prefix(0),
             *("iperf3", "--client", hosts.addresses[1], "--port", str(_IPERF3_PORT), "--json"),
@@ -265,7 +247,7 @@ class Iperf3Runner(Runner):
     def run(self, num_calls: int) -> float:  # noqa: ARG002 - the command has it
         """Run a transfer; returns the seconds of the case's bytes."""
         done = run_command(self._command, title="iperf3", timeout=_IPERF3_TIMEOUT_SECONDS, failure=PeerFailedError)
-        return self._case.size_bytes / parse_iperf3_rate(done.stdout)
+        return self._size_bytes / parse_iperf3_rate(done.stdout)
 
 
 def parse_iperf3_rate(text: str) -> float:

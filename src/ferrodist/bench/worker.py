@@ -93,14 +93,9 @@ class Worker:
             return {}
         assert message["do"] == "prepare"
         gc.collect()
-        case = Case(
-            operation=Operation(message["operation"]),
-            dtype=DataType(message["dtype"]),
-            size_bytes=message["size_bytes"],
-            num_ranks=self._adapter.num_ranks,
-            num_hosts=message["num_hosts"],
-        )
-        self._timer = open_timer(self._adapter, case, self._barrier)
+        fields = message["case"]
+        enums = {"operation": Operation(fields["operation"]), "dtype": DataType(fields["dtype"])}
+        self._timer = open_timer(self._adapter, Case(**{**fields, **enums}), self._barrier)
         return {"max_calls": self._timer.max_calls}
 
 

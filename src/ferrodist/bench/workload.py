@@ -13,14 +13,13 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from ferrodist.bench.adapters.arrays import ALIGNMENT_BYTES
+from ferrodist.bench.adapters.base import ALIGNMENT_BYTES
 from ferrodist.bench.cases import ALLREDUCES, ASYNCHRONOUS, IN_PLACE, REDUCTIONS, Case, DataType, Operation
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from ferrodist.bench.adapters.arrays import Arrays
-    from ferrodist.bench.adapters.base import Adapter
+    from ferrodist.bench.adapters.base import Adapter, Arrays
 
 _PERIOD = 16381  # prime
 _BASE = tuple((17 * index + index // 11) % 4 for index in range(_PERIOD))

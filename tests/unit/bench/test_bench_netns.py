@@ -9,7 +9,7 @@ import pytest
 from ferrodist.bench import netns
 from ferrodist.bench.adapters.base import UnsupportedError
 from ferrodist.bench.cases import Case, Operation
-from ferrodist.bench.commands import PeerFailedError
+from ferrodist.bench.environments import PeerFailedError
 from ferrodist.bench.netns import EmulatedHosts, HostsUnavailableError, host_index
 from ferrodist.bench.targets import Iperf3Runner, Iperf3Target, parse_iperf3_rate
 

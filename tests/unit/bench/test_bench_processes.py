@@ -13,9 +13,8 @@ from ferrodist.bench import foreign, processes
 from ferrodist.bench.adapters.base import UnsupportedError
 from ferrodist.bench.cases import Case, Operation, Peer
 from ferrodist.bench.channel import MAX_LINE_BYTES, Channel, ChannelClosedError
-from ferrodist.bench.commands import PeerFailedError
 from ferrodist.bench.driver import measure_case
-from ferrodist.bench.environments import obtain_environment
+from ferrodist.bench.environments import PeerFailedError, obtain_environment
 from ferrodist.bench.netns import EmulatedHosts
 from ferrodist.bench.processes import RankGroup, rank_environment, start_commands
 from ferrodist.bench.suites import BenchOptions, Suite
@@ -58,8 +57,8 @@ def channels():
 
 
 def start(monkeypatch, tmp_path, program, *, num_ranks=2, timeout=20.0, peer=Peer.GLOO):
-    def commands(peer, num_ranks, *, socket_path, folder, log, hosts):
-        return [[sys.executable, "-c", program, str(socket_path), str(rank)] for rank in range(num_ranks)]
+    def commands(peer, num_ranks, folder, log, hosts):
+        return [[sys.executable, "-c", program, str(folder / "socket"), str(rank)] for rank in range(num_ranks)]
 
     monkeypatch.setattr(processes, "start_commands", commands)
     return RankGroup(peer, num_ranks, folder=tmp_path, timeout=timeout, log=print)
@@ -264,7 +263,7 @@ def test_a_foreign_interpreter_needs_the_standard_library_only():
 
 def test_each_peer_has_its_start_commands(monkeypatch, tmp_path):
     """Ours: a process a rank. An MPI: its launcher, its interpreter, and nothing of this one's search path."""
-    options = {"socket_path": tmp_path / "socket", "folder": tmp_path, "log": print}
+    options = {"folder": tmp_path, "log": print}
     ours = start_commands(Peer.NATIVE, 2, **options)
     assert [command[-2:] for command in ours] == [["--rank", "0"], ["--rank", "1"]]
     monkeypatch.setattr("ferrodist.bench.processes.obtain_environment", lambda library, log: Path("/x"))

@@ -11,8 +11,7 @@ from nccl_fakes import FakeNccl, fake_groups, send_cpu_tensors_to_nccl
 
 import ferrodist
 from ferrodist.bench.adapters import ferrodist as ferrodist_adapter
-from ferrodist.bench.adapters.arrays import NumpyArrays, TorchArrays
-from ferrodist.bench.adapters.base import MemoryCopyAdapter, RankInfo, UnsupportedError
+from ferrodist.bench.adapters.base import MemoryCopyAdapter, NumpyArrays, RankInfo, TorchArrays, UnsupportedError
 from ferrodist.bench.adapters.ferrodist import SymmetricArrays
 from ferrodist.bench.cases import Case, DataType, Operation
 from ferrodist.bench.channel import FileBarrier

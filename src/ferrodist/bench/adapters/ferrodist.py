@@ -11,8 +11,7 @@ import ferrodist as fd
 from ferrodist.backends.mpi.runtime import library_version
 from ferrodist.backends.nccl.communicator import load_nccl
 from ferrodist.backends.ucc.bindings import load as load_ucc
-from ferrodist.bench.adapters.arrays import Arrays, TorchArrays
-from ferrodist.bench.adapters.base import Adapter
+from ferrodist.bench.adapters.base import Adapter, Arrays, TorchArrays
 from ferrodist.bench.cases import Case, DataType, Operation, Peer
 
 if TYPE_CHECKING:

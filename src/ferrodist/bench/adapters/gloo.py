@@ -7,8 +7,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
-from ferrodist.bench.adapters.arrays import Arrays, TorchArrays
-from ferrodist.bench.adapters.base import Adapter
+from ferrodist.bench.adapters.base import Adapter, Arrays, TorchArrays
 from ferrodist.bench.cases import Case, Operation
 
 if TYPE_CHECKING:

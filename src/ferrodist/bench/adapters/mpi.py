@@ -6,8 +6,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 import mpi4py
 
-from ferrodist.bench.adapters.arrays import Arrays, NumpyArrays
-from ferrodist.bench.adapters.base import Adapter, UnsupportedError
+from ferrodist.bench.adapters.base import Adapter, Arrays, NumpyArrays, UnsupportedError
 from ferrodist.bench.cases import REDUCTIONS, Case, DataType, Operation
 
 if TYPE_CHECKING:
