@@ -1,4 +1,4 @@
-// TransferMode the memory of other processes of this host (process_vm_readv), where the system lets ranks do it: what lies in
+// Reading the memory of other processes of this host (process_vm_readv), where the system lets ranks do it: what lies in
 // an ordinary tensor of another rank comes in one copy, without staging. Containers and security modules often forbid it,
 // and process numbers may differ between them, so it is used only where all ranks have tried it on each other.
 #pragma once

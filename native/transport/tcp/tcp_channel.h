@@ -72,7 +72,7 @@ private:
     bool is_broken_ = false;  // nothing can be written; what has come can still be read
     bool has_left_ = false;
 
-    // TransferMode.
+    // Reading.
     std::unique_ptr<std::byte[]> buffer_;
     std::size_t start_ = 0, stop_ = 0;  // of what is in it
     Frame header_;                      // of the frame that is being read
