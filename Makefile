@@ -1,5 +1,5 @@
 # make demo    train a real model over two ranks, and plot it
-# make test    run the tests
+# make test    run all tests, with one summary at the end
 # make sanitize  run the native tests under the sanitizers
 # make test-torch TORCH=2.15.0  run the tests that touch torch's insides with another torch, in an environment of its own
 # make bench   measure it beside gloo and MPI (25 minutes, on a quiet machine)
@@ -16,33 +16,19 @@ TORCH ?= 2.15.0
 TORCH_VENV := .venv-torch-$(TORCH)
 TORCH_INSTALLED := $(TORCH_VENV)/.installed
 
-.PHONY: demo test test-first-part test-second-part test-third-part test-torch native sanitize bench check format support clean
+.PHONY: demo test test-torch native sanitize bench check format support clean
 
 demo: $(INSTALLED)
 	$(BIN)/ferrodist demo
 
-# In three parts side by side: one alone waits for threads and processes to wake for most of its time.
-FIRST_PART := tests/unit/collectives tests/unit/backends tests/unit/rendezvous tests/unit/checkpoint tests/unit/launch \
-	tests/unit/mesh tests/unit/bench tests/unit/torch_backend tests/torch_backend/test_openings.py tests/multiprocess/test_demo.py
-SECOND_PART := tests/unit/tensor tests/unit/parallel tests/unit/testing tests/torch_backend/test_torch_examples.py
-PYTEST = $(BIN)/python -m pytest --durations 10 --durations-min 5
-
+# One part, or one file: see CONTRIBUTING.md.
 test: $(INSTALLED) native
-	$(MAKE) --no-print-directory --jobs 3 --keep-going test-first-part test-second-part test-third-part
+	$(BIN)/python tools/run_tests.py
 
-test-first-part: $(INSTALLED)
-	$(PYTEST) $(FIRST_PART)
-
-test-second-part: $(INSTALLED)
-	$(PYTEST) $(SECOND_PART)
-
-test-third-part: $(INSTALLED)
-	$(PYTEST) $(patsubst %,--ignore=%,$(FIRST_PART) $(SECOND_PART))
-
-# The tests that touch torch's insides, with any torch. What comes of them goes to docs/torch-versions, and from there into
-# the table of docs/torch-backend.md. An environment takes 1 to 6 GB: remove it when it has done its work.
+# The tests that touch torch's internals, with any torch. The results go to docs/torch-versions, and from there into the
+# table of docs/torch-backend.md. An environment takes 1 to 6 GB: remove it afterwards.
 test-torch: $(TORCH_INSTALLED)
-	$(TORCH_VENV)/bin/python tests/torch_versions.py run
+	$(TORCH_VENV)/bin/python tools/torch_versions.py run
 
 # A preset of CMakePresets.json, and how many random messages and collectives its stress tests run.
 NATIVE_RUN = $(BIN)/cmake --preset $(1) >/dev/null && $(BIN)/cmake --build build/$(1) --parallel && \

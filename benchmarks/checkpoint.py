@@ -1,16 +1,16 @@
-"""How fast checkpoints are saved and loaded, beside torch's DCP and a plain sequential write.
+"""Save and load rates of checkpoints, beside torch's DCP and a plain sequential write.
 
     python benchmarks/checkpoint.py [--mib 512] [--rounds 5] [--folder /path/on/the/disk] [--plot checkpoint.png]
 
-Two ranks on one host have half of the rows each of 16 equal float32 matrices, which are distributed tensors of
-ferrodist and of torch over the same memory. Systems take turns in the same processes. A rate is the checkpoint's size
+Two ranks on one host each hold half of the rows of 16 equal float32 matrices, which are distributed tensors of
+ferrodist and of torch over the same memory. Systems alternate in the same processes. A rate is the checkpoint's size
 by the slower rank's time, the median of the rounds.
 
-"raw" is what the disk takes: each rank writes its half to a file of its own, 4 MiB at a time, and syncs it; through the
-page cache, or past it (O_DIRECT). Files are new each time. Loads are of what is in the page cache ("warm": the load
-was done before) and of what is not ("cold": the cache was told to drop the files). What was loaded is compared, bit for
-bit, or the benchmark fails. "blocked" is how long `save_async` keeps the program, beside a copy of the rank's half to
-memory that was used before.
+"raw" is the rate of the disk: each rank writes its half to a file of its own, 4 MiB at a time, and syncs it; through
+the page cache, or past it (O_DIRECT). Files are new each time. Loads are "warm" (the files are in the page cache) or
+"cold" (the cache was told to drop them). Loaded tensors are compared, bit for bit, or the benchmark fails. "blocked"
+is the time for which `save_async` blocks the program, beside a copy of the rank's half to memory that was used
+before.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class Rank:
 
     Args:
         group: The ranks.
-        mib: Of the whole checkpoint.
+        mib: Size of the whole checkpoint.
         folder: On the disk.
     """
 
@@ -151,7 +151,7 @@ def measure(
 
 
 def measure_round(rank: Rank, number: int) -> dict[tuple[str, str], float]:
-    """Saves of all, and loads of what they saved."""
+    """Rates of saves and loads of all systems."""
     seconds = {}
     first = number % len(SAVES)
     for system in SAVES[first:] + SAVES[:first]:  # whoever writes first may find the disk rested
@@ -167,7 +167,7 @@ def measure_round(rank: Rank, number: int) -> dict[tuple[str, str], float]:
 
 
 def measure_blocking(rank: Rank, number: int) -> dict[tuple[str, str], float]:
-    """How long an asynchronous save keeps the program, from its second one on."""
+    """The time for which an asynchronous save blocks the program, from the second save on."""
     copies = [part.clone() for part in rank.parts]
     path = rank.folder / f"async-{number}"
 

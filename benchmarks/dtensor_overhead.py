@@ -1,11 +1,11 @@
-"""What an operator on a distributed tensor takes beside the plain one, and beside torch's DTensor.
+"""The overhead of operators on distributed tensors, beside torch's DTensor.
 
     python benchmarks/dtensor_overhead.py [--rounds 9] [--plot overhead.png]
 
-One rank and one thread, tensors of 8 x 8: almost all of the time is that of finding out what to do. The overhead is the
-time of the operator on distributed tensors less that of the plain operator, the least of the rounds each; rounds of the
-three take turns. "grad" means that inputs require gradients, so that autograd records the operator. Results are
-compared with the plain operator's, or the benchmark fails.
+One rank and one thread, tensors of 8 x 8: almost all of the time is dispatch. The overhead is the time of the operator
+on distributed tensors less that of the plain operator, each the least of the rounds; rounds of the three alternate.
+"grad" means that inputs require gradients, so that autograd records the operator. Results are compared with the plain
+operator's, or the benchmark fails.
 """
 
 from __future__ import annotations

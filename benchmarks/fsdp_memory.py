@@ -1,13 +1,13 @@
-"""How much memory does a rank of FSDP keep, beside its share of parameters, gradients and optimizer state?
+"""The memory of a rank of FSDP, beside its shards of parameters, gradients and optimizer state.
 
     python benchmarks/fsdp_memory.py [--ranks 2 4] [--layers 12] [--width 768] [--vocabulary 16384]
 
 A GPT of 100 million parameters with tied embeddings, its blocks units, built on the meta device; Adam; float32; ranks
-are processes on the native backend. Memory is what the kernel says: private pages, and shared ones divided by how many
-processes have them (Pss). *Steady* is between steps, gradients still there; *highest* the most that was seen in a
-step's forward and backward, with activations and with what libc's heap keeps free. Both are beside what the process had
-before the model was made. The limit is (parameters + gradients + optimizer) / ranks + two largest units + 5%. *Free* is
-what the heap gave back before steady was taken: whole gradients leave holes between smaller blocks.
+are processes on the native backend. Memory is the kernel's Pss: private pages, and shared ones divided by the number of
+processes that map them. *Steady* is between steps, with gradients; *highest* is the maximum during a step's forward and
+backward, with activations and with free memory that libc's heap keeps. Both are relative to the process before the
+model was created. The limit is (parameters + gradients + optimizer) / ranks + two largest units + 5%. *Free* is
+the memory that the heap returned before *steady* was measured: unsharded gradients leave holes between smaller blocks.
 """
 
 from __future__ import annotations
@@ -65,13 +65,13 @@ class Gpt(torch.nn.Module):
 
 
 def held_mib() -> float:
-    """What the kernel counts for this process."""
+    """The Pss of this process."""
     fields = dict(line.split(":", 1) for line in Path("/proc/self/smaps_rollup").read_text().splitlines()[1:])
     return int(fields["Pss"].split()[0]) / 1024
 
 
 def program(group: Any, options: argparse.Namespace) -> tuple[float, float, float, float]:
-    """What a rank does; returns MiB: steady, free, highest, and the limit."""
+    """The program of a rank; returns MiB: steady, free, highest, and the limit."""
     torch.set_num_threads(1)
     small = torch.nn.Linear(64, 64)
     small(torch.ones(64, 64)).sum().backward()

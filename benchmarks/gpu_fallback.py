@@ -1,9 +1,9 @@
-"""How fast tensors on a GPU go through the host's memory, beside what they go through.
+"""The rate of allreduces of GPU tensors through the host's memory, beside the rates of their parts.
 
     python benchmarks/gpu_fallback.py [--mebibytes 256] [--ranks 2] [--rounds 7]
 
 Ranks are processes of one host, which share its GPUs: rank r has GPU r, modulo their number. Measured in the same
-processes, with all ranks at it at once: copies from pinned memory to the GPU and back, each alone and both at once; the
+processes, by all ranks at once: copies from pinned memory to the GPU and back, each alone and both at once; the
 CPU engine's allreduce of as many bytes, of plain tensors and of symmetric ones; and the fallback's of tensors on the
 GPU. A rate is a tensor's bytes by the slower rank's time, the median of the rounds. The result is compared with that of
 the CPU, bit for bit.

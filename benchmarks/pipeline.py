@@ -1,4 +1,4 @@
-"""What a step of a pipeline takes, beside torch's pipelines, its schedule's prediction, and one process.
+"""The time of a pipeline step, beside torch's pipelines, the schedule's prediction, and one process.
 
     python benchmarks/pipeline.py [--rounds 5] [--steps 10] [--plot pipeline.png]
 
@@ -6,13 +6,13 @@ Three questions, each with its own table:
 
 1. Two ranks on one host, one computing thread each, train the same network by ferrodist and by
    torch.distributed.pipelining over gloo, with every schedule that both have, with small and large activations. They
-   take turns in the same processes. A figure is the slower rank's time for a step, the median of the rounds; a ratio is
+   alternate in the same processes. A figure is the slower rank's time for a step, the median of the rounds; a ratio is
    the median of the rounds' ratios, above 1 where ferrodist is faster. Both have the gradients of one process, or the
    benchmark fails.
-2. Four ranks whose stages only wait, for a fixed time in each forward and each half of a backward: what a step takes
-   beside what `predict` says. More ranks than cores don't matter then: what is measured is what execution adds.
-3. Two stages on two ranks beside one process with one thread, which does the same microbatches one after another, while
-   another one does so on the other core, for cores slow each other down: the share of the ideal speed, which is
+2. Four ranks whose stages only sleep, for a fixed time in each forward and each half of a backward: the time of a step
+   beside the prediction of `predict`. More ranks than cores do no harm: the difference is the runtime's overhead.
+3. Two stages on two ranks beside one process with one thread, which runs the same microbatches one after another while
+   another one does so on the other core, since cores slow each other down: the share of the ideal speed, which is
    2 m / (m + 1) for m microbatches.
 """
 
@@ -58,7 +58,7 @@ WARM_UP = 3
 
 
 class Layer(nn.Module):
-    """What a stage is: a linear layer and a nonlinearity."""
+    """A stage: a linear layer and a nonlinearity."""
 
     def __init__(self, width: int, seed: int) -> None:
         super().__init__()

@@ -1,22 +1,22 @@
-"""What a call of a function on another process takes, beside torch's RPC, gRPC and Ray.
+"""Latency and throughput of remote calls, beside torch's RPC, gRPC and Ray.
 
     python benchmarks/rpc.py [--rounds 5] [--seconds 1] [--without Ray] [--plot rpc.png]
 
-Two processes on one host, one computing thread each; the function gives back what it is given. `rpc_systems.py` says
-how each system is set up. Every system of every round has processes of its own, and no two run at once. What is not
-installed is named and left out: ``pip install grpcio ray``.
+Two processes on one host, one computing thread each; the function returns its argument. `rpc_systems.py` sets up each
+system. Every system of every round has processes of its own, and no two run at once. Systems that are not installed
+are named and left out: ``pip install grpcio ray``.
 
-1. A number there and back: the median of the calls and what 99 % of them stay below; with 3 ms between a result and the
+1. The round trip of a number: the median of the calls and their 99th percentile; with 3 ms between a result and the
    next call ("now and then"), and without ("back to back").
-2. Calls a second of one thread, with 500 to 1,000 of them under way.
+2. Calls a second of one thread, with 500 to 1,000 of them in flight.
 3. Calls a second of 8 threads, each of which waits for its results.
 4. Calls a second of both processes together, when each calls the other from one thread.
-5. float32 tensors there and back. GiB/s count both ways; "a copy in memory" is what writing the tensor once to memory
-   that was used before takes, and is as little as any system that doesn't share the tensor's memory can take.
+5. Round trips of float32 tensors. GiB/s count both directions; "a copy in memory" is the time to write the tensor once
+   to memory that was used before: the least for any system that doesn't share the tensor's memory.
 
 A figure is the median of the rounds; a ratio is the median of the rounds' ratios, above 1 where ferrodist is faster,
-and below where it is slower. All results are compared with what was sent, or the benchmark fails; tensors are rewritten
-before each call, which is not in the time, and neither is the comparison.
+and below where it is slower. All results are compared with the arguments, or the benchmark fails; tensors are
+rewritten before each call, which is not in the time, and neither is the comparison.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ def measure(group: fd.Backend, name: str, seconds: float, folder: str, done: Eve
 
 
 def measure_copy(group: fd.Backend, seconds: float) -> dict[str, float]:
-    """What copies take, as the only rank."""
+    """The time of copies, as the only rank."""
     del group
     torch.set_num_threads(1)
     targets = {size: torch.zeros(size // 4) for size in SIZES.values()}
@@ -195,7 +195,7 @@ def main() -> None:
 
 
 def ratio_of(found: Found, quantity: str, name: str) -> float:
-    """How many times as fast ferrodist is."""
+    """The speed of ferrodist relative to another system."""
     pairs = zip(found[quantity, OURS], found[quantity, name], strict=True)
     return statistics.median(our / their if quantity in RATES else their / our for our, their in pairs)
 

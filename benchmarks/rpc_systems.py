@@ -1,16 +1,16 @@
-"""What `rpc.py` compares: four ways to call a function of another process, behind one interface.
+"""The systems that `rpc.py` compares: four implementations of remote calls, behind one interface.
 
-Each is set up as one would on one host, and has no settings beyond that:
+Each is set up as usual on one host, with no settings beyond that:
 
 - ferrodist: an `RpcAgent` of a group with the native engine.
-- torch rpc: TensorPipe with its default options. Functions go by pickle, tensors beside it.
+- torch rpc: TensorPipe with its default options. Functions are pickled, tensors are sent out of band.
 - gRPC: bytes over loopback without encryption, messages of any size, one channel, 8 serving threads. A tensor is a
   header and its memory, copied once to send it and used where it was received. Numbers are 8 bytes. A message is sent
-  whole; streams of parts were not tried.
-- Ray: an actor on a host of 2 CPUs without its dashboard. Tensors go as numpy arrays, which it reads in shared memory
-  without a copy; as tensors they would be pickled, which took about four times as long from 16 MiB on.
+  whole; streaming was not tried.
+- Ray: an actor on a host of 2 CPUs without its dashboard. Tensors are sent as NumPy arrays, which it reads in shared
+  memory without a copy; as tensors they would be pickled, which took about four times as long from 16 MiB on.
 
-What gRPC and Ray give back can't be written to; what the others give back can.
+Results of gRPC and Ray are read-only; those of the others are writable.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ _OBJECT_STORE_BYTES = 2 << 30
 
 
 def checked(got: object, expected: object) -> None:
-    """Raise unless a call came back with what was sent."""
+    """Raise unless a call returned its argument."""
     if got != expected:
         raise RuntimeError(f"an echo of {expected} came back as {got}")
 
@@ -60,7 +60,7 @@ def rate_of(call: Callable[[int], Any], seconds: float) -> float:
 
 
 def echo(value: Any) -> Any:
-    """What all systems call."""
+    """The function that all systems call."""
     return value
 
 
@@ -188,7 +188,7 @@ class TorchRpc(System):
 
 
 def _ignore_read_only() -> None:
-    """What was received is used without a copy, and only read."""
+    """A received tensor, used without a copy and read-only."""
     warnings.filterwarnings("ignore", message="The given (NumPy array|buffer) is not writable")
 
 
@@ -266,7 +266,7 @@ class Grpc(System):
 
 
 class _Actor:
-    """What serves Ray's calls."""
+    """The actor that serves Ray's calls."""
 
     def echo(self, value: Any) -> Any:
         return value

@@ -1,12 +1,12 @@
-"""What communication adds to a network of which two ranks compute a half each.
+"""The communication overhead of tensor parallelism over two ranks.
 
     python benchmarks/tensor_parallel.py [--rounds 7] [--steps 10] [--plot network.png]
 
-Two ranks on one host, one computing thread each: a linear layer from 4096 to 16384 features, GELU, and one back, for 64
-tokens, without and with the gradients of weights and input. "half" is what a rank computes, as plain layers of half the
-hidden features, without a word to the other. Variants take turns in the same processes. A figure is the slower rank's
-time for a step, the median of the rounds; a ratio is the median of the rounds' ratios to "half". Outputs and gradients
-of all but "half" are compared with the undivided network's, or the benchmark fails.
+Two ranks on one host, one computing thread each: a linear layer from 4096 to 16384 features, GELU, and one back, for
+64 tokens, without and with the gradients of weights and input. "half" is a rank's share, as plain layers of half the
+hidden features, without communication. Variants alternate in the same processes. A figure is the slower rank's time
+for a step, the median of the rounds; a ratio is the median of the rounds' ratios to "half". Outputs and gradients of
+all but "half" are compared with the unsharded network's, or the benchmark fails.
 """
 
 from __future__ import annotations

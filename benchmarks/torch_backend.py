@@ -3,13 +3,12 @@
     python benchmarks/torch_backend.py [--rounds 7] [--steps 20] [--calls 20000]
 
 Two ranks on one host, one computing thread each. The calls are ``torch.distributed.all_reduce`` of 8 bytes, whose
-results are compared with the sum; each rank's median counts, and the slower rank's of the two. The training is that of
+results are compared with the sum; the figure is the slower rank's median. The training is that of
 ``training_step.py``: four linear layers of 2048 x 2048 on 16 rows a rank with SGD, by torch's DistributedDataParallel
-and by its fully_shard; its time is the slower rank's for a step. Both backends run in every round, each in processes of
-its own; figures are medians of the rounds, ratios medians of the rounds' ratios. All ways end with the same weights,
-to rounding, or the benchmark fails. The training also runs with nothing sent, where ranks only wait for each other as
-they have to, by a barrier for each collective; with wrong weights. What gloo takes over that is as much as any backend
-could win.
+and by its fully_shard; its time is the slower rank's for a step. Both backends run in every round, each in processes
+of its own; figures are medians of the rounds, ratios medians of the rounds' ratios. All variants end with the same
+weights, to rounding, or the benchmark fails. The training also runs with a barrier in place of each collective, which
+sends nothing and gives wrong weights: the difference to gloo is the most that any backend could win.
 """
 
 from __future__ import annotations
@@ -43,7 +42,7 @@ NOTHING = "nothing sent"
 
 
 class Result(NamedTuple):
-    """What a rank gives back."""
+    """The results of a rank."""
 
     seconds: float
     norm: float  # of the weights at the end, of the whole model; of calls the last sum
@@ -92,7 +91,7 @@ class _NotSent(AllGather, ReduceScatter):
         self._is_lent = is_lent
 
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-        """Make room for what would be sent or received."""
+        """Allocate the buffers of the messages."""
         if self._is_lent:
             return dist.group.WORLD.allocate_tensor(math.prod(size), dtype=dtype, device=device).view(size)
         return torch.empty(size, dtype=dtype, device=device)
@@ -209,7 +208,7 @@ def report(times: dict[tuple[str, str], list[float]]) -> None:
 
 
 def ratio(theirs: list[float], ours: list[float]) -> float:
-    """How many times as fast the second is, in the same rounds."""
+    """The speed of the second relative to the first, in the same rounds."""
     return statistics.median(their / our for their, our in zip(theirs, ours, strict=True))
 
 

@@ -1,16 +1,16 @@
-"""What data parallelism adds to a training step.
+"""The overhead of data parallelism in a training step.
 
     python benchmarks/training_step.py [--rounds 7] [--steps 20] [--plot step.png]
 
-Two ranks on one host, one computing thread each, train four linear layers of 2048 x 2048 (64 MiB of parameters, and as
-much of gradients) on 16 rows a rank with SGD. Both ranks step at once in every variant, also where each is alone. Every
-variant of every round has processes of its own, as in practice. A figure is the slower rank's time for a step, the
-median of the rounds; a ratio is the median of the rounds' ratios. All that average end with the same weights, to
-rounding, or the benchmark fails.
+Two ranks on one host, one computing thread each, train four linear layers of 2048 x 2048 (64 MiB of parameters, and
+as much of gradients) on 16 rows a rank with SGD. Both ranks step at the same time in every variant, also without
+communication. Every variant of every round has processes of its own, as in practice. A figure is the slower rank's
+time for a step, the median of the rounds; a ratio is the median of the rounds' ratios. All variants that average end
+with the same weights, to rounding, or the benchmark fails.
 
-A step alone gives the memory of its gradients back to the system and gets it anew, page by page. Whether it does
-depends on what else the program has allocated, and is a third of the step here. In an environment with
-``MALLOC_MMAP_THRESHOLD_=33554432 MALLOC_TRIM_THRESHOLD_=1099511627776`` the C library keeps what was freed.
+Without communication, a step returns the memory of its gradients to the system and gets it again, page by page.
+Whether it does depends on the program's other allocations, and is a third of the step here. In an environment with
+``MALLOC_MMAP_THRESHOLD_=33554432 MALLOC_TRIM_THRESHOLD_=1099511627776`` the C library keeps freed memory.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ VARIANTS = (
 
 
 class Result(NamedTuple):
-    """What a rank gives back."""
+    """The results of a rank."""
 
     seconds: float
     norm: float  # of the weights at the end, of the whole model

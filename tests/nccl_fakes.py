@@ -1,9 +1,8 @@
-"""A fake of NCCL and of CUDA's streams, at the edges of ferrodist's own code: for tests without a GPU.
+"""Fakes of NCCL's library and communicators and of a GPU's streams, for tests without a GPU.
 
-It works on tensors of the CPU, with ranks as threads, and records what it is asked for. What NCCL does in its own way
-it does so, too: it matches by order alone, drops NaN in minima and maxima, and multiplies by a mean's factor first.
-With ``is_lazy`` an operation is on its stream at once, and done when all ranks have come to it; without, it comes onto
-its stream only then.
+They work on CPU tensors, with ranks as threads, and record calls. They behave like NCCL: match operations by order
+alone, drop NaN in minima and maxima, and multiply by a mean's factor first. With ``is_lazy`` an operation is on its
+stream at once, and done when all ranks have called it; without, it is on its stream only then.
 """
 
 from __future__ import annotations
@@ -40,7 +39,7 @@ _FIRST_MADE_OPERATION = 100
 
 
 class FakeWork:
-    """One operation of one rank: done when all ranks that it needs have come."""
+    """One operation of one rank: done when all ranks that it needs have called it."""
 
     def __init__(self, kind: str, facts: tuple[Any, ...], tensors: tuple[torch.Tensor, ...], factor: float) -> None:
         self.kind = kind
@@ -118,8 +117,8 @@ class FakeStreams:
 
 
 @dataclass
-class _Meeting:
-    """What the ranks of one communicator have brought."""
+class _Channel:
+    """The calls of the ranks of one communicator."""
 
     world_size: int
     lock: threading.Lock = field(default_factory=threading.Lock)
@@ -129,7 +128,7 @@ class _Meeting:
 
 
 class FakeNccl:
-    """NCCL of a process whose ranks are threads; one for all of them."""
+    """The NCCL library of a process whose ranks are threads; shared by all of them."""
 
     version = (9, 9, 9)
     description = "a fake of NCCL"
@@ -139,7 +138,7 @@ class FakeNccl:
         self.opened: list[FakeCommunicator] = []
         self.refusal: str | None = None
         self._ids = itertools.count(1)
-        self._meetings: dict[bytes, _Meeting] = {}
+        self._channels: dict[bytes, _Channel] = {}
         self._lock = threading.Lock()
 
     def unique_id(self) -> bytes:
@@ -150,17 +149,17 @@ class FakeNccl:
             raise NcclError(self.refusal)
         assert len(unique_id) == 128
         with self._lock:
-            meeting = self._meetings.setdefault(unique_id, _Meeting(world_size))
-            communicator = FakeCommunicator(self, meeting, rank)
+            channel = self._channels.setdefault(unique_id, _Channel(world_size))
+            communicator = FakeCommunicator(self, channel, rank)
             self.opened.append(communicator)
-        meeting.joined.add(rank)
+        channel.joined.add(rank)
         return communicator
 
 
 class FakeCommunicator:
-    """One rank's part in a meeting; for one thread at a time, but for the abort."""
+    """One rank's communicator; for one thread at a time, except for abort."""
 
-    def __init__(self, nccl: FakeNccl, meeting: _Meeting, rank: int) -> None:
+    def __init__(self, nccl: FakeNccl, channel: _Channel, rank: int) -> None:
         self.rank = rank
         self.log: list[str] = []
         self.is_aborted = self.is_destroyed = self.is_finalizing = False
@@ -169,7 +168,7 @@ class FakeCommunicator:
         self.operations: dict[int, float] = {}
         self._made = itertools.count()
         self._nccl = nccl
-        self._meeting = meeting
+        self._channel = channel
         self._num_collectives = 0
         self._grouped: list[tuple[FakeWork, FakeStream]] | None = None
         self._grouping_thread = 0
@@ -187,7 +186,7 @@ class FakeCommunicator:
                 return False
             if self._nccl.is_lazy:
                 return True
-            return len(self._meeting.joined) == self._meeting.world_size and all(work.is_done for work in self.begun)
+            return len(self._channel.joined) == self._channel.world_size and all(work.is_done for work in self.begun)
         finally:
             self._asking.release()
 
@@ -220,14 +219,14 @@ class FakeCommunicator:
 
     def reduce_scatter(self, out: torch.Tensor, source: torch.Tensor, dtype: int, op: int, *, stream: int) -> None:
         self._check_reduced(dtype, out, source)
-        assert source.numel() == out.numel() * self._meeting.world_size
+        assert source.numel() == out.numel() * self._channel.world_size
         self._add("reduce_scatter", (source.numel(), dtype), (out, source), stream, op)
 
     def broadcast(self, tensor: torch.Tensor, *, root: int, stream: int) -> None:
         self._add("broadcast", (root,), (tensor,), stream, rank=root)
 
     def all_gather(self, out: torch.Tensor, source: torch.Tensor, *, stream: int) -> None:
-        assert out.numel() == source.numel() * self._meeting.world_size
+        assert out.numel() == source.numel() * self._channel.world_size
         self._add("all_gather", (), (out, source), stream)
 
     def send(self, tensor: torch.Tensor, peer: int, *, stream: int) -> None:
@@ -262,11 +261,11 @@ class FakeCommunicator:
         assert not self.is_destroyed
         self.log.append("abort")
         self.is_aborted = True
-        with self._meeting.lock:
-            for works in self._meeting.collectives.values():
+        with self._channel.lock:
+            for works in self._channel.collectives.values():
                 if self.rank in works:
                     _abandon(works[self.rank])
-            for works_of_pair in self._meeting.messages.values():
+            for works_of_pair in self._channel.messages.values():
                 for work in works_of_pair:
                     _abandon(work)
 
@@ -290,7 +289,7 @@ class FakeCommunicator:
             assert tensor.is_contiguous()
             assert tensor.numel(), f"{kind} of nothing"
         assert op is None or op in _STEPS or op in self.operations, f"{op} is no operation"
-        assert rank is None or 0 <= rank < self._meeting.world_size, f"{rank} is no rank"
+        assert rank is None or 0 <= rank < self._channel.world_size, f"{rank} is no rank"
         self.log.append(kind)
         factor = 1.0 if op is None else self.operations.get(op, 1.0)
         kind_of_op = 0 if op is not None and op >= _FIRST_MADE_OPERATION else op
@@ -301,23 +300,23 @@ class FakeCommunicator:
         if work.kind in ("send", "recv"):
             self._begin_message(work)
             return
-        meeting, number = self._meeting, self._num_collectives
+        channel, number = self._channel, self._num_collectives
         self._num_collectives += 1
-        with meeting.lock:
-            works = meeting.collectives[number]
+        with channel.lock:
+            works = channel.collectives[number]
             works[self.rank] = work
-            if len(works) == meeting.world_size:
-                del meeting.collectives[number]
-                _do([works[rank] for rank in range(meeting.world_size)])
+            if len(works) == channel.world_size:
+                del channel.collectives[number]
+                _do([works[rank] for rank in range(channel.world_size)])
 
     def _begin_message(self, work: FakeWork) -> None:
         (peer,) = work.facts
         sender, receiver = (self.rank, peer) if work.kind == "send" else (peer, self.rank)
         other_kind = "recv" if work.kind == "send" else "send"
-        with self._meeting.lock:
-            waiting = self._meeting.messages[sender, receiver, other_kind]
+        with self._channel.lock:
+            waiting = self._channel.messages[sender, receiver, other_kind]
             if not waiting:
-                self._meeting.messages[sender, receiver, work.kind].append(work)
+                self._channel.messages[sender, receiver, work.kind].append(work)
                 return
             other = waiting.popleft()
             source, target = (work, other) if work.kind == "send" else (other, work)
@@ -335,7 +334,7 @@ def _abandon(work: FakeWork) -> None:
 
 
 def _do(works: list[FakeWork]) -> None:
-    """Do what the ranks ask for; of different calls, nothing that makes sense."""
+    """Do the ranks' operation; nothing if their calls differ."""
     first = works[0]
     if all(work.kind == first.kind and work.facts == first.facts for work in works):
         _DOERS[first.kind](works)
@@ -344,7 +343,7 @@ def _do(works: list[FakeWork]) -> None:
 
 
 def _write(work: FakeWork, value: torch.Tensor) -> None:
-    """Write to memory, of which autograd sees nothing."""
+    """Write to memory, unseen by autograd."""
     work.tensors[0].data.copy_(value)
 
 
@@ -399,7 +398,7 @@ _DOERS = {
 def fake_groups(
     world_size: int, *, nccl: FakeNccl | None = None, kind: Any = None, timeout: float = 60.0, control: Any = None
 ) -> list[Any]:
-    """Groups whose NCCL is a fake, for `run_ranks`: by default `HybridBackend` over groups of threads."""
+    """Groups over a fake of NCCL, for `run_ranks`: by default `HybridBackend` over groups of threads."""
     shared = FakeNccl() if nccl is None else nccl
     controls = control(world_size) if control else SimulatedBackend.create_group(world_size, timeout=timeout)
     groups = []
@@ -411,6 +410,6 @@ def fake_groups(
 
 
 def send_cpu_tensors_to_nccl(monkeypatch: Any) -> None:
-    """Have collectives and messages take tensors of the CPU for such of a GPU, in groups with NCCL."""
+    """Have collectives and messages treat CPU tensors as GPU tensors, in groups with NCCL."""
     monkeypatch.setattr(select, "host_engine_of", lambda group: group.engine("cuda") or operation.host_engine_of(group))
-    monkeypatch.setattr(p2p, "messages_of", lambda group, device: group.p2p("cuda"))
+    monkeypatch.setattr(p2p, "device_p2p_of", lambda group, device: group.p2p("cuda"))

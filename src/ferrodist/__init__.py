@@ -295,7 +295,7 @@ def __dir__() -> list[str]:
 
 
 def _is_for_help() -> bool:
-    """Whether it is pydoc that asks: of each name it would print all, 23,000 lines for what the page above lists."""
+    """Return whether pydoc is the caller: it would print 23,000 lines for the names listed above."""
     frame: Any = sys._getframe(2)  # noqa: SLF001 - who calls is known nowhere else
     while frame is not None and frame.f_globals.get("__name__") == "inspect":
         frame = frame.f_back

@@ -1,4 +1,4 @@
-"""``python -m ferrodist`` is the ``ferrodist`` command."""
+"""``python -m ferrodist``, the same as the ``ferrodist`` command."""
 
 from __future__ import annotations
 

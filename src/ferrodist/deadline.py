@@ -1,4 +1,4 @@
-"""Deadlines: one way to turn a ``timeout`` in seconds into the time that is left."""
+"""Timeouts and deadlines: a ``timeout`` in seconds becomes the time that is left."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
 DEFAULT_COLLECTIVE_TIMEOUT = 1800.0
-"""Seconds a blocking call may take when neither the call, nor its group, nor FERRODIST_TIMEOUT says otherwise."""
+"""The timeout in seconds of a blocking call unless the call, its group or FERRODIST_TIMEOUT sets another."""
 
 LONG_WAIT_SECONDS = 30.0
 """Seconds of waiting for other ranks after which a warning names them."""
 
 TIMEOUT_VARIABLE = "FERRODIST_TIMEOUT"
-"""The environment variable with another default."""
+"""The environment variable that sets the default timeout."""
 
 # Lock.acquire and Condition.wait refuse longer waits than this (threading.TIMEOUT_MAX is about 292 years on Linux, but
 # 49 days on some platforms).
@@ -25,7 +25,7 @@ _LONGEST_WAIT = 30 * 24 * 3600.0
 
 
 def check_timeout(timeout: float) -> float:
-    """Return ``timeout`` as a float, or raise: it must be a number of seconds, not negative and not NaN."""
+    """Return ``timeout`` as a float, or raise unless it is a number of seconds, not negative and not NaN."""
     if isinstance(timeout, bool) or not isinstance(timeout, (int, float)):
         raise TypeError(f"timeout must be a number of seconds, not {type(timeout).__name__}")
     if not timeout >= 0:  # NaN is not either
@@ -34,10 +34,10 @@ def check_timeout(timeout: float) -> float:
 
 
 def default_timeout() -> float:
-    """Seconds a blocking call may take by default: FERRODIST_TIMEOUT, else `DEFAULT_COLLECTIVE_TIMEOUT`.
+    """Return the default timeout of a blocking call in seconds: FERRODIST_TIMEOUT, else `DEFAULT_COLLECTIVE_TIMEOUT`.
 
     Raises:
-        ValueError: The variable holds no number of seconds above 0.
+        ValueError: The variable is not a number of seconds above 0.
     """
     text = os.environ.get(TIMEOUT_VARIABLE, "").strip()
     if not text:
@@ -52,17 +52,17 @@ def default_timeout() -> float:
 
 
 def resolve_timeout(timeout: float | None) -> float:
-    """A timeout as `check_timeout` returns it, or `default_timeout` for None."""
+    """Return a timeout as `check_timeout` does, or `default_timeout` for None."""
     return default_timeout() if timeout is None else check_timeout(timeout)
 
 
 class Deadline:
-    """A moment by which something must be done.
+    """A point in time by which a call must be done.
 
     Args:
         timeout: Seconds from now; ``math.inf`` never passes.
-        clock: Where the time comes from, in seconds; only differences matter.
-        elapsed: Seconds of them that have passed already.
+        clock: The clock, in seconds; only differences matter.
+        elapsed: Seconds that have already passed.
     """
 
     __slots__ = ("_clock", "_end", "_start", "timeout")
@@ -74,26 +74,26 @@ class Deadline:
         self._end = self._start + self.timeout
 
     def remaining(self) -> float:
-        """Seconds left: never negative, and never more than a lock can wait for."""
+        """Return the seconds left: never negative, and never more than a lock can wait for."""
         return min(max(0.0, self._end - self._clock()), _LONGEST_WAIT)
 
     def elapsed(self) -> float:
-        """Seconds since the deadline was made."""
+        """Return the seconds since the deadline was created."""
         return self._clock() - self._start
 
     @property
     def expired(self) -> bool:
-        """Whether the moment has passed."""
+        """True once the deadline has passed."""
         return self._clock() >= self._end
 
 
 def long_wait() -> Deadline:
-    """When a wait that begins now has lasted long enough for a warning."""
+    """Return the deadline after which a wait that begins now deserves a warning."""
     return Deadline(LONG_WAIT_SECONDS)
 
 
 def before_warning(timeout: float) -> float:
-    """How much of a wait there is until it has lasted long enough for a warning; what is no number stays as it is."""
+    """Return the part of a timeout until a warning is due; values that are not numbers stay as they are."""
     try:
         if timeout > LONG_WAIT_SECONDS:
             return LONG_WAIT_SECONDS
@@ -103,16 +103,16 @@ def before_warning(timeout: float) -> float:
 
 
 class Elapsed(NamedTuple):
-    """How long something has taken, beside how long it might have."""
+    """The elapsed time of a call, and its timeout."""
 
     seconds: float
     timeout: float
 
     @classmethod
     def of(cls, deadline: Deadline) -> Elapsed:
-        """What a deadline says now."""
+        """Return a deadline's present elapsed time."""
         return cls(deadline.elapsed(), deadline.timeout)
 
     def __str__(self) -> str:
-        allowed = float(f"{self.timeout:.4g}")  # a deadline made of what another has left is of 1.99997 s
+        allowed = float(f"{self.timeout:.4g}")  # a deadline made from another's remaining time is of 1.99997 s
         return f"{self.seconds:.2f} s of {allowed:g} s allowed"

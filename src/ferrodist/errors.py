@@ -1,14 +1,14 @@
-"""Every error ferrodist raises of its own.
+"""The errors that ferrodist raises.
 
 ::
 
-    DistributedError(RuntimeError)            what            whose turn it is
-    |-- InvalidRankError       (ValueError)   wrong argument   fix the call
-    |-- InvalidWorldSizeError  (ValueError)   wrong argument   fix the call
-    |-- SelfSendError          (ValueError)   wrong argument   fix the call
-    |-- SizeMismatchError      (ValueError)   a message does not fit the buffer given for it
-    |-- UnsupportedOpError     (TypeError)    no backend or dtype here can do this
-    |-- CollectiveMismatchError               ranks called different things
+    DistributedError(RuntimeError)
+    |-- InvalidRankError       (ValueError)   a wrong argument: fix the call
+    |-- InvalidWorldSizeError  (ValueError)   a wrong argument: fix the call
+    |-- SelfSendError          (ValueError)   a wrong argument: fix the call
+    |-- SizeMismatchError      (ValueError)   a message does not fit its receive buffer
+    |-- UnsupportedOpError     (TypeError)    no backend or dtype here supports this
+    |-- CollectiveMismatchError               ranks made different collective calls
     |-- GroupClosedError                      this rank closed the group
     |-- GroupAbortedError                     some rank called abort()
     |-- PeerLostError                         a rank died or left
@@ -18,16 +18,15 @@
     |-- AuthenticationError                   a peer does not know the job secret
     |-- RendezvousError                       the ranks could not all meet
     |-- BackendUnavailable                    the engine is not installed here
-    |-- DistCheckpointError                   a checkpoint can't be written, or is not what was written
+    |-- DistCheckpointError                   a checkpoint can't be written, or is missing or damaged
     |-- PipelineError                         a stage of a pipeline failed, on some rank
-    |-- RpcError                              a function that was called on some rank failed, or is not there
+    |-- RpcError                              a function called on another rank failed, or does not exist
     `-- RankFailedError                       a rank's program failed (launcher, test kit)
 
-``ValueError`` and ``TypeError`` of Python itself are raised for arguments that are wrong on their face. The first rank
-that detects a failure reports it; every other rank raises the same class with the same facts, so each error pickles and
-crosses process boundaries whole.
-
-Errors of collectives that a component calls say which one called them, and why: the user's program doesn't.
+Python's own ``ValueError`` and ``TypeError`` are raised for arguments that are plainly wrong. The first rank that
+detects a failure reports it; every other rank raises the same class with the same facts, so every error can be pickled
+and sent. Errors of collectives that a component of ferrodist calls name the component and its purpose
+(`add_error_context`).
 """
 
 from __future__ import annotations
@@ -71,8 +70,8 @@ class DistributedError(RuntimeError):
     """Base of all ferrodist errors.
 
     Args:
-        message: A whole sentence: what happened, where, and what to do.
-        ranks: The ranks the error is about (the lost peers, the late ranks), in the numbering of the group it names.
+        message: A full sentence: what happened, where, and what to do.
+        ranks: The ranks that the error is about (lost peers, stragglers), as numbered in the group it names.
     """
 
     def __init__(self, message: str, *, ranks: tuple[int, ...] = ()) -> None:
@@ -84,19 +83,19 @@ class DistributedError(RuntimeError):
         return _rebuild, (type(self), self.args, self.__dict__.copy())
 
     def fresh(self) -> DistributedError:
-        """A copy to raise. What is kept and raised again and again would keep the frames of each time alive."""
+        """Return a copy to raise. Raising a stored error repeatedly would keep the frames of each time alive."""
         copy = _rebuild(type(self), self.args, self.__dict__.copy())
         copy.__cause__ = self.__cause__
         return copy
 
     @property
     def rank(self) -> int | None:
-        """The rank the error is about, or None when it is about none or several."""
+        """The rank that the error is about; None if it is about none or several."""
         return self.ranks[0] if len(self.ranks) == 1 else None
 
 
 def _rebuild(kind: type[DistributedError], args: tuple[Any, ...], state: dict[str, Any]) -> DistributedError:
-    """Make an error without its ``__init__``, whose signature a subclass may have changed."""
+    """Create an error without calling ``__init__``, whose signature a subclass may have changed."""
     new = OSError.__new__ if issubclass(kind, OSError) else RuntimeError.__new__  # a TimeoutError is an OSError
     error = new(kind, *args)
     error.args = args
@@ -109,7 +108,7 @@ class InvalidRankError(DistributedError, ValueError):
 
 
 class InvalidWorldSizeError(DistributedError, ValueError):
-    """A world size below 1, or one that other ranks do not agree with."""
+    """A world size below 1, or one that differs between ranks."""
 
 
 class SelfSendError(DistributedError, ValueError):
@@ -117,11 +116,11 @@ class SelfSendError(DistributedError, ValueError):
 
 
 class SizeMismatchError(DistributedError, ValueError):
-    """A message has another size than the buffer it was to be received into."""
+    """A message has another size than its receive buffer."""
 
 
 class UnsupportedOpError(DistributedError, TypeError):
-    """An operation that this backend, dtype or device cannot do."""
+    """An operation that this backend, dtype or device does not support."""
 
 
 class CollectiveMismatchError(DistributedError):
@@ -133,18 +132,18 @@ class GroupClosedError(DistributedError):
 
 
 class GroupAbortedError(DistributedError):
-    """A rank ended the group on purpose with ``abort()``."""
+    """A rank deliberately ended the group with ``abort()``."""
 
 
 class PeerLostError(DistributedError):
-    """A rank of the group died, or left while others still counted on it."""
+    """A rank of the group died, or left while others still needed it."""
 
 
 class DistributedTimeoutError(DistributedError, TimeoutError):
-    """A deadline passed; ``ranks`` are those that were waited for, where known.
+    """A deadline passed; ``ranks`` are the stragglers, if known.
 
     Attributes:
-        detail: What else is known of who is to blame: a clause with a space in front, or empty. The message has it.
+        detail: Further facts about the cause: a clause that begins with a space, or empty. The message contains it.
     """
 
     detail = ""
@@ -154,8 +153,7 @@ class NoConnectionError(DistributedError):
     """There is no path to a rank.
 
     Attributes:
-        relay: The rank that passed on messages on the way to it and is gone, in the numbers of the outermost group;
-            None where it is another reason.
+        relay: The lost rank that relayed messages to it, as numbered in the outermost group; None for another reason.
     """
 
     relay: int | None = None
@@ -178,7 +176,7 @@ class BackendUnavailable(DistributedError):  # noqa: N818 - the name the crate g
 
 
 class DistCheckpointError(DistributedError):
-    """A checkpoint can't be written, is not there, or is not what was written; the message names file and tensor."""
+    """A checkpoint can't be written, is missing, or is damaged; the message names file and tensor."""
 
 
 class PipelineError(DistributedError):
@@ -186,24 +184,24 @@ class PipelineError(DistributedError):
 
 
 class _RemoteTraceback(Exception):  # noqa: N818 - never raised
-    """What was printed on another rank, as the cause of an error here."""
+    """A traceback from another rank, as the cause of an error here."""
 
     def __str__(self) -> str:
         return f"\n{self.args[0]}"
 
 
 class RpcError(DistributedError):
-    """A function that was called on another rank raised, or there is none.
+    """A function called on another rank raised, or does not exist.
 
     Args:
-        message: As for all.
+        message: A full sentence, as for all errors.
         ranks: The rank that was called.
-        type_name: Of what was raised there, or empty.
-        traceback: Of it, or empty; it is shown above this one's own.
+        type_name: The class name of the error raised there, or empty.
+        traceback: The traceback there, or empty; it is shown above this error's own.
 
     Attributes:
-        type_name: As given.
-        remote_traceback: The traceback.
+        type_name: The class name of the error raised there, or empty.
+        remote_traceback: The traceback there, or empty.
     """
 
     def __init__(self, message: str, *, ranks: tuple[int, ...] = (), type_name: str = "", traceback: str = "") -> None:
@@ -226,62 +224,63 @@ _BY_NAME: dict[str, type[DistributedError]] = {
 
 
 def error_to_wire(error: BaseException) -> tuple[str, str, tuple[int, ...]]:
-    """Reduce an error to (class name, message, ranks), which any codec can carry.
+    """Reduce an error to (class name, message, ranks), which any codec can encode.
 
-    A class from elsewhere becomes the nearest one of this module. What UTF-8 can't carry, as in some file names,
-    becomes an escape.
+    A class from elsewhere becomes the nearest one of this module. Text that UTF-8 can't encode, as in some file names,
+    is escaped.
     """
     if not isinstance(error, DistributedError):
-        return DistributedError.__name__, _sendable(f"{type(error).__name__}: {error}"), ()
+        return DistributedError.__name__, _to_utf8(f"{type(error).__name__}: {error}"), ()
     nearest = next(kind for kind in type(error).__mro__ if _BY_NAME.get(kind.__name__) is kind)
-    return nearest.__name__, _sendable(error.message), error.ranks
+    return nearest.__name__, _to_utf8(error.message), error.ranks
 
 
-def _sendable(text: str) -> str:
+def _to_utf8(text: str) -> str:
     return text.encode("utf-8", "backslashreplace").decode()
 
 
 def error_from_wire(name: str, message: str, ranks: tuple[int, ...]) -> DistributedError:
     """Rebuild an error from `error_to_wire`'s triple; an unknown class becomes `DistributedError`.
 
-    Names are looked up among this module's classes only, so a peer cannot make this process import or call anything.
+    Names are looked up among this module's classes only, so that a peer can't make this process import or call
+    anything.
     """
     return _BY_NAME.get(name, DistributedError)(message, ranks=tuple(ranks))
 
 
 def describe_error(error: BaseException) -> str:
-    """Any error in one line."""
+    """Describe any error in one line."""
     try:
         first_line = str(error).strip().partition("\n")[0]
-    except Exception:  # noqa: BLE001 - others are to be told all the same
+    except Exception:  # noqa: BLE001 - an error must be reported even if its text can't be
         first_line = "it can't be put into words"
     return f"{type(error).__name__}: {first_line}" if first_line else type(error).__name__
 
 
 def describe_failed_program(error: BaseException) -> str:
-    """The reason for which a rank aborts its group when ``error`` has ended its program."""
+    """Return the reason with which a rank aborts its group after ``error`` has ended its program."""
     return f"its program failed with {describe_error(error)}"
 
 
 def ranks_text(ranks: Collection[int]) -> str:
-    """How messages name ranks, of which there is at least one: "rank 3", or "ranks 1, 3"."""
+    """Name one or more ranks in a message: "rank 3", or "ranks 1, 3"."""
     return f"{'rank' if len(ranks) == 1 else 'ranks'} {', '.join(map(str, ranks))}"
 
 
 @contextlib.contextmanager
 def add_error_context(what: Callable[[], str], advice: str) -> Iterator[None]:
-    """Have errors between ranks that are raised inside the block say what was being done; class and ranks stay.
+    """Append a sentence to the messages of errors between ranks in the block; class and ranks stay.
 
     Args:
-        what: Returns a sentence that says what was being done.
-        advice: What to look for when a rank is late or called something else.
+        what: Returns a sentence about the current operation.
+        advice: The advice for a straggler or a mismatched call.
     """
     try:
         yield
     except DistributedError as error:
-        told = error.fresh()
-        told.message = f"{error.message.rstrip('.')}. {what()}"
+        extended = error.fresh()
+        extended.message = f"{error.message.rstrip('.')}. {what()}"
         if isinstance(error, (CollectiveMismatchError, DistributedTimeoutError)):
-            told.message += f" {advice}"
-        told.args = (told.message,)
-        raise told from error.__cause__
+            extended.message += f" {advice}"
+        extended.args = (extended.message,)
+        raise extended from error.__cause__

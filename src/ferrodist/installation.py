@@ -1,4 +1,4 @@
-"""How this installation came here, and so how an extra is added to it. The package is on no index."""
+"""The origin of this installation, and thus the command that adds an extra to it. The package is on no index."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from urllib.parse import unquote, urlsplit
 
 
 def how_to_install(extra: str) -> str:
-    """The command that installs an extra of ferrodist, for messages about what is missing."""
-    origin = _origin()
+    """Return the command that installs an extra of ferrodist, for messages about missing packages."""
+    origin = _direct_url()
     url = str(origin.get("url", ""))
     if "vcs_info" in origin:
         info = origin["vcs_info"]
@@ -24,8 +24,8 @@ def how_to_install(extra: str) -> str:
     return f"pip install 'ferrodist[{extra}] @ {url}'"
 
 
-def _origin() -> dict[str, Any]:
-    """What pip has noted of where it took this from (PEP 610); nothing where it has not."""
+def _direct_url() -> dict[str, Any]:
+    """Return pip's record of the installation's origin (PEP 610); empty without one."""
     try:
         text = importlib.metadata.distribution("ferrodist").read_text("direct_url.json")
         origin = json.loads(text or "{}")

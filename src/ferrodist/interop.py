@@ -1,4 +1,4 @@
-"""Former name of `ferrodist.torch_backend`, for programs that were written with it."""
+"""The former name of `ferrodist.torch_backend`, for programs that were written with it."""
 
 from __future__ import annotations
 

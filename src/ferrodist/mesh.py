@@ -1,7 +1,4 @@
-"""Ranks as a grid whose axes have names, and the groups along its axes.
-
-A mesh as text.
-"""
+"""DeviceMesh: ranks as a grid with named axes, and the groups along its axes."""
 
 from __future__ import annotations
 
@@ -24,12 +21,12 @@ if TYPE_CHECKING:
 
     from ferrodist.backends.base import Backend
 
-_MOST_RANKS = 1024
-"""A larger grid is only described."""
+_MAX_DRAWN_RANKS = 1024
+"""Larger grids are not drawn, only described."""
 
 
 def draw_grid(shape: Sequence[int], axis_names: Sequence[str], ranks: Sequence[int], own: int, group: str) -> str:
-    r"""Draw a grid of ranks, the last axis to the right, the one before downwards, the others as slabs.
+    r"""Draw a grid of ranks: the last axis as columns, the one before as rows, all others as slabs.
 
     ::
 
@@ -40,63 +37,63 @@ def draw_grid(shape: Sequence[int], axis_names: Sequence[str], ranks: Sequence[i
 
     Args:
         shape: The sizes of the axes.
-        axis_names: Their names.
-        ranks: In row-major order.
+        axis_names: The names of the axes.
+        ranks: The ranks in row-major order.
         own: The rank to mark.
-        group: The name of its group.
+        group: The name of the ranks' group.
     """
     sizes = " x ".join(f"{name} {size}" for name, size in zip(axis_names, shape, strict=True))
-    place = f"this is rank {own} in brackets" if own in ranks else f"without this rank, {own}"
-    lines = [f"DeviceMesh of group {group!r}: {sizes}, {place}"]
-    if len(ranks) > _MOST_RANKS:
+    this_rank = f"this is rank {own} in brackets" if own in ranks else f"without this rank, {own}"
+    lines = [f"DeviceMesh of group {group!r}: {sizes}, {this_rank}"]
+    if len(ranks) > _MAX_DRAWN_RANKS:
         return lines[0]
     num_columns = shape[-1]
     num_rows = shape[-2] if len(shape) > 1 else 1
     corner = f"{axis_names[-2]} \\ {axis_names[-1]}" if len(shape) > 1 else axis_names[-1]
     width = max(len(str(number)) for number in (*ranks, num_columns)) + 3
     slab_size = num_rows * num_columns
-    for number, outer in enumerate(itertools.product(*map(range, shape[:-2]))):
+    for slab_index, outer in enumerate(itertools.product(*map(range, shape[:-2]))):
         if outer:
-            lines.append(", ".join(f"{name} {at}" for name, at in zip(axis_names, outer, strict=False)) + ":")
+            lines.append(", ".join(f"{name} {index}" for name, index in zip(axis_names, outer, strict=False)) + ":")
         lines.append(corner + "".join(f" {column} ".rjust(width) for column in range(num_columns)))
-        slab = ranks[number * slab_size :][:slab_size]
+        slab = ranks[slab_index * slab_size :][:slab_size]
         for row in range(num_rows):
             cells = slab[row * num_columns :][:num_columns]
-            head = str(row) if len(shape) > 1 else ""
+            header = str(row) if len(shape) > 1 else ""
             marked = [f"[{rank}]" if rank == own else f" {rank} " for rank in cells]
-            lines.append(head.rjust(len(corner)) + "".join(cell.rjust(width) for cell in marked))
+            lines.append(header.rjust(len(corner)) + "".join(cell.rjust(width) for cell in marked))
     return "\n".join(line.rstrip() for line in lines)
 
 
-_MADE = "mesh.meshes"
-"""What a group keeps under this name: how many meshes of each description it has had on this rank."""
+_MESH_COUNTS = "mesh.counts"
+"""The group attachment that counts the meshes of each description that this rank has made."""
 
-_making = threading.Lock()
+_lock = threading.Lock()
 
 
 class DeviceMesh:
-    """Some ranks of a group as a grid, in row-major order: the last axis counts fastest.
+    """A grid of ranks of a group, in row-major order: the last axis varies fastest.
 
     ::
 
         mesh = fd.DeviceMesh(group, (2, 4), ("replicate", "shard"))
         mesh["shard"].group  # this rank's row of four, as a group
 
-    Making it sends nothing. The groups along its axes are made when they are first asked for, by each of their members
-    alone; ranks outside take no part. Ranks that make several meshes alike make them equally often: the first one's
-    groups on a rank are those of the first one on the others.
+    Making a mesh sends nothing. The groups along its axes are made on first use, by each member alone; ranks outside do
+    not take part. All ranks must make the same number of meshes with the same arguments: the n-th of them on one rank
+    has the groups of the n-th on the others.
 
     Args:
-        group: The group to take ranks from; None is the default group.
-        shape: The number of ranks along each axis. One of them may be -1: as many as there are.
+        group: The group that has the ranks; None is the default group.
+        shape: The number of ranks along each axis. One of them may be -1, to be inferred.
         axis_names: A name for each axis, all different; None names them ``"0"``, ``"1"``, ...
-        ranks: The ranks of ``group``, as many as the shape says, in the order in which they fill the grid; None takes
-            all, from 0 on. This rank need not be among them.
+        ranks: The ranks of ``group`` in row-major order of the grid; None is all ranks in ascending order. This rank
+            need not be among them.
 
     Raises:
         ValueError: The shape doesn't fit the number of ranks, or names are missing, too many or repeated.
-        InvalidRankError: A rank is not in the group, or comes twice.
-        TypeError: An argument is of another kind.
+        InvalidRankError: A rank is not in the group, or is repeated.
+        TypeError: An argument has the wrong type.
     """
 
     def __init__(
@@ -112,27 +109,27 @@ class DeviceMesh:
         sizes = _check_shape(shape, len(members), parent)
         names = _check_names(axis_names, len(sizes))
         label = f"mesh {sizes} {names} {members}"
-        with _making:
-            made: dict[str, int] = parent.attachments.setdefault(_MADE, {})
-            made[label] = made.get(label, -1) + 1
-        self._fill(_Groups(parent, f"{label} {made[label]}"), sizes, names, members)
+        with _lock:
+            counts: dict[str, int] = parent.attachments.setdefault(_MESH_COUNTS, {})
+            counts[label] = counts.get(label, -1) + 1
+        self._init(_MeshGroups(parent, f"{label} {counts[label]}"), sizes, names, members)
 
-    def _fill(
-        self, groups: _Groups, shape: tuple[int, ...], axis_names: tuple[str, ...], ranks: tuple[int, ...]
+    def _init(
+        self, groups: _MeshGroups, shape: tuple[int, ...], axis_names: tuple[str, ...], ranks: tuple[int, ...]
     ) -> None:
         self._groups = groups
         self._shape = shape
         self._axis_names = axis_names
         self._ranks = ranks
-        self._places = {rank: place for place, rank in enumerate(ranks)}
+        self._indices = {rank: index for index, rank in enumerate(ranks)}
 
     @classmethod
     def of_hosts(cls, group: Backend | None = None, axis_names: Sequence[str] = ("host", "local_rank")) -> Self:
-        """A mesh of hosts and the ranks of each, as the launcher's variables tell; every rank of the group calls.
+        """A mesh of hosts and the ranks of each, from the launcher's variables; every rank of the group calls this.
 
         Args:
             group: The group; None is the default group.
-            axis_names: Of hosts, and of ranks within one.
+            axis_names: The names of the axis of hosts and of the axis of ranks within a host.
 
         Raises:
             ValueError: On every rank: hosts have different numbers of ranks, or some rank has no GROUP_RANK and
@@ -140,16 +137,16 @@ class DeviceMesh:
         """
         parent = resolve_group(group)
         environment = read_environment()
-        here = (environment.group_rank, environment.local_rank)
-        places = all_gather_object(here, group=parent)
-        unknown = [rank for rank, place in enumerate(places) if None in place]
+        own = (environment.group_rank, environment.local_rank)
+        positions = all_gather_object(own, group=parent)
+        unknown = [rank for rank, position in enumerate(positions) if None in position]
         if unknown:
             raise ValueError(
                 f"rank {unknown[0]} of group {parent.name!r} has no GROUP_RANK and LOCAL_RANK in its environment: start"
                 " the ranks with `ferrodist run` or torchrun, or pass the shape to DeviceMesh"
             )
-        ranks = sorted(range(parent.world_size), key=lambda rank: places[rank])
-        hosts = [host for host, _ in places]
+        ranks = sorted(range(parent.world_size), key=lambda rank: positions[rank])
+        hosts = [host for host, _ in positions]
         sizes = [hosts.count(host) for host in sorted(set(hosts))]
         if len(set(sizes)) > 1:
             raise ValueError(
@@ -175,17 +172,17 @@ class DeviceMesh:
 
     @property
     def size(self) -> int:
-        """The number of ranks in it."""
+        """The number of ranks."""
         return len(self._ranks)
 
     @property
     def ranks(self) -> tuple[int, ...]:
-        """Its ranks in row-major order, as the group that it was made from numbers them."""
+        """The ranks in row-major order, as ranks of `parent`."""
         return self._ranks
 
     @property
     def parent(self) -> Backend:
-        """The group that it was made from, whose rank numbers all methods take and give."""
+        """The group from which the mesh was made; all methods take and return ranks of it."""
         return self._groups.parent
 
     @property
@@ -195,83 +192,83 @@ class DeviceMesh:
         Raises:
             InvalidRankError: This rank is not in the mesh.
         """
-        return self._groups.of(self._ranks)
+        return self._groups.group_of(self._ranks)
 
     @property
     def coordinate(self) -> tuple[int, ...] | None:
-        """Where this rank is, or None when it is not in the mesh."""
+        """This rank's coordinate, or None if it is not in the mesh."""
         rank = self.parent.rank
-        return self.coords(rank) if rank in self._places else None
+        return self.coords(rank) if rank in self._indices else None
 
     @property
     def identity(self) -> Hashable:
-        """Equal for meshes that are the same grid and have the same groups, as slices of one mesh by one name."""
+        """A key that is equal for meshes with the same grid and the same groups, such as equal slices of one mesh."""
         return (id(self._groups), self._shape, self._axis_names, self._ranks)
 
     def axis_index(self, axis: str | int) -> int:
-        """The number of an axis, by its name or its number; negative numbers count from the last.
+        """The index of an axis, given its name or its index; negative indices count from the last.
 
         Raises:
             ValueError: There is no such axis.
-            TypeError: It is neither.
+            TypeError: ``axis`` is neither a name nor an index.
         """
         if isinstance(axis, str):
             if axis not in self._axis_names:
                 raise ValueError(f"there is no axis {axis!r}: this mesh has {_listed(self._axis_names)}")
             return self._axis_names.index(axis)
         if isinstance(axis, bool) or not isinstance(axis, int):
-            raise TypeError(f"an axis is given by its name or its number, not by {axis!r}")
+            raise TypeError(f"an axis is given by its name or its index, not by {axis!r}")
         if not -self.ndim <= axis < self.ndim:
             raise ValueError(f"there is no axis {axis}: this mesh has {self.ndim}")
         return axis % self.ndim
 
     def coords(self, rank: int) -> tuple[int, ...]:
-        """Where a rank is.
+        """The coordinate of a rank.
 
         Raises:
-            InvalidRankError: It is not in the mesh.
+            InvalidRankError: The rank is not in the mesh.
         """
-        if rank not in self._places:
+        if rank not in self._indices:
             raise InvalidRankError(f"rank {rank} is not in this mesh of ranks {list(self._ranks)}", ranks=(rank,))
-        place, coords = self._places[rank], []
+        index, coords = self._indices[rank], []
         for size in reversed(self._shape):
-            place, coordinate = divmod(place, size)
+            index, coordinate = divmod(index, size)
             coords.append(coordinate)
         return tuple(reversed(coords))
 
     def rank_of(self, coords: Sequence[int]) -> int:
-        """Which rank is there.
+        """The rank at a coordinate.
 
         Raises:
-            ValueError: There is no such place.
+            ValueError: There is no such coordinate.
         """
-        if len(coords) != self.ndim or any(not 0 <= at < size for at, size in zip(coords, self._shape, strict=True)):
-            raise ValueError(f"there is no place {tuple(coords)} in a mesh of shape {self._shape}")
-        place = 0
-        for at, size in zip(coords, self._shape, strict=True):
-            place = place * size + at
-        return self._ranks[place]
+        if len(coords) != self.ndim or any(not 0 <= one < size for one, size in zip(coords, self._shape, strict=True)):
+            raise ValueError(f"there is no coordinate {tuple(coords)} in a mesh of shape {self._shape}")
+        index = 0
+        for coordinate, size in zip(coords, self._shape, strict=True):
+            index = index * size + coordinate
+        return self._ranks[index]
 
     def ranks_along_axis(self, axis: str | int, rank: int | None = None) -> tuple[int, ...]:
-        """The ranks that differ from one in this coordinate only, in its order.
+        """The ranks that differ from a rank along one axis only, in ascending order of their coordinates.
 
         Args:
-            axis: Name or number.
+            axis: The axis's name or index.
             rank: A rank of the mesh; None is this one.
         """
         return self._along((self.axis_index(axis),), self._in_mesh(rank))
 
     def groups_along_axis(self, axis: str | int) -> list[tuple[int, ...]]:
-        """The ranks of all groups along an axis, which together are the mesh."""
+        """The ranks of each group along an axis; together they are the mesh."""
         index = self.axis_index(axis)
-        others = [range(size) if place != index else range(1) for place, size in enumerate(self._shape)]
+        others = [range(size) if other != index else range(1) for other, size in enumerate(self._shape)]
         return [self._along((index,), self.rank_of(coords)) for coords in itertools.product(*others)]
 
     def __getitem__(self, axes: str | tuple[str, ...]) -> DeviceMesh:
-        """The part of the mesh along some axes on which this rank is, as a mesh of these axes in this order.
+        """The sub-mesh along some axes, in this order, that contains this rank.
 
         Raises:
-            ValueError: There is no such axis, or it comes twice.
+            ValueError: There is no such axis, or one is repeated.
             InvalidRankError: This rank is not in the mesh.
         """
         names = axes if isinstance(axes, tuple) else (axes,)
@@ -281,19 +278,19 @@ class DeviceMesh:
         if len(set(chosen)) < len(chosen):
             raise ValueError(f"an axis comes twice in {_listed(names)}")
         shape = tuple(self._shape[index] for index in chosen)
-        return self._part(shape, names, self._along(chosen, self._in_mesh(None)))
+        return self._sub_mesh(shape, names, self._along(chosen, self._in_mesh(None)))
 
     def flatten(self, axis_name: str | None = None) -> DeviceMesh:
-        """The same ranks along one axis; ``mesh["a", "b"].flatten()`` joins two axes of several.
+        """The same ranks along one axis; ``mesh["a", "b"].flatten()`` flattens two axes of several.
 
         Args:
-            axis_name: Its name; None joins the names by ``_``.
+            axis_name: The axis's name; None joins the names by ``_``.
         """
         name = "_".join(self._axis_names) if axis_name is None else axis_name
-        return self._part((self.size,), _check_names((name,), 1), self._ranks)
+        return self._sub_mesh((self.size,), _check_names((name,), 1), self._ranks)
 
     def __eq__(self, other: object) -> bool:
-        """Whether it is the same grid of the same group; its groups may be others."""
+        """Return whether both are the same grid of one group; the groups along their axes may differ."""
         if not isinstance(other, DeviceMesh):
             return NotImplemented
         return self._key() == other._key()
@@ -302,11 +299,11 @@ class DeviceMesh:
         return hash(self._key())
 
     def __deepcopy__(self, memo: object) -> Self:
-        """The same mesh: copies of what lies over it, as modules, talk over its groups."""
+        """Return the mesh itself: copies of modules communicate over the same groups."""
         return self
 
     def __reduce_ex__(self, protocol: object) -> Any:
-        """Refuse to be pickled: its groups are of this process."""
+        """Refuse to be pickled: the groups belong to this process."""
         raise TypeError("a DeviceMesh is not pickled: make it anew where it is needed, of the same shape and names")
 
     def __copy__(self) -> Self:
@@ -319,10 +316,10 @@ class DeviceMesh:
     def _key(self) -> tuple[object, ...]:
         return (id(self.parent), self._shape, self._axis_names, self._ranks)
 
-    def _part(self, shape: tuple[int, ...], axis_names: tuple[str, ...], ranks: tuple[int, ...]) -> DeviceMesh:
-        part = DeviceMesh.__new__(DeviceMesh)
-        part._fill(self._groups, shape, axis_names, ranks)  # noqa: SLF001 - of its own class
-        return part
+    def _sub_mesh(self, shape: tuple[int, ...], axis_names: tuple[str, ...], ranks: tuple[int, ...]) -> DeviceMesh:
+        mesh = DeviceMesh.__new__(DeviceMesh)
+        mesh._init(self._groups, shape, axis_names, ranks)  # noqa: SLF001 - of its own class
+        return mesh
 
     def _in_mesh(self, rank: int | None) -> int:
         chosen = self.parent.rank if rank is None else rank
@@ -330,7 +327,7 @@ class DeviceMesh:
         return chosen
 
     def _along(self, axes: tuple[int, ...], rank: int) -> tuple[int, ...]:
-        """The ranks that differ from one in these coordinates only, in row-major order of the axes as given."""
+        """The ranks that differ from a rank along some axes only, in row-major order of the axes as given."""
         coords = list(self.coords(rank))
         found = []
         for values in itertools.product(*[range(self._shape[axis]) for axis in axes]):
@@ -340,19 +337,19 @@ class DeviceMesh:
         return tuple(found)
 
 
-class _Groups:
-    """The groups of a mesh and its parts on this rank, each made when it is first asked for."""
+class _MeshGroups:
+    """The groups of a mesh and its sub-meshes on this rank, each made on first use."""
 
     def __init__(self, parent: Backend, label: str) -> None:
         self.parent = parent
         self._label = label
         self._made: dict[tuple[int, ...], Backend] = {}
 
-    def of(self, ranks: tuple[int, ...]) -> Backend:
-        """The group of these ranks in this order."""
+    def group_of(self, ranks: tuple[int, ...]) -> Backend:
+        """The group of some ranks, in their order."""
         if ranks == tuple(range(self.parent.world_size)):
             return self.parent
-        with _making:
+        with _lock:
             if ranks not in self._made:
                 self._made[ranks] = SubBackend(self.parent, ranks, label=self._label)
             return self._made[ranks]

@@ -1,4 +1,4 @@
-"""The system's limits, named in errors: open files, threads."""
+"""The system's resource limits, for errors: open files, threads, memory."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 def limit_text(error: BaseException) -> str | None:
-    """Which limit of the system an error is about, and what to do; None for other errors."""
+    """Return a description of the limit that an error hit, and the remedy; None for other errors."""
     if isinstance(error, OSError) and error.errno == errno.EMFILE:
         limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
         return f"this process has as many files open as it may, {limit}: raise that limit (ulimit -n)"
@@ -26,21 +26,21 @@ def limit_text(error: BaseException) -> str | None:
         return "the system has no memory left for another connection"
     if isinstance(error, RuntimeError) and "can't start new thread" in str(error):
         limit = resource.getrlimit(resource.RLIMIT_NPROC)[0]
-        named = "unlimited" if limit == resource.RLIM_INFINITY else str(limit)
+        limit_name = "unlimited" if limit == resource.RLIM_INFINITY else str(limit)
         return (
-            f"this process can start no more threads: raise the limit of processes and threads (ulimit -u, {named}"
+            f"this process can start no more threads: raise the limit of processes and threads (ulimit -u, {limit_name}"
             " here, or pids.max of the container), or give it more memory"
         )
     return None
 
 
 def check_descriptors(number: int) -> None:
-    """Raise OSError, as for the first that fails, unless this process may open so many more files."""
+    """Check that this process may open ``number`` more files; OSError as for the first that fails."""
     opened: list[int] = []
     try:
         with Path(os.devnull).open("rb") as file:
             for _ in range(number):
-                opened.append(os.dup(file.fileno()))  # noqa: PERF401 - those before one that fails are to be closed
+                opened.append(os.dup(file.fileno()))  # noqa: PERF401 - descriptors before a failure must be closed
     finally:
         for descriptor in opened:
             os.close(descriptor)
@@ -50,11 +50,11 @@ def check_descriptors(number: int) -> None:
 def naming_limits(
     who: str, ranks: tuple[int, ...] = (), *, kind: type[DistributedError] = RendezvousError
 ) -> Iterator[None]:
-    """Within it, what fails for a limit of the system raises an error with the limit's name.
+    """Convert errors of the block that hit a limit of the system to ones with the limit's name.
 
     Args:
-        who: Begins the message.
-        ranks: Whom the error names.
+        who: The beginning of the message.
+        ranks: The ranks that the error names.
         kind: The class of the error.
     """
     try:

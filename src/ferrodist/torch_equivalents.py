@@ -1,4 +1,4 @@
-"""What names of torch.distributed are called here: for the error of who looks for them in `ferrodist`."""
+"""The equivalents of torch.distributed's names, for error messages about missing attributes of `ferrodist`."""
 
 _RESULT = "which returns its result (out=tensor writes it in place)"
 
@@ -66,6 +66,6 @@ _HINTS = {
 
 
 def hint_for(name: str) -> str:
-    """What to use in place of a name of torch.distributed, as the end of a sentence; empty for other names."""
+    """Return the equivalent of a name of torch.distributed as the end of a sentence; empty for other names."""
     hint = _HINTS.get(name)
     return "" if hint is None else f": {hint} (docs/from-torch.md has torch.distributed's other names)"

@@ -1,17 +1,17 @@
-"""Words of messages that depend on what they are said of: articles and plurals."""
+"""English grammar for messages: articles and plurals."""
 
 from __future__ import annotations
 
 import re
 
-# Letters whose names begin with a vowel, as an abbreviation is read: an LSTM, an FSDP.
+# Letters whose names begin with a vowel sound, for abbreviations: an LSTM, an FSDP.
 _SPELLED_WITH_AN = frozenset("AEFHILMNORSX")
 _SPOKEN_YOU = re.compile(r"u(ni[^nm]|int|se|til|tf|ri|uid)|eu|one", re.IGNORECASE)
 _PLURALS = {"axis": "axes", "batch": "batches", "child": "children", "microbatch": "microbatches", "prefix": "prefixes"}
 
 
 def with_article(name: str) -> str:
-    """A name with "a" or "an" before it, as it is spoken: "an Embedding", "an LSTM", "a Linear", "a UUID"."""
+    """Return a name with "a" or "an" as it is pronounced: "an Embedding", "an LSTM", "a Linear", "a UUID"."""
     if len(name) > 1 and name[:2].isupper():
         has_an = name[0] in _SPELLED_WITH_AN
     else:
@@ -20,5 +20,5 @@ def with_article(name: str) -> str:
 
 
 def counted(number: float, noun: str) -> str:
-    """A number and what it is of: "1 rank", "2 ranks"."""
+    """Return a number with its noun: "1 rank", "2 ranks"."""
     return f"{number} {noun if number == 1 else _PLURALS.get(noun, noun + 's')}"

@@ -233,7 +233,7 @@ def bystanders() -> Iterator[Callable[[], None]]:
 
 @pytest.mark.parametrize("violation", _VIOLATIONS)
 def test_violations_end_the_group(violation: str, bystanders: Callable[[], None]) -> None:
-    """Bytes that no rank sends: the others get an error that names the rank, soon, and hold no memory for it."""
+    """Bytes that no rank sends: the others soon get an error that names the rank, and hold no memory for it."""
     with check_leaks(), _job() as job, ExitStack() as stack:
         waiting = bytearray(16)
         pending = job.groups[2].irecv(waiting, _HOSTILE, tag=77)
@@ -269,8 +269,8 @@ _PASSED_ON: dict[str, bytes] = {
 
 
 @pytest.mark.parametrize("violation", _PASSED_ON)
-def test_violations_that_rank_0_passes_on_name_their_sender(violation: str) -> None:
-    """What breaks the protocol at the rank that it is for is put down to who sent it, by all ranks."""
+def test_violations_that_rank_0_relays_name_their_sender(violation: str) -> None:
+    """A violation detected by its receiver is attributed to its sender, by all ranks."""
     with check_leaks(), _job() as job:
         job.send(_PASSED_ON[violation])
         for rank in (2, 0):
@@ -281,7 +281,7 @@ def test_violations_that_rank_0_passes_on_name_their_sender(violation: str) -> N
 
 
 def test_huge_offers_cost_nothing() -> None:
-    """A message of 2**47 bytes is only announced: memory is taken by who receives it, and nobody can by mistake."""
+    """A message of 2**47 bytes is only announced: only a receive takes memory, and none is posted by mistake."""
     with check_leaks(), _job() as job, ExitStack() as stack:
         tracemalloc.start()
         stack.callback(tracemalloc.stop)
@@ -296,8 +296,8 @@ def test_huge_offers_cost_nothing() -> None:
 
 
 def test_floods_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A rank that keeps sending what nobody receives ends the group when the limit is reached."""
-    monkeypatch.setattr(mailbox, "MAX_UNASKED_BYTES", 1 << 20)
+    """A rank that keeps sending unexpected messages ends the group when the limit is reached."""
+    monkeypatch.setattr(mailbox, "MAX_UNEXPECTED_BYTES", 1 << 20)
     with check_leaks(), _job() as job:
         with suppress(OSError):  # the hub closes the connection while it is written to
             for number in range(40):
@@ -307,9 +307,9 @@ def test_floods_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
         assert error.ranks == (_HOSTILE,)
 
 
-def test_who_floods_is_named_whoever_comes_last(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_flooding_rank_is_named_whichever_comes_last(monkeypatch: pytest.MonkeyPatch) -> None:
     """The rank that filled the room is named, not the one whose message does not fit any more."""
-    monkeypatch.setattr(mailbox, "MAX_UNASKED_BYTES", 1 << 20)
+    monkeypatch.setattr(mailbox, "MAX_UNEXPECTED_BYTES", 1 << 20)
     with check_leaks(), _job() as job:
         for number in range(10):
             job.send(_frame(payload=bytes(100_000), size=100_000, message=number, tag=number))
@@ -331,7 +331,7 @@ _REASON = msgspec.msgpack.encode(("GroupAbortedError", "why not", ()))
 def test_ends_of_unknown_groups_are_bounded(
     kind: FrameType, payload: bytes, destination: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A rank may tell of the end of groups that another has not made yet, but not of ever more of them."""
+    """A rank may report the end of groups that another has not made yet, but not of any number of them."""
     monkeypatch.setattr(mailbox_backend, "MAX_AHEAD", 100)
     with check_leaks(), _job() as job:
         notices = [_frame(kind, payload, destination=destination, group=group)[0] for group in range(1, 101)]
@@ -363,7 +363,7 @@ def test_offers_in_a_failed_group_are_not_kept() -> None:
 
 
 def test_strangers_have_no_part_in_a_group() -> None:
-    """Messages and notices in a group that their sender is no member of change nothing."""
+    """Messages and notices in a group from a rank that is no member change nothing."""
     with check_leaks(), _job() as job:
         hub, other = SubBackend(job.groups[0], [0, 2]), SubBackend(job.groups[2], [0, 2])
         for kind, payload, size in (
@@ -396,7 +396,7 @@ def test_data_that_was_not_asked_for_is_refused() -> None:
 
 
 def test_grants_of_strangers_start_nothing() -> None:
-    """A rank can't grant what was offered to another: the message arrives whole, or the group fails."""
+    """A rank can't grant an offer to another: the message arrives whole, or the group fails."""
     with _job() as job:
         data = bytes(range(250)) * (_LARGE // 250)
         send = job.groups[0].isend(data, 2, tag=3)
@@ -418,7 +418,7 @@ def test_grants_of_strangers_start_nothing() -> None:
     "record", [bytes(192), b"\xff" * 192, b"barrier".ljust(188, b"\0") + b"\xff" * 4], ids=["zeros", "ones", "long"]
 )
 def test_calls_that_no_rank_makes_are_mismatches(record: bytes) -> None:
-    """A collective's call that is garbage is a mismatch, told to all ranks in the same words."""
+    """A collective's call that is garbage is a mismatch, reported on all ranks in the same words."""
     with check_leaks(), _job() as job:
         tag = channel_tag(Channel.CALL, 0)
         job.send(_frame(payload=record, size=192, tag=tag))
@@ -442,7 +442,7 @@ def test_calls_that_no_rank_makes_are_mismatches(record: bytes) -> None:
 @pytest.mark.parametrize("ready", [False, True], ids=["before READY", "after READY"])
 @pytest.mark.parametrize("violation", ["another magic", "another version", "kind 255", "the longest payload", "zeros"])
 def test_a_hostile_hub_is_named(violation: str, ready: bool) -> None:
-    """What rank 0 sends is checked as well: the rank that hears it fails, and names rank 0."""
+    """Frames of rank 0 are checked as well: the rank that receives them fails, and names rank 0."""
     with check_leaks():
         server = socket.create_server(("127.0.0.1", 0))
 

@@ -104,8 +104,8 @@ def test_a_connection_that_ends_within_a_frame():
         assert _outcome(engine, timeout=30.0)[:2] == (FailureKind.LOST, (1,))
 
 
-def test_a_rank_that_says_it_failed():
-    """A rank that says that a collective has failed there ends it here, though it had come to it."""
+def test_a_rank_that_reports_a_failure():
+    """A rank that reports that a collective has failed there ends it here, though it had called it."""
     with _engine() as (engine, peer):
         peer.sendall(_frame(_ARRIVAL, data=_CALL) + _frame(_FAILED))
         assert _outcome(engine, timeout=30.0)[:2] == (FailureKind.FAILED, (1,))
@@ -163,8 +163,8 @@ def test_frames_that_come_in_pieces(size):
         assert torch.equal(tensor, theirs + 1)
 
 
-def test_what_has_not_left_when_a_collective_fails_never_does():
-    """A tensor is the caller's again when its collective has failed: what is in it then is not sent."""
+def test_unsent_bytes_of_a_failed_collective_are_never_sent():
+    """A tensor is the caller's again when its collective has failed: its content is not sent from then on."""
     with _engine() as (engine, peer):
         tensor = torch.ones(30_000)
         assert _outcome(engine, tensor=tensor)[0] is FailureKind.LATE

@@ -106,7 +106,7 @@ def _await(told, seconds=20.0):
     ids=lambda sent: sent[:16].hex(),
 )
 def test_a_frame_that_none_sends_is_refused(sent):
-    """A wrong kind, size, offset or order is told, with the rank, once, and no byte after it is taken in."""
+    """A wrong type, size, offset or order is reported once, with the rank, and no byte after it is taken."""
     with _messenger() as (messenger, peer, told):
         peer.sendall(sent + _frame(_EAGER, b"after", message=9, tag=7))
         assert _await(told) == (_PeerEvent.BROKEN, 1)
@@ -116,7 +116,7 @@ def test_a_frame_that_none_sends_is_refused(sent):
 
 
 def test_half_a_message_is_none():
-    """What ends within a frame leaves its receive waiting, for whoever knows why the rank is gone."""
+    """A connection that ends in a frame leaves its receive waiting, until the reason of the rank's end is known."""
     with _messenger() as (messenger, peer, told):
         request = messenger.start_recv(bytearray(1000), 1, 0, 0)
         peer.sendall(_frame(_EAGER, bytes(1000))[:500])
@@ -192,7 +192,7 @@ def test_the_group_ends_with_a_protocol_error(descriptors):
 
 
 def test_a_connection_that_breaks_ends_what_needs_it(descriptors):
-    """Transfers of the two ranks end, though nobody tells of a death; the group and its other ranks go on."""
+    """Transfers of the two ranks end, though no notice of a death comes; the group and its other ranks go on."""
 
     def program(group):
         group.barrier()

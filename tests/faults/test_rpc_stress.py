@@ -310,18 +310,18 @@ class Rank:
     def left(self):
         """What calls and references have left behind, in words."""
         agent = self.agent
-        tables = agent._switchboard.objects.counting.tables
-        kept = list(tables._kept.values())
+        table = agent._rrefs.refcounts.table
+        kept = list(table._owned.values())
         found = {f"keeps {each.id}": each.handle() or each.counts or "what was registered" for each in kept}
-        found["registered"] = [vars(each) for each in tables._registrations._by_passage.values()]
-        found |= {f"has {id_}": held.handle() or held.count for id_, held in list(tables._held.items())}
-        found["calls"] = agent.statistics().in_flight + len(agent._switchboard.outgoing.calls._waiting)
-        callers = [agent._switchboard.own, *agent._switchboard.connector.neighbors.values()]
-        found["served"] = sum(len(caller._served) for caller in callers)
-        found["places"] = sum(1024 - caller.window._free for caller in callers)
-        found["transfers"] = sum(len(caller._link._under_way) for caller in callers[1:])
-        found["moving"] = agent._switchboard.workers._num_moving
-        found["running"] = agent._switchboard.workers._num_waiting
+        found["registered"] = [vars(each) for each in table._forks._by_key.values()]
+        found |= {f"has {id_}": held.handle() or held.count for id_, held in list(table._used.items())}
+        found["calls"] = agent.statistics().in_flight + len(agent._client.pending._calls)
+        peers = list(agent._peers._peers.values())
+        found["served"] = sum(len(peer.incoming) for peer in peers) + agent._server.num_serving
+        found["places"] = sum(1024 - peer.window._num_free for peer in peers)
+        found["transfers"] = sum(len(peer._transfers) for peer in peers if peer.rank != self.rank)
+        found["moving"] = agent._executor._num_transfers
+        found["running"] = agent._executor._num_waiting
         return {f"rank {self.rank} after {self.kills[:]}: {what}": str(each) for what, each in found.items() if each}
 
     def close(self):
@@ -438,7 +438,7 @@ def rss_bytes(pid):
 @pytest.mark.parametrize("pass_on", [False, True])
 @pytest.mark.timeout(SECONDS + 10 * PATIENCE)
 def test_calls_while_ranks_are_killed(supervisor, pass_on):
-    """Each call has its right answer, or an error that somebody's death explains; in the end nothing is left."""
+    """Each call has its right result, or an error that a death explains; in the end nothing is left."""
     draw = random.Random(SEED)
     for rank in range(NUM_RANKS):
         supervisor.start(rank)
@@ -528,7 +528,7 @@ def bounced(rank, world_size, hops, token):
 
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_a_thousand_calls_at_once(backend):
-    """Eight threads of each rank have them outstanding at the same time; each answer goes to its call."""
+    """Eight threads of each rank have them outstanding at the same time; each result goes to its call."""
 
     def program(agent):
         def ask(thread):
@@ -571,7 +571,7 @@ def test_few_calls_at_once(backend, most_outstanding):
 @pytest.mark.parametrize("num_workers", [1, 2])
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_back_and_forth(backend, num_workers):
-    """Many more ranks than cores, whose functions call each other: nobody waits for a worker that waits for it."""
+    """Many more ranks than cores, whose functions call each other, don't deadlock."""
 
     def program(agent):
         def ask(thread):
@@ -600,7 +600,7 @@ def plus_of_tensor(agent, tensor):
 
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_agents_are_closed_at_any_moment(backend):
-    """Calls that are under way, here or there, end with an error that says so; closing takes no time."""
+    """Calls under way, here or there, end with an error that says so; closing takes no time."""
 
     def program(agent, seed):
         draw = random.Random(f"{SEED} {seed} {agent.rank}")
@@ -650,7 +650,7 @@ def test_agents_are_closed_at_any_moment(backend):
         assert took < PATIENCE / 2
         assert not found
         assert agent.statistics().in_flight == 0
-        assert not agent._switchboard.outgoing.calls._waiting
+        assert not agent._client.pending._calls
 
     functions = {"plus": plus, "plus_later": plus_later, "bounce": bounce, "sleep": sleep}
     functions["plus_of_tensor"] = plus_of_tensor

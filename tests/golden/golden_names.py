@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from ferrodist.backends.mpi.transport import Frame as MpiFrame
-from ferrodist.backends.mpi.transport import FrameType as MpiKind
+from ferrodist.backends.mpi.wire import Frame as MpiFrame
+from ferrodist.backends.mpi.wire import FrameType as MpiKind
 from ferrodist.backends.native import binding as native_numbers
 from ferrodist.backends.tags import Channel, channel_tag, group_tag
 from ferrodist.backends.tcp.wire import MAX_PAYLOAD as TCP_PAYLOAD
@@ -22,8 +22,8 @@ from ferrodist.rendezvous import PROTOCOL_VERSION, FileStore, TcpStore, TcpStore
 from ferrodist.rendezvous.secret import _FILE as SECRET_FILE
 from ferrodist.rendezvous.secret import _folders as secret_folders
 from ferrodist.rpc.framing import Form
-from ferrodist.rpc.messages import FailureKind, MessageKind
-from ferrodist.rpc.refcount_protocol import CONFIRM, LOST, MET, REGISTER, RELEASE, SETTLE, UNREGISTER
+from ferrodist.rpc.messages import MET, FailureKind, MessageKind
+from ferrodist.rpc.refcount_protocol import CONFIRM, LOST, REGISTER, RELEASE, SETTLE, UNREGISTER
 from ferrodist.torch_backend.process_group import FerrodistProcessGroup
 
 if TYPE_CHECKING:
@@ -102,12 +102,12 @@ NUMBERS: dict[str, dict[str, Any]] = {
         "a call": MessageKind.CALL.value,
         "a result": MessageKind.RESULT.value,
         "a failure": MessageKind.FAILURE.value,
-        "a withdrawal": MessageKind.WITHDRAWAL.value,
+        "a withdrawal": MessageKind.CANCEL.value,
         "a call of the agents' own": MessageKind.INTERNAL_CALL.value,
         "a notice": MessageKind.NOTICE.value,
         "how many": len(MessageKind),
         "written plainly": Form.PLAIN.value,
-        "written as a letter": Form.LETTER.value,
+        "written as a letter": Form.ENCODED.value,
     },
     "why calls fail": {
         "the function raised": FailureKind.RAISED.value,

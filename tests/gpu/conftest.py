@@ -1,4 +1,4 @@
-"""What tests on a real GPU have in common; they are skipped, with the reason, where there is none."""
+"""Skips the tests on a real GPU, with the reason, where there is none."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _HERE = Path(__file__).parent
 
 
 def _why_not() -> str:
-    """Why nothing can be tested on a GPU here."""
+    """The reason why no GPU can be used here."""
     if not torch.backends.cuda.is_built():
         return "this torch is built without CUDA"
     return "" if torch.cuda.device_count() else "no CUDA device is here"
@@ -25,7 +25,7 @@ _REASON = _why_not()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Skip what needs a GPU."""
+    """Skip tests that need a GPU."""
     if _REASON:
         for item in items:
             if _HERE in item.path.parents:

@@ -1,4 +1,4 @@
-"""What two ranks do with a GPU: started by test_nccl_real.py, with the name of a part."""
+"""The program of two ranks with a GPU: started by test_nccl_real.py, with the names of its parts."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ OPERATIONS = [*fd.ReduceOp, fd.premultiplied_sum(1 / 3)]
 
 
 def elements(dtype: torch.dtype, count: int, rank: int) -> torch.Tensor:
-    """Small numbers of all kinds, other ones on each rank."""
+    """Small numbers of all kinds, different on each rank."""
     generator = torch.Generator().manual_seed(100 * rank + count)
     if dtype is torch.bool:
         return torch.randint(0, 2, (count,), generator=generator).bool()
@@ -38,7 +38,7 @@ def elements(dtype: torch.dtype, count: int, rank: int) -> torch.Tensor:
 
 
 def same(actual: torch.Tensor, expected: torch.Tensor, what: str) -> None:
-    """Raise unless the numbers are the same, up to the order of additions."""
+    """Raise unless the numbers are equal, up to the order of additions."""
     assert actual.is_cuda, what
     actual = actual.cpu()
     if expected.dtype.is_floating_point or expected.dtype.is_complex:
@@ -58,7 +58,7 @@ def same(actual: torch.Tensor, expected: torch.Tensor, what: str) -> None:
 
 
 def raised(kind: type[fd.DistributedError], group: fd.Backend, call: object) -> fd.DistributedError:
-    """What a call, or the waits after it, raise."""
+    """The error of a call, or of the waits after it."""
 
     def call_and_wait() -> None:
         call()
@@ -71,7 +71,7 @@ def raised(kind: type[fd.DistributedError], group: fd.Backend, call: object) -> 
 
 
 def reductions(group: fd.Backend) -> None:
-    """Every dtype and operation, in every form."""
+    """Every dtype and reduction, in every collective that reduces."""
     p = group.world_size
     for dtype in DTYPES:
         for op in OPERATIONS:
@@ -96,7 +96,7 @@ def reductions(group: fd.Backend) -> None:
 
 
 def movement(group: fd.Backend) -> None:
-    """Elements of every dtype arrive where they should."""
+    """Collectives that only move data give the right elements in every dtype."""
     p, rank = group.world_size, group.rank
     for dtype in DTYPES:
         for count in (0, 1, 5, 4096):
@@ -129,7 +129,7 @@ def _is_eight(dtype: torch.dtype) -> bool:
 
 
 def streams(group: fd.Backend) -> None:
-    """Results may be used on the stream at once; asynchronous operations wait for nothing on the host."""
+    """Results may be used on the stream at once; asynchronous operations don't wait on the host."""
     p = group.world_size
     heavy = torch.randn(4096, 4096, device=GPU)
     for _ in range(20):
@@ -160,7 +160,7 @@ def streams(group: fd.Backend) -> None:
 
 
 def graphs(group: fd.Backend) -> None:
-    """Graphs are captured beside outstanding work, and refuse to take in collectives."""
+    """Graphs can be captured while operations are outstanding, and collectives inside the capture are refused."""
     pool = torch.randn(2048, 2048, device=GPU)
     fd.allreduce(pool)
     group.synchronize()
@@ -191,7 +191,7 @@ def graphs(group: fd.Backend) -> None:
 
 
 def given_stream(group: fd.Backend) -> None:
-    """Work goes to a stream that the user gives."""
+    """Work is enqueued on a stream given by the user."""
     (control,) = fd.SimulatedBackend.create_group(1)
     stream = torch.cuda.Stream()
     alone = fd.HybridBackend(control, stream=stream)
@@ -205,7 +205,7 @@ def given_stream(group: fd.Backend) -> None:
 
 
 def messages(group: fd.Backend) -> None:
-    """Tensors from GPU to GPU, in any order of tags."""
+    """Messages of GPU tensors, with tags in any order."""
     p, rank = group.world_size, group.rank
     if p == 1:
         return
@@ -271,7 +271,7 @@ def mismatch(group: fd.Backend) -> None:
 
 
 def late(group: fd.Backend) -> None:
-    """A rank that does not come is named, and the GPU is free again."""
+    """A rank that does not call is named, and the GPU is free again."""
     if group.world_size == 1:
         return
     sub = fd.new_group(list(range(group.world_size)))
@@ -292,7 +292,7 @@ def late(group: fd.Backend) -> None:
 
 
 def killed(group: fd.Backend) -> None:
-    """A rank that is killed while a GPU waits for it is reported, and the others go on without it."""
+    """A rank that is killed while a GPU waits for it is reported, and the others continue without it."""
     fd.allreduce(torch.ones(4, device=GPU))
     group.synchronize()
     last = group.world_size - 1
@@ -315,7 +315,7 @@ def killed(group: fd.Backend) -> None:
 
 
 def training(group: fd.Backend) -> None:
-    """A step of DDP on GPUs gives what one process gets from all the data."""
+    """A step of DDP on GPUs equals one process's step with all the data."""
     torch.manual_seed(0)
     model = torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.ReLU(), torch.nn.Linear(16, 1)).to(GPU)
     alone = torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.ReLU(), torch.nn.Linear(16, 1)).to(GPU)
@@ -330,7 +330,7 @@ def training(group: fd.Backend) -> None:
 
 
 def sharded(group: fd.Backend) -> None:
-    """A step of FSDP on GPUs gives what one process gets from all the data."""
+    """A step of FSDP on GPUs equals one process's step with all the data."""
     torch.manual_seed(0)
     model = torch.nn.Sequential(torch.nn.Linear(8, 15), torch.nn.ReLU(), torch.nn.Linear(15, 3)).to(GPU)
     alone = torch.nn.Sequential(torch.nn.Linear(8, 15), torch.nn.ReLU(), torch.nn.Linear(15, 3)).to(GPU)
@@ -350,7 +350,7 @@ def sharded(group: fd.Backend) -> None:
 
 
 def timings(group: fd.Backend) -> None:
-    """Host's and GPU's time of allreduces; printed."""
+    """Print the host's and the GPU's time of allreduces."""
     for count in (1, 1 << 18, 1 << 24):
         tensor = torch.ones(count, device=GPU)
         for _ in range(5):

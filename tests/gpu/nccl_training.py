@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 def main(meeting: str, backend: str, folder: str) -> None:
-    """Do all of them on this rank."""
+    """Run all trainings on this rank."""
     torch.cuda.set_device(0)
     group = fd.init_process_group(backend, init_method=meeting, timeout=60)
 

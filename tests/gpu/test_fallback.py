@@ -1,4 +1,4 @@
-"""Tensors on a GPU through the host's memory: every collective has the bits that it has on the CPU.
+"""Tensors on a GPU through host memory: every collective has the bits that it has on the CPU.
 
 The ranks are processes that share the one GPU.
 """
@@ -13,7 +13,7 @@ import torch
 import ferrodist as fd
 from ferrodist.collectives.reduce_op import DTYPES, ReduceOp, check_reduction, premultiplied_sum
 from ferrodist.testing import run_ranks
-from ferrodist.testing.conformance.collectives.oracle import elements, same_bits
+from ferrodist.testing.conformance.collectives.oracle import check_bits, elements
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -27,7 +27,7 @@ def _fallback(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def _many(dtype: torch.dtype, count: int, rank: int) -> torch.Tensor:
-    """Elements of a rank: all kinds, again and again where there are many."""
+    """Elements of a rank: all kinds, repeated up to ``count``."""
     few = elements(dtype, min(count, 3001), rank)
     return few.repeat(count // max(1, few.numel()) + 1)[:count] if count else few
 
@@ -36,7 +36,7 @@ def _compare(what: str, call: Callable[[torch.Tensor], torch.Tensor], tensor: to
     expected = call(tensor)
     found = call(tensor.cuda())
     assert found.is_cuda, what
-    same_bits(found.cpu(), expected, what, any_nan=True)
+    check_bits(found.cpu(), expected, what, any_nan=True)
 
 
 def _every_collective(group: Backend, dtype: torch.dtype, count: int) -> None:
@@ -53,7 +53,7 @@ def _every_collective(group: Backend, dtype: torch.dtype, count: int) -> None:
     place = torch.device("cuda", torch.cuda.current_device())
     found = fd.scatter(mine.cuda() if group.rank == root else None, root)
     assert found.device == place
-    same_bits(found.cpu(), part, f"scatter {what}")
+    check_bits(found.cpu(), part, f"scatter {what}")
     for op in (*ReduceOp, premultiplied_sum((group.rank + 1) / 3)):
         try:
             check_reduction(dtype, op)
@@ -66,7 +66,7 @@ def _every_collective(group: Backend, dtype: torch.dtype, count: int) -> None:
 
 
 def test_every_collective_dtype_and_reduction() -> None:
-    """Of all dtypes, no, one, some and many elements."""
+    """All dtypes, with zero, one, some and many elements."""
 
     def on_rank(group: Backend) -> None:
         for dtype in DTYPES:
@@ -78,7 +78,7 @@ def test_every_collective_dtype_and_reduction() -> None:
 
 
 def test_large_tensors() -> None:
-    """Many segments, of sizes that no segment divides, also with three ranks and over TCP."""
+    """Many segments, of sizes that are not multiples of a segment, also with three ranks and over TCP."""
 
     def on_rank(group: Backend) -> None:
         for dtype, count in ((torch.float32, 5_000_011), (torch.bfloat16, 12_000_017), (torch.uint8, 9_000_001)):
@@ -94,7 +94,7 @@ def test_large_tensors() -> None:
 
 
 def test_order_of_streams() -> None:
-    """Inputs are what the caller's stream has made of them, results are there for what it does next, on any stream."""
+    """Calls are ordered between the earlier and the later work of the caller's stream, on any stream."""
 
     def on_rank(group: Backend) -> None:
         size = 2_000_000
@@ -120,7 +120,7 @@ def test_order_of_streams() -> None:
 
 
 def test_started_operations_and_coalescing() -> None:
-    """Several under way, joined or not, beside ones on the CPU."""
+    """Several asynchronous operations, coalesced or not, beside ones on the CPU."""
 
     def on_rank(group: Backend) -> None:
         tensors = [torch.full((300_000 * (i + 1),), float(i + group.rank), device="cuda") for i in range(5)]
@@ -139,7 +139,7 @@ def test_started_operations_and_coalescing() -> None:
 
 
 def test_gradients() -> None:
-    """Backward of collectives on a GPU gives the gradients that it gives on the CPU."""
+    """Gradients of collectives on a GPU equal those on the CPU."""
 
     def on_rank(group: Backend) -> None:
         for call in (fd.allreduce, fd.all_gather, fd.reduce_scatter, fd.all_to_all, fd.broadcast, fd.gather):
@@ -148,13 +148,13 @@ def test_gradients() -> None:
                 tensor = (torch.arange(8.0) + group.rank).to(device).requires_grad_()
                 call(tensor).square().sum().backward()
                 found.append(tensor.grad.cpu())
-            same_bits(found[1], found[0], str(call))
+            check_bits(found[1], found[0], str(call))
 
     run_ranks(on_rank, 2, backend="native")
 
 
 def test_messages() -> None:
-    """Tensors of any strides, in batches, and with tensors on the CPU refused beside them."""
+    """Tensors with any strides, in batches; a batch that mixes devices is refused."""
 
     def on_rank(group: Backend) -> None:
         other = 1 - group.rank
@@ -179,7 +179,7 @@ def test_messages() -> None:
 
 
 def test_objects() -> None:
-    """Tensors on a GPU inside of objects are refused, or come pickled, on the GPU."""
+    """GPU tensors inside objects are refused, or pickled and restored on the GPU."""
 
     def on_rank(group: Backend) -> None:
         value = {"tensor": torch.full((3,), float(group.rank), device="cuda")}
@@ -193,7 +193,7 @@ def test_objects() -> None:
 
 
 def test_remote_calls_refuse_tensors_on_a_gpu() -> None:
-    """Calls carry tensors on the CPU, and say so."""
+    """Remote calls refuse GPU tensors, with the reason."""
 
     def on_rank(group: Backend) -> None:
         with fd.rpc.RpcContext(group, {"double": _double}) as agent:
@@ -209,7 +209,7 @@ def _double(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def test_without_the_variable(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Everything on a GPU is refused with what to do, before anything is sent."""
+    """Calls with GPU tensors raise, with advice, before anything is sent."""
     monkeypatch.delenv("FERRODIST_ENABLE_GPU_FALLBACK")
 
     def on_rank(group: Backend) -> None:
@@ -236,7 +236,7 @@ def test_without_the_variable(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_graphs() -> None:
-    """What a CUDA graph captures can't go through the host; the group goes on."""
+    """Collectives inside the capture of a CUDA graph are refused; the group stays usable."""
 
     def on_rank(group: Backend) -> None:
         tensor = torch.ones(3, device="cuda")
@@ -250,7 +250,7 @@ def test_graphs() -> None:
 
 
 def test_mismatches() -> None:
-    """Ranks that differ in count, or in the kind of device, raise the same."""
+    """Ranks with different counts, or different types of devices, raise the same error."""
 
     def on_rank(group: Backend) -> None:
         for number, (here, there) in enumerate([(3_000_000, 3_000_001), (10, 3_000_000), (10, 11)]):

@@ -58,7 +58,7 @@ def _alone(example: dict[str, Any]) -> list[float]:
 
 
 def _train(group: Backend, wrap: Callable[[torch.nn.Module, dict[str, Any]], torch.nn.Module]) -> None:
-    """Compare the losses with those of one process, and the gradients' norm is that of all."""
+    """Check that the losses and the gradients' norm equal those of one process."""
     example = runpy.run_path(str(_EXAMPLE))
     expected = _alone(example)
     model = wrap(_gpt(example), example)
@@ -96,12 +96,12 @@ _WRAPS: dict[str, Callable[[torch.nn.Module, dict[str, Any]], torch.nn.Module]] 
 
 @pytest.mark.parametrize("name", _WRAPS)
 def test_training(name: str) -> None:
-    """Losses are those of one process with both ranks' batches."""
+    """Losses equal those of one process with both ranks' batches."""
     run_ranks(_train, 2, _WRAPS[name], backend="native", timeout=100.0)
 
 
 def test_mixed_precision_and_scaler() -> None:
-    """FSDP gathers and reduces in bfloat16, and ranks agree about infinities."""
+    """FSDP gathers and reduces in bfloat16, and the ranks' scalers find the same infinities."""
 
     def on_rank(group: Backend) -> None:
         example = runpy.run_path(str(_EXAMPLE))
@@ -127,7 +127,7 @@ def test_mixed_precision_and_scaler() -> None:
 
 
 def test_models_from_the_meta_device() -> None:
-    """A model that is on the meta device gets its memory on the GPU, and rank 0's values."""
+    """A model on the meta device is allocated on the GPU with rank 0's values."""
 
     def on_rank(group: Backend) -> None:
         with torch.device("meta"):
@@ -156,7 +156,7 @@ def test_models_from_the_meta_device() -> None:
     ids=lambda schedule: schedule.name,
 )
 def test_pipeline(schedule: fd.PipelineSchedule, batch: int) -> None:
-    """Stages on the GPU, with messages through the host, have the losses and gradients of one process."""
+    """Stages on the GPU, with messages through the host, give the losses and gradients of one process."""
 
     def on_rank(group: Backend) -> None:
         torch.manual_seed(0)
@@ -179,7 +179,7 @@ def test_pipeline(schedule: fd.PipelineSchedule, batch: int) -> None:
 
 
 def test_sync_batch_norm() -> None:
-    """Statistics of both ranks' batches, forward and backward."""
+    """Statistics are those of both ranks' batches, forward and backward."""
 
     def on_rank(group: Backend) -> None:
         torch.manual_seed(0)
@@ -197,7 +197,7 @@ def test_sync_batch_norm() -> None:
 
 
 def test_local_sgd() -> None:
-    """Averages of parameters on the GPU."""
+    """Parameters on the GPU are averaged."""
 
     def on_rank(group: Backend) -> None:
         module = torch.nn.Linear(3, 2, device="cuda")
@@ -212,7 +212,7 @@ def test_local_sgd() -> None:
 
 
 def test_checkpoints(tmp_path: Path) -> None:
-    """FSDP and DDP models on the GPU are saved, and loaded again, on the GPU and into a model on the CPU."""
+    """FSDP and DDP models on the GPU are saved, and loaded into models on the GPU and on the CPU."""
 
     def on_rank(group: Backend) -> None:
         torch.manual_seed(3)

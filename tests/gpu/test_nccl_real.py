@@ -32,7 +32,7 @@ print(json.dumps([why, [] if why else load_nccl().version]))
 
 
 def _probe() -> tuple[str | None, tuple[int, ...]]:
-    """Why NCCL can't be used, and its version: asked in another process, so that tests can fork here."""
+    """The reason why NCCL can't be used, and its version; asked in another process, so that tests can fork here."""
     if not torch.backends.cuda.is_built():
         return why_no_nccl(), ()
     said = subprocess.run([sys.executable, "-c", _PROBE], capture_output=True, text=True, check=True, timeout=60)
@@ -60,7 +60,7 @@ needs_two = pytest.mark.skipif(_WHY_NOT_TWO is not None, reason=str(_WHY_NOT_TWO
 
 
 def run(meeting: Path, world_size: int, backend: str, *parts: str, program: Path = _PROGRAM) -> list[int]:
-    """Run parts of a program on ranks that are processes; returns their exit codes, and prints what they say."""
+    """Run parts of a program on ranks that are processes; returns their exit codes, and prints their output."""
     environment = {**os.environ, **_SHARED_GPU, "WORLD_SIZE": str(world_size)}
     ranks = [
         subprocess.Popen(
@@ -85,30 +85,30 @@ def run(meeting: Path, world_size: int, backend: str, *parts: str, program: Path
 
 @pytest.mark.parametrize("backend", ["hybrid", "nccl"])
 def test_one_rank(backend: str, tmp_path: Path) -> None:
-    """A group of one does all it should on a GPU."""
+    """All parts pass in a group of one rank."""
     assert run(tmp_path, 1, backend, *_PARTS) == [0]
 
 
 @needs_two
 @pytest.mark.parametrize("backend", ["hybrid", "nccl"])
 def test_two_ranks(backend: str, tmp_path: Path) -> None:
-    """Two ranks do all they should on GPUs, in both kinds of groups."""
+    """All parts pass in groups of two ranks, of both kinds."""
     assert run(tmp_path, 2, backend, *_PARTS) == [0, 0]
 
 
 @needs_two
-def test_mistakes_and_lateness_are_errors(tmp_path: Path) -> None:
-    """Different calls and a rank that does not come raise on both ranks, and the GPU is free again."""
+def test_mismatches_and_late_ranks_are_errors(tmp_path: Path) -> None:
+    """Mismatched calls and a late rank raise on both ranks, and the GPU is free again."""
     assert run(tmp_path, 2, "hybrid", "mismatch", "late") == [0, 0]
 
 
 @needs_two
-def test_a_killed_rank_is_reported_and_left_out(tmp_path: Path) -> None:
-    """When a rank is killed the other raises PeerLostError, and goes on alone."""
+def test_a_killed_rank_is_reported(tmp_path: Path) -> None:
+    """When a rank is killed the other raises PeerLostError, and continues alone."""
     assert run(tmp_path, 2, "hybrid", "killed") == [0, _KILLED]
 
 
-def test_the_library_is_told() -> None:
+def test_version_and_unique_ids() -> None:
     """NCCL's version is known, and unique ids differ."""
     assert load_nccl().version > (2, 18, 0)
     assert fd.NcclUniqueId.create() != fd.NcclUniqueId.create()

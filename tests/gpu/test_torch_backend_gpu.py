@@ -1,4 +1,4 @@
-"""torch.distributed on ferrodist with tensors on a GPU, through the host's memory: results are those of the CPU.
+"""torch.distributed on ferrodist with GPU tensors, through host memory: results equal those on the CPU.
 
 The ranks are processes that share the one GPU.
 """
@@ -31,7 +31,7 @@ pytestmark = pytest.mark.filterwarnings("ignore")  # what torch warns of on a GP
 GPU = torch.device("cuda", 0)
 CPU = torch.device("cpu")
 COUNTS = (6, 3_000_000)
-"""Elements for what goes at once, and for what goes in segments."""
+"""Counts of elements that fit in one segment, and that take several."""
 
 DTYPES = (torch.float32, torch.bfloat16, torch.int64, torch.bool)
 OPERATIONS = (dist.ReduceOp.SUM, dist.ReduceOp.MAX)
@@ -43,7 +43,7 @@ def _fallback(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def run(program: Callable[[], Any], folder: Path) -> list[Any]:
-    """Run ``program()`` on two ranks in a default group of torch's."""
+    """Run ``program()`` on two ranks in a default group of torch.distributed."""
 
     def body(group: Backend) -> Any:
         torch.set_num_threads(1)  # a pool of threads does not survive a fork
@@ -58,7 +58,7 @@ def run(program: Callable[[], Any], folder: Path) -> list[Any]:
 
 
 def filled(count: int, dtype: torch.dtype = torch.float32, device: torch.device = CPU) -> torch.Tensor:
-    """Elements of this rank."""
+    """A tensor with this rank's elements."""
     numbers = (torch.arange(count) + 3 * dist.get_rank()) % 11
     return (numbers > 4 if dtype is torch.bool else numbers.to(dtype) / 4 if dtype.is_floating_point else numbers).to(
         device, dtype
@@ -66,17 +66,17 @@ def filled(count: int, dtype: torch.dtype = torch.float32, device: torch.device 
 
 
 def spread(tensor: torch.Tensor) -> torch.Tensor:
-    """A tensor of the same elements that is not contiguous."""
+    """A non-contiguous tensor with the same elements."""
     return torch.stack([tensor, tensor], dim=-1)[..., 0]
 
 
 def both_layouts(tensor: torch.Tensor) -> list[torch.Tensor]:
-    """It, and another that is not contiguous."""
+    """The tensor, and a non-contiguous one with the same elements."""
     return [tensor.clone(), spread(tensor)]
 
 
 def reduced(device: torch.device, count: int) -> list[torch.Tensor]:
-    """What reductions give."""
+    """The results of all reductions."""
     found = []
     for dtype in DTYPES:
         mine = filled(count, dtype, device)
@@ -97,7 +97,7 @@ def reduced(device: torch.device, count: int) -> list[torch.Tensor]:
 
 
 def moved(device: torch.device, count: int) -> list[torch.Tensor]:
-    """What collectives give that compute nothing."""
+    """The results of collectives that only move data."""
     rank, found = dist.get_rank(), []
     for dtype in (*DTYPES, torch.uint16):  # of which the engines know the last as bytes
         mine = filled(count, dtype, device)
@@ -126,7 +126,7 @@ def moved(device: torch.device, count: int) -> list[torch.Tensor]:
 
 
 def sent(device: torch.device, count: int) -> list[torch.Tensor]:
-    """What messages bring."""
+    """The tensors received in messages."""
     rank, found = dist.get_rank(), []
     other = 1 - rank
     for dtype in DTYPES:
@@ -154,10 +154,10 @@ def sent(device: torch.device, count: int) -> list[torch.Tensor]:
 
 @pytest.mark.parametrize("count", COUNTS)
 @pytest.mark.parametrize("part", [reduced, moved, sent], ids=lambda part: part.__name__)
-def test_results_are_those_of_the_cpu(
+def test_results_equal_those_on_the_cpu(
     part: Callable[[torch.device, int], list[torch.Tensor]], count: int, tmp_path: Path
 ) -> None:
-    """Bit for bit, of tensors of any strides."""
+    """Bits are equal, for tensors with any strides."""
 
     def program() -> None:
         expected, found = part(CPU, count), part(GPU, count)
@@ -170,7 +170,7 @@ def test_results_are_those_of_the_cpu(
 
 
 def test_sparse_sums(tmp_path: Path) -> None:
-    """Places and values of all ranks, added up where they meet; waited for or not."""
+    """Sparse tensors are summed, synchronously or asynchronously."""
 
     def program() -> None:
         rank = dist.get_rank()
@@ -188,7 +188,7 @@ def test_sparse_sums(tmp_path: Path) -> None:
 
 
 def test_started_operations_and_their_futures(tmp_path: Path) -> None:
-    """Several are under way; futures hold tensors of the GPU, and callbacks compute with them and call collectives."""
+    """Futures of several operations hold GPU tensors; callbacks compute with them and call collectives."""
 
     def program() -> None:
         rank = dist.get_rank()
@@ -228,7 +228,7 @@ def test_started_operations_and_their_futures(tmp_path: Path) -> None:
 
 
 def test_order_of_streams(tmp_path: Path) -> None:
-    """Inputs are what the caller's stream has made of them, results are there for what it does next, on any stream."""
+    """Calls are ordered between the earlier and the later work of the caller's stream, on any stream."""
 
     def program() -> None:
         size, rank = 2_000_000, dist.get_rank()
@@ -253,8 +253,8 @@ def test_order_of_streams(tmp_path: Path) -> None:
     run(program, tmp_path)
 
 
-def test_mistakes_keep_their_class(tmp_path: Path) -> None:
-    """Ranks that differ raise it from the call, the wait and the future, and other groups go on."""
+def test_errors_keep_their_class(tmp_path: Path) -> None:
+    """Mismatches raise from the call, the wait and the future; other groups stay usable."""
 
     def program() -> None:
         calls: list[Callable[..., object]] = [
@@ -274,7 +274,7 @@ def test_mistakes_keep_their_class(tmp_path: Path) -> None:
 
 
 class Branches(nn.Module):
-    """Words, of which a step sees some, and two layers, of which it uses one."""
+    """An embedding of which a step uses some rows, and two layers of which it uses one."""
 
     def __init__(self, *, is_sparse: bool = False) -> None:
         super().__init__()
@@ -288,7 +288,7 @@ class Branches(nn.Module):
 
 
 def with_hook(hook: Callable[..., Any]) -> Callable[[nn.Module], DistributedDataParallel]:
-    """Small buckets and a hook."""
+    """A wrapper by DDP with small buckets and a communication hook."""
 
     def wrap(module: nn.Module) -> DistributedDataParallel:
         ddp = DistributedDataParallel(module, bucket_cap_mb=1e-4, find_unused_parameters=True)
@@ -310,8 +310,8 @@ WRAPS: dict[str, Callable[[nn.Module], DistributedDataParallel]] = {
 
 
 @pytest.mark.parametrize("name", [*WRAPS, "sparse"])
-def test_ddp_trains_as_one_process_does(name: str, tmp_path: Path) -> None:
-    """Parameters after some steps are those of one process with both ranks' data."""
+def test_ddp_trains_like_one_process(name: str, tmp_path: Path) -> None:
+    """Parameters after some steps equal those of one process with both ranks' data."""
 
     def program() -> None:
         torch.manual_seed(0)
@@ -337,7 +337,7 @@ def test_ddp_trains_as_one_process_does(name: str, tmp_path: Path) -> None:
 
 
 def test_hooks_whose_callbacks_call_collectives(tmp_path: Path) -> None:
-    """PowerSGD trains: its callbacks start collectives of the GPU's tensors, and wait for them."""
+    """PowerSGD trains: its callbacks start collectives of GPU tensors, and wait for them."""
 
     def program() -> None:
         torch.manual_seed(0)
@@ -363,8 +363,8 @@ def test_hooks_whose_callbacks_call_collectives(tmp_path: Path) -> None:
     run(program, tmp_path)
 
 
-def test_objects_and_barriers_are_of_the_host(tmp_path: Path) -> None:
-    """They need no memory of the GPU, and not the variable."""
+def test_objects_and_barriers_stay_on_the_host(tmp_path: Path) -> None:
+    """They need neither GPU memory nor the environment variable."""
 
     def program() -> None:
         dist.barrier()
@@ -376,7 +376,7 @@ def test_objects_and_barriers_are_of_the_host(tmp_path: Path) -> None:
 
 
 def test_without_the_variable(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Everything on a GPU is refused with what to do, before anything is sent; the group goes on."""
+    """Calls with GPU tensors raise, with advice, before anything is sent; the group stays usable."""
     monkeypatch.delenv("FERRODIST_ENABLE_GPU_FALLBACK")
 
     def program() -> None:
@@ -409,7 +409,7 @@ def test_without_the_variable(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_graphs(tmp_path: Path) -> None:
-    """What a CUDA graph captures can't go through the host; the group goes on."""
+    """Collectives inside the capture of a CUDA graph are refused; the group stays usable."""
 
     def program() -> None:
         tensor = torch.ones(3, device=GPU)

@@ -67,7 +67,7 @@ def compare(group, _):
     """The digest, of the whole group and of a sub-group that spans hosts."""
     pair = fd.new_group([0, group.world_size - 1])
     total = float(fd.allreduce(torch.ones(70_000), group=pair)[-1]) if pair else 0.0
-    return {"digest": results_of(group), "hosts": len(set(group._hosts)), "pair": total}
+    return {"digest": results_of(group), "hosts": len(set(group._topology.hosts)), "pair": total}
 
 
 @task
@@ -154,7 +154,7 @@ def torch_backend(group, _):
     for each in works:
         each.wait()
     answer["message"] = bool((received == (rank - 1) % size).all())
-    answer["hosts"] = len(set(group_of()._hosts))
+    answer["hosts"] = len(set(group_of()._topology.hosts))
     dist.destroy_process_group()
     return answer
 

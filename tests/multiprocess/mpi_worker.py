@@ -1,4 +1,4 @@
-"""What the ranks of `test_mpi.py` run, started by an MPI's mpiexec: python mpi_worker.py TASK FOLDER [ARGUMENTS]."""
+"""The program of the ranks of `test_mpi.py`, started by mpiexec: python mpi_worker.py TASK FOLDER [ARGUMENTS]."""
 
 from __future__ import annotations
 
@@ -26,9 +26,8 @@ from ferrodist.backends.polling import wait_until
 from ferrodist.backends.process_group import use_group
 from ferrodist.deadline import Deadline
 from ferrodist.testing import BACKEND_CHECKS
-from ferrodist.testing.conformance.backend import failures as deadlines
-from ferrodist.testing.conformance.backend import failures as endings
-from ferrodist.testing.conformance.backend import harness, subgroups
+from ferrodist.testing.conformance.backend import deadlines, harness, subgroups
+from ferrodist.testing.conformance.backend import failures as backend_failures
 from ferrodist.testing.conformance.backend import messages as backend_messages
 from ferrodist.testing.conformance.collectives import data_movement, p2p, reductions
 from ferrodist.testing.conformance.collectives.suite import COLLECTIVE_CHECKS
@@ -43,7 +42,7 @@ _RECORD = struct.Struct("d")
 
 
 class SharedNumber:
-    """A number that processes of this host share by the name of a file; stands in for multiprocessing's, which need a
+    """A number that processes of this host share by a file's name; stands in for multiprocessing's, which need a
     fork."""
 
     def __init__(self, path: Path, value: float = 0) -> None:
@@ -106,7 +105,7 @@ class SharedThings:
 
 
 class MpiRunner:
-    """Runs programs on the first ranks of the MPI job: every rank of which runs the same checks with its own."""
+    """Runs programs on the first ranks of the MPI job, every rank of which runs the same checks."""
 
     def __init__(self) -> None:
         self._mpi = runtime.start(Deadline(_PATIENCE))
@@ -155,7 +154,7 @@ def conform(folder: Path, extent: str) -> dict[str, Any]:
     all with three."""
     runner = MpiRunner()
     things = SharedThings(folder)
-    for module in (harness, deadlines, endings):
+    for module in (harness, deadlines, backend_failures):
         module.multiprocessing = things
     failures: dict[str, str] = {}
 
@@ -168,20 +167,20 @@ def conform(folder: Path, extent: str) -> dict[str, Any]:
     for check in BACKEND_CHECKS if extent == "whole" else _OF_BACKENDS:
         attempt(check.__name__, functools.partial(check, runner, 3))
     if extent == "whole":
-        rounds = [(2, collectives.MOST_BYTES, check) for check in COLLECTIVE_CHECKS]
+        rounds = [(2, collectives.MAX_COLLECTIVE_BYTES, check) for check in COLLECTIVE_CHECKS]
         rounds += [(2, _FEW_BYTES, check) for check in _IN_PIECES]
     else:
-        rounds = [(3, collectives.MOST_BYTES, check) for check in _OF_COLLECTIVES]
+        rounds = [(3, collectives.MAX_COLLECTIVE_BYTES, check) for check in _OF_COLLECTIVES]
     for size, most, check in rounds:
         if runner.is_member(size):
-            collectives.MOST_BYTES, collectives.PIECE_BYTES = most, most // 2
+            collectives.MAX_COLLECTIVE_BYTES, collectives.MAX_MESSAGE_BYTES = most, most // 2
             attempt(f"{check.__name__} of {size} ranks, at most {most} bytes", lambda: runner.run(size, check))  # noqa: B023
     runner.finish()
     return {"failures": failures, "num_ranks": runner.num_ranks}
 
 
 _FEW_BYTES = 10_000
-"""In place of MPI's own limit: large inputs of the checks are above, and small ones below."""
+"""A limit in place of MPI's own, between the checks' large and small inputs."""
 
 _IN_PIECES = [
     check
@@ -192,16 +191,16 @@ _IN_PIECES = [
 
 # What is refused or compared before any MPI is called is the same over all of them.
 _OF_BACKENDS = [
-    *backend_messages.MESSAGE_CHECKS,
+    *backend_messages.CHECKS,
     deadlines.a_late_rank_is_named_by_all,
-    *endings.ENDING_CHECKS,
-    *subgroups.SUBGROUP_CHECKS,
+    *backend_failures.CHECKS,
+    *subgroups.CHECKS,
 ]
-_OF_COLLECTIVES = [*reductions.REDUCTION_CHECKS, *data_movement.MOVEMENT_CHECKS, *p2p.MESSAGE_CHECKS]
+_OF_COLLECTIVES = [*reductions.CHECKS, *data_movement.CHECKS, *p2p.CHECKS]
 
 
 def kill(_folder: Path) -> dict[str, Any]:
-    """Rank 1 is killed in an allreduce; the others tell what they see, and go on in a group of their own."""
+    """Rank 1 is killed in an allreduce; the others record their errors, and continue in a group of their own."""
     group = fd.init_process_group("mpi", timeout=_PATIENCE)
     pair, survivors = fd.new_group([0, 1]), fd.new_group([0, 2])
     tensor = torch.ones(300_000)
@@ -229,7 +228,7 @@ def kill(_folder: Path) -> dict[str, Any]:
 
 
 def _leave_slowly(group: fd.MpiBackend) -> None:
-    """Rank 1 closes the group last, and takes its time before its goodbye, which is when all threads may end."""
+    """Rank 1 closes the group last and slowly; all ranks' threads may end only then."""
     leave = group._leave_groups
 
     def leave_slowly() -> None:
@@ -238,7 +237,7 @@ def _leave_slowly(group: fd.MpiBackend) -> None:
         leave()
 
     if group.rank == 1:
-        assert wait_until(lambda: len(group._parted) == 2, Deadline(_PATIENCE)), "the others have not left"
+        assert wait_until(lambda: len(group._gone) == 2, Deadline(_PATIENCE)), "the others have not left"
         group._leave_groups = leave_slowly
     group.close()
     if not group._progress.join(_PATIENCE):
@@ -246,7 +245,7 @@ def _leave_slowly(group: fd.MpiBackend) -> None:
 
 
 def _start_late(folder: Path) -> str:
-    """Rank 1 starts MPI when the others have given it up; they tell what they saw, and MPI starts all the same."""
+    """Rank 1 starts MPI when the others have given up; they record their errors, and MPI starts all the same."""
     message, num_tired = "", SharedNumber(folder / "tired")
     if _launched_rank() == 1:
         assert num_tired.acquire(_PATIENCE), "rank 0 waits"
@@ -262,7 +261,7 @@ def _start_late(folder: Path) -> str:
 
 
 def _launched_rank() -> int:
-    """What MPI will say that this rank is."""
+    """This rank's number in MPI, from the launcher's variables."""
     return int(os.environ.get("PMI_RANK") or os.environ["OMPI_COMM_WORLD_RANK"])
 
 

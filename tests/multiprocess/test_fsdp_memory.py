@@ -95,7 +95,7 @@ def test_memory_that_the_kernel_counts():
         group.barrier()
         before = resident_bytes()
         fsdp = FSDP(meta_model(width, num_layers), group, wrap=torch.nn.Linear)
-        assert all(flat.is_joined for unit in fsdp._units for flat in unit.flats)
+        assert all(flat.uses_shared_view for unit in fsdp._units for flat in unit.flats)
         optimizer = torch.optim.Adam(fsdp.parameters(), foreach=False)
         for _ in range(3):
             optimizer.zero_grad()

@@ -41,7 +41,7 @@ needs_mpi = pytest.mark.skipif(bool(_REASON), reason=_REASON)
 
 
 def environment(mpi: str) -> dict[str, str]:
-    """The variables with which a program finds an MPI, and its mpiexec first on PATH."""
+    """Environment variables with which a program finds an MPI, with its mpiexec first on PATH."""
     found = {name: value for name, value in os.environ.items() if not name.startswith(("PMI", "OMPI_", "PMIX_"))}
     for name in ("RANK", "WORLD_SIZE"):
         found.pop(name, None)
@@ -54,7 +54,7 @@ def environment(mpi: str) -> dict[str, str]:
 
 
 def run(mpi: str, command: Sequence[str]) -> subprocess.CompletedProcess[str]:
-    """Run a program to its end."""
+    """Run a program until it exits."""
     return subprocess.run(
         command,
         env=environment(mpi),
@@ -89,8 +89,8 @@ def test_mpi_conforms(mpi: str, extent: str, tmp_path: Path) -> None:
 
 
 @needs_mpi
-def test_a_killed_rank_is_named_and_left_behind(tmp_path: Path) -> None:
-    """Under ULFM the others name a rank that is killed, within a second, and go on in a group without it."""
+def test_a_killed_rank_is_named_and_left_out(tmp_path: Path) -> None:
+    """Under ULFM the others name a killed rank within a second, and continue in a group without it."""
     answers = work("openmpi", ["kill", str(tmp_path)], 3, tmp_path, *_ULFM)
     assert sorted(answers) == [0, 2]
     for answer in answers.values():
@@ -102,9 +102,8 @@ def test_a_killed_rank_is_named_and_left_behind(tmp_path: Path) -> None:
 
 
 @needs_mpi
-def test_the_last_to_leave_and_the_one_that_does_not_come(tmp_path: Path) -> None:
-    """A slow goodbye reaches all; MPI's start and making a group keep their deadlines, and the ranks that came to the
-    group name the one that did not."""
+def test_ranks_that_leave_slowly_or_never_come(tmp_path: Path) -> None:
+    """A slow close reaches all ranks; MPI's start and making a group have deadlines, and name the missing rank."""
     answers = work("mpich", ["meet", str(tmp_path)], 3, tmp_path)
     assert [answers[rank].get("ranks") for rank in range(3)] == [[1], None, [1]]
     # Of the 0.3 s some are gone by then.
@@ -130,7 +129,7 @@ _PROGRAM = """
 
 @needs_mpi
 def test_ferrodist_run_calls_mpiexec(tmp_path: Path) -> None:
-    """`ferrodist run --mpi mpiexec` starts the ranks, more than there are cores, and ends well when they do."""
+    """`ferrodist run --mpi mpiexec` starts more ranks than cores, and exits with 0 when they do."""
     script = tmp_path / "program.py"
     script.write_text(textwrap.dedent(_PROGRAM))
     done = run("openmpi", [*_RUN, "--mpi", "mpiexec", "--nproc-per-node", "4", str(script)])
@@ -140,7 +139,7 @@ def test_ferrodist_run_calls_mpiexec(tmp_path: Path) -> None:
 
 @needs_mpi
 def test_ferrodist_run_manages_mpich_ranks(tmp_path: Path) -> None:
-    """`ferrodist run --mpi pmi` starts ranks without mpiexec; one that fails aborts the group, and is named."""
+    """`ferrodist run --mpi pmi` starts ranks without mpiexec; a failed rank aborts the group, and is named."""
     script = tmp_path / "program.py"
     script.write_text(textwrap.dedent(_PROGRAM))
     done = run("mpich", [*_RUN, "--mpi", "pmi", "--nproc-per-node", "2", str(script), "fail"])
@@ -152,7 +151,7 @@ def test_ferrodist_run_manages_mpich_ranks(tmp_path: Path) -> None:
 
 @needs_mpi
 def test_ranks_that_mpi_did_not_start(tmp_path: Path) -> None:
-    """Ranks that no MPI has brought together are not groups of one each: they say what started them and what should."""
+    """Ranks not started by an MPI raise, with what started them and what should."""
     script = tmp_path / "program.py"
     script.write_text(textwrap.dedent(_PROGRAM))
     done = run("mpich", [*_RUN, "--nproc-per-node", "2", str(script)])

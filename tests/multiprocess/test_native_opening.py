@@ -16,7 +16,7 @@ import torch
 from forked_group import ForkedGroup, Report, attempt
 
 import ferrodist as fd
-from ferrodist.backends.native import GlooBackend, NativeBackend, is_native_available, topology
+from ferrodist.backends.native import GlooBackend, NativeBackend, host_connections, is_native_available
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -76,7 +76,7 @@ def _check(reports: dict[int, Report], error: str, ranks: tuple[int, ...] | None
     [(NativeBackend, lack) for lack in _LACKS if not lack.startswith("four")]
     + [(GlooBackend, lack) for lack in _LACKS if "descriptor" in lack],
 )
-def test_what_a_rank_lacks_is_told_to_all(kind: type[NativeBackend], lack: str) -> None:
+def test_a_lack_of_one_rank_is_reported_to_all(kind: type[NativeBackend], lack: str) -> None:
     """BackendUnavailable on all ranks, with the rank and what the system said to it."""
     victim, bring_about, text = _LACKS[lack]
 
@@ -102,7 +102,7 @@ def test_what_a_rank_lacks_is_told_to_all(kind: type[NativeBackend], lack: str) 
 
 @pytest.mark.parametrize("symmetric", [False, True], ids=["first-collective", "empty-symmetric"])
 @pytest.mark.parametrize("victim", [0, 1])
-def test_an_interruption_of_the_opening_is_told_to_all(victim: int, symmetric: bool) -> None:
+def test_an_interruption_of_the_opening_is_reported_to_all(victim: int, symmetric: bool) -> None:
     """Ctrl-C on a rank that waits for another one in the opening: the others don't wait for it."""
 
     def program(group: NativeBackend, fork: ForkedGroup) -> tuple[Report, float]:
@@ -151,7 +151,7 @@ def test_a_rank_killed_while_hosts_connect(victim: int) -> None:
         subgroup = fd.new_group(group=group)
         group.barrier()
         if group.rank == victim:
-            topology._Meeting.dial = lambda *_: fork.strike(signal.SIGKILL)  # type: ignore[method-assign,misc]
+            host_connections._Connector.dial = lambda *_: fork.strike(signal.SIGKILL)  # type: ignore[method-assign,misc]
         return attempt(group, subgroup.barrier, times=1)
 
     fork = ForkedGroup(_WORLD_SIZE, program, timeout=_TIMEOUT, kind=GlooBackend)

@@ -113,7 +113,7 @@ def test_handles_in_cycles_are_collected_anywhere() -> None:
     assert _run(program) == {0: True, 1: True}
 
 
-def test_what_a_dropped_handle_kept_is_freed() -> None:
+def test_the_tensors_of_a_dropped_handle_are_freed() -> None:
     """The tensors of a collective that nobody waits for go with the next call or with the group."""
 
     def program(group: NativeBackend, _: ForkedGroup) -> bool:
@@ -234,7 +234,7 @@ def test_a_forked_child_drops_a_group() -> None:
     assert _run(program) == {0: 7, 1: 0}
 
 
-def test_a_forked_child_is_told_at_once() -> None:
+def test_a_call_in_a_forked_child_fails_at_once() -> None:
     """A call in a child fails at once, also while a thread of the parent was in a collective."""
 
     def program(group: NativeBackend, _: ForkedGroup) -> int:

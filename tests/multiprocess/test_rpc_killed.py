@@ -57,7 +57,7 @@ class _Program:
 
     def wait_until_alone(self) -> None:
         """Return when this rank has noticed that there is no store any more."""
-        self._backend._roster.join(_PATIENCE)
+        self._backend._directory.join(_PATIENCE)
 
     def close(self) -> list[str]:
         self._agent.close()
@@ -148,7 +148,7 @@ def job() -> Iterator[_Job]:
 
 @pytest.mark.parametrize("victim", [1, 2])
 def test_a_killed_rank_is_started_again(job: _Job, victim: int) -> None:
-    """Calls that it served fail, the others go on; its next process, and the one after, serve calls again."""
+    """Calls that it served fail, other ranks go on; its next processes serve calls again."""
     others = [rank for rank in range(3) if rank != victim]
     for _ in range(2):
         for rank in others:
@@ -177,7 +177,7 @@ def test_a_killed_rank_is_started_again(job: _Job, victim: int) -> None:
 
 
 def test_started_twice_in_a_row(job: _Job) -> None:
-    """A process that is killed before anybody has called it is no hindrance to the one after."""
+    """A process that is killed before it was called does not hinder the next one."""
     for _ in range(3):
         job.kill(2)
         job.start(2)
@@ -192,7 +192,7 @@ def test_started_twice_in_a_row(job: _Job) -> None:
 
 
 def test_rank_0_is_killed(job: _Job) -> None:
-    """The store is gone with it: the error says that nobody can join again. The others go on."""
+    """The store is gone with it: the error says that none can join again. The others go on."""
     for rank in (1, 2):
         job.do(rank, "wait_for_rank", 0)
         job.do(rank, "start", 0, "hold")

@@ -99,7 +99,7 @@ def test_a_rank_that_is_stopped_while_data_moves_is_named(operation: str, victim
 
 
 def test_a_relay_that_holds_a_rank_up_is_not_taken_for_stopped() -> None:
-    """Rank 0 does not read from a rank whose data piles up in front of a stopped one: that one alone is named."""
+    """Rank 0 does not read from a rank whose data is queued for a stopped one: only the stopped one is named."""
 
     def program(group: TcpBackend, fork: ForkedGroup) -> Report | None:
         if group.rank == 2:
@@ -120,8 +120,8 @@ def test_a_relay_that_holds_a_rank_up_is_not_taken_for_stopped() -> None:
 
 
 @pytest.mark.parametrize("members", [[2, 1, 0], [1, 2]], ids=["member", "stranger"])
-def test_a_stopped_relay_is_told_in_a_subgroup(members: list[int]) -> None:
-    """Rank 0 is named by its number in a sub-group, and where it has none the message says that it is to blame."""
+def test_a_stopped_relay_is_named_in_a_subgroup(members: list[int]) -> None:
+    """Rank 0 is named by its rank in a sub-group; if it is no member, the message names it as the relay."""
 
     def program(group: TcpBackend, fork: ForkedGroup) -> list[Report]:
         if group.rank == 0:

@@ -1,4 +1,4 @@
-"""Groups over a real UCC, wherever there is one: FERRODIST_UCC_LIBRARY names it."""
+"""Groups over a real UCC, where there is one: FERRODIST_UCC_LIBRARY names it."""
 
 from __future__ import annotations
 
@@ -32,15 +32,15 @@ pytestmark = pytest.mark.skipif(_REASON is not None, reason=_REASON or "")
 
 
 @pytest.mark.parametrize("check", BACKEND_CHECKS, ids=lambda check: check.__name__)
-def test_promises_of_a_backend(check: BackendCheck) -> None:
-    """Every promise of `Backend` holds."""
+def test_backend_conforms(check: BackendCheck) -> None:
+    """Every check of the public suite of backends passes."""
     check(UccRunner("tcp"), 3)
 
 
 @pytest.mark.parametrize("world_size", [2, 4])
 @pytest.mark.parametrize("check", COLLECTIVE_CHECKS, ids=lambda check: check.__name__)
-def test_collectives(check: CollectiveCheck, world_size: int) -> None:
-    """Every collective gives the bits it has on any backend, in every type, and its errors."""
+def test_collectives_conform(check: CollectiveCheck, world_size: int) -> None:
+    """Every collective gives the bits and errors of any other backend, in every dtype."""
     UccRunner(CONTROLS[-1]).run(world_size, check)
 
 
@@ -65,7 +65,7 @@ def _run(
 
 
 def _strike_in_data(group: Backend, action: Callable[[], object]) -> None:
-    """Do something in the second step of data that this rank waits for."""
+    """Run ``action()`` in the second data step that this rank waits for."""
     wait_for, steps = group.data_plane.wait_for, iter([False, True])
 
     def wait(*args: Any) -> Any:
@@ -83,7 +83,7 @@ def _strike_in_data(group: Backend, action: Callable[[], object]) -> None:
 def test_a_killed_rank(
     control: str, operation: str, victim: int, transports: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """SIGKILL while UCC moves data: PeerLostError of that rank on all others, soon, for good, and none ends with it."""
+    """SIGKILL while UCC moves data: the others soon raise PeerLostError with that rank, and live on."""
     monkeypatch.setenv("UCX_TLS", transports)
 
     def program(group: Any, fork: ForkedGroup) -> Report:
@@ -101,8 +101,8 @@ def test_a_killed_rank(
 
 
 @pytest.mark.parametrize("control", CONTROLS)
-def test_data_that_does_not_come(control: str) -> None:
-    """A rank that stops in the middle of a collective: the others raise at their deadline, and the group has failed."""
+def test_a_rank_that_stops_in_a_collective(control: str) -> None:
+    """When a rank stops in the middle of a collective, the others raise at their deadline, and the group has failed."""
 
     def program(group: Any, fork: ForkedGroup) -> Report:
         if group.rank == 1:
@@ -118,7 +118,7 @@ def test_data_that_does_not_come(control: str) -> None:
 
 @pytest.mark.parametrize("control", CONTROLS)
 def test_a_rank_that_leaves_a_collective(control: str) -> None:
-    """A rank that closes the group with its part undone is lost to those that wait for it, and is named."""
+    """A rank that closes the group during a collective is named by PeerLostError on ranks that wait for it."""
 
     def program(group: Any, _: ForkedGroup) -> Report:
         if group.rank == 1:
@@ -132,8 +132,8 @@ def test_a_rank_that_leaves_a_collective(control: str) -> None:
 
 
 @pytest.mark.parametrize("control", CONTROLS)
-def test_a_rank_that_leaves_between_agreement_and_data(control: str) -> None:
-    """What UCC refuses to start on a rank that is being closed is no part of its, and the others don't wait for it."""
+def test_a_rank_that_leaves_between_verification_and_data(control: str) -> None:
+    """A collective that is refused on a closing rank raises PeerLostError on the others."""
 
     def program(group: Any, _: ForkedGroup) -> Report:
         if group.rank == 1:
@@ -165,20 +165,20 @@ def test_a_rank_that_leaves_between_agreement_and_data(control: str) -> None:
 
 
 @pytest.mark.parametrize("control", CONTROLS)
-def test_a_rank_that_leaves_after_its_part(control: str) -> None:
-    """A rank whose part is done may leave: those that still wait for others get their result."""
+def test_a_rank_that_leaves_after_its_share(control: str) -> None:
+    """A rank may leave once it has sent its data: others that still wait get their result."""
 
     def program(group: Any, fork: ForkedGroup) -> Report:
         report = Report(group.rank)
         if group.rank == 0:
-            watch = collectives._DepartureWatch.look
+            check_for_departures = collectives._DepartureWatch.check
 
-            def look(self: Any) -> None:
-                watch(self)
+            def check(self: Any) -> None:
+                check_for_departures(self)
                 if 1 in self._farewells:
                     fork.release.set()
 
-            collectives._DepartureWatch.look = look  # type: ignore[method-assign]
+            collectives._DepartureWatch.check = check  # type: ignore[method-assign]
         if group.rank == 2:  # begins its part when rank 0 knows that rank 1 has left
             start = group.data_plane.gather
 
@@ -197,8 +197,8 @@ def test_a_rank_that_leaves_after_its_part(control: str) -> None:
     assert _run(3, program, control, set())[0].facts["sum"] == 600.0
 
 
-def test_calls_that_differ() -> None:
-    """A mismatch raises on all ranks, before UCC has anything to do with it."""
+def test_mismatched_calls() -> None:
+    """A mismatch raises on all ranks, before UCC is called."""
 
     def program(group: Any, _: ForkedGroup) -> Report:
         tensor = torch.ones(1000 + (group.rank == 1))
@@ -207,8 +207,8 @@ def test_calls_that_differ() -> None:
     assert {report.error for report in _run(3, program, "tcp", set()).values()} == {"CollectiveMismatchError"}
 
 
-def test_async_and_barriers_in_turns() -> None:
-    """Collectives that were started end in their order, among barriers and small ones that UCC does not see."""
+def test_asynchronous_collectives_and_barriers() -> None:
+    """Asynchronous collectives end in order, among barriers and small collectives that don't use UCC."""
 
     def program(group: Backend) -> list[float]:
         results = []
@@ -223,7 +223,7 @@ def test_async_and_barriers_in_turns() -> None:
 
 
 def test_forked_children() -> None:
-    """A child of a process with an open group is told that UCC can't be used in it; after the group's end it can."""
+    """A forked child can't use UCC while its parent has an open group, and can after the group is closed."""
 
     def in_child() -> str | None:
         with ProcessPoolExecutor(1, multiprocessing.get_context("fork")) as pool:
@@ -241,7 +241,7 @@ def test_forked_children() -> None:
 
 
 def test_groups_leave_nothing_behind() -> None:
-    """Groups that are opened and closed leave no thread and no descriptor."""
+    """Groups that were closed leave no thread and no file descriptor."""
 
     def program(group: Backend) -> list[list[str]]:
         found = []

@@ -29,7 +29,7 @@ for _name in fd.__all__:
 
 
 def open_ucc(control: str) -> Any:
-    """What makes a rank's group, with the arguments of `TcpBackend`, over a control group of `CONTROLS`."""
+    """A function that makes a rank's group, with the arguments of `TcpBackend`, over a control group of `CONTROLS`."""
 
     def open_group(rank: int, world_size: int, address: str, **settings: Any) -> fd.UccBackend:
         return fd.UccBackend(_KINDS[control](rank, world_size, address, **settings))

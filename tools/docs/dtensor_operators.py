@@ -1,4 +1,4 @@
-"""Which operators distributed tensors have, as a page that is made from the code: ``docs/dtensor-operators.md``.
+"""The operators of distributed tensors and their strategies, as a page: ``docs/dtensor-operators.md``.
 
 ::
 
@@ -35,109 +35,114 @@ if TYPE_CHECKING:
 
 Operator = torch._ops.OpOverload  # noqa: SLF001 - operators have no public class
 
-Ways = dict[Operator, tuple[str, list[str]]]
-"""By operator the shapes of a call, and the ways of computing it along one axis."""
+Strategies = dict[Operator, tuple[str, list[str]]]
+"""By operator: the shapes of a call, and its strategies along one mesh axis."""
 
 _HEAD = """# Operators of distributed tensors
 
-Made from the code by `python tools/docs/dtensor_operators.py --write docs/dtensor-operators.md`; a test compares the
-two.
+Generated from the code by `make support`; a test compares the two.
 
-Operators are those of `torch.ops.aten`, to which torch's functions, modules and gradients come down. Each gives what it
-gives of plain tensors, however its inputs lie: a *way* is one in which they are computed in parts. `(4,6) (6,8): S(0),
-R -> S(0)` says that with inputs of these shapes the first may be `Shard(0)` where the second is `Replicate()`;
-the result is `Shard(0)` then. Inputs that lie in none of the ways are brought to lie in that which takes the fewest
-bytes. A mesh of several axes takes a way for each of them.
+The operators are those of `torch.ops.aten`, to which torch's functions, modules and gradients
+decompose. Each returns the same result as for plain tensors, whatever the placements of its
+inputs. A *strategy* is a combination of placements that needs no communication:
+`(4,6) (6,8): S(0), R -> S(0)` means that for inputs of these shapes the first may be `Shard(0)`
+while the second is `Replicate()`, and the result is then `Shard(0)`. Inputs that match no strategy
+are redistributed to the one that costs the fewest bytes. A mesh of several axes has a strategy for
+each axis.
 
-`S(d)` is `Shard(d)`, `R` is `Replicate()`, `P` is `Partial()`, and `P(max)` is `Partial(ReduceOp.MAX)`; `P(any)` is
-partial by any operation, the same throughout. The operators of a row have the same ways, shown for one call for each
-number of distributed inputs. An operator without its overload (`add`, not `add.Tensor`) stands for all of them.
+`S(d)` is `Shard(d)`, `R` is `Replicate()`, `P` is `Partial()`, and `P(max)` is
+`Partial(ReduceOp.MAX)`; `P(any)` is partial by any operation, the same for inputs and outputs.
+The operators of a row have the same strategies, shown for one call for each number of distributed
+inputs. An operator without its overload (`add`, not `add.Tensor`) stands for all its overloads.
 """
 
 _SUBSTITUTES = """## Computed by other operators
 
 These have no rule and are computed by operators that have one: {names}.
 
-So is every operator that torch itself computes by others (`torch.matmul`, `einsum`, `linear`, `cross_entropy`), and the
-form with `out=` of every operator above: its result is copied to `out`, which must be of the result's shape.
+So are all operators that torch itself decomposes (`torch.matmul`, `einsum`, `linear`,
+`cross_entropy`), and the `out=` variants of all operators above: the result is copied to `out`,
+which must have the result's shape.
 """
 
-_PICKS = """## Of whole tensors only
+_REPLICATED_ONLY = """## Replicated tensors only
 
-The shape of what these give depends on the elements, so that ranks could not know the shape of their parts. They are
-computed where all inputs are whole on every rank, and raise `UnsupportedOpError` for divided ones; so is indexing by a
-mask that picks elements. To write one value by a mask is no such case.
+The shape of these results depends on the elements, so that ranks could not know the shapes of
+their shards. They are computed where all inputs are replicated, and raise `UnsupportedOpError`
+for sharded or partial ones; so does indexing by a mask that selects elements. Writing one value
+by a mask works with all placements.
 
 {table}
-`torch.as_strided` is of memory, and is refused where a tensor is not whole on each rank. All other operators raise
-`UnsupportedOpError`, unless the program allows them to be computed on whole tensors: `fd.allow_replication()`.
+`torch.as_strided` describes memory, and is refused unless the tensor is replicated. All other
+operators raise `UnsupportedOpError`, unless the program allows them to be computed on replicated
+tensors: `fd.allow_replication()`.
 """
 
-_UNTRIED = """## Not tried here
+_NOT_SHOWN = """## Not shown here
 
-These have a rule, and no sample reached them: {names}.
+These have a rule, but no sample call reaches them: {names}.
 """
 
 
 def render() -> str:
-    """The whole page."""
+    """Render the page."""
     group = fd.SimulatedBackend.create_group(1)[0]
     with torch.random.fork_rng(devices=[]):
-        ways = collect_ways(DeviceMesh(group, (1,)))
+        strategies = collect_strategies(DeviceMesh(group, (1,)))
     group.close()
-    parts = [_HEAD, *[_render_family(family, ways) for family in FAMILIES if family.RULES]]
+    parts = [_HEAD, *[_render_family(family, strategies) for family in FAMILIES if family.RULES]]
     parts.append(_SUBSTITUTES.format(names=_listed(DECOMPOSITIONS)))
     table = format_table(["", "instead"], _merge([(f"`{name}`", instead) for name, instead in DATA_DEPENDENT.values()]))
-    parts.append(_PICKS.format(table=table))
-    if untried := set(RULES) - set(ways):
-        parts.append(_UNTRIED.format(names=_listed(untried)))
+    parts.append(_REPLICATED_ONLY.format(table=table))
+    if not_shown := set(RULES) - set(strategies):
+        parts.append(_NOT_SHOWN.format(names=_listed(not_shown)))
     return "\n".join(parts)
 
 
-def collect_ways(mesh: DeviceMesh) -> Ways:
-    """The ways of all operators that samples reach, forward and backward, on a mesh of one rank.
+def collect_strategies(mesh: DeviceMesh) -> Strategies:
+    """The strategies of all operators that samples reach, forward and backward, on a mesh of one rank.
 
-    Choices may depend on how inputs lie, so each sample is tried with inputs placed in each way; those count that a
-    call of the same shapes has.
+    Strategies may depend on the placements of the inputs, so each sample runs with each placement; those of calls of
+    the same shapes are collected.
     """
-    ways: Ways = {}
-    with _collected(ways):
+    strategies: Strategies = {}
+    with _collecting(strategies):
         placements: tuple[Placement, ...] = (Replicate(), Shard(0), Shard(1), Shard(2), Partial())
         for sample, placement in itertools.product(SAMPLES, placements):
-            # Not every operator can write to a tensor that lies anyhow.
+            # Not every operator can write to a tensor of any placement.
             with contextlib.suppress(UnsupportedOpError):
                 _differentiate(sample(SampleFactory(mesh, placement)))
-        for operator in sorted(set(RULES) - set(ways), key=str):
+        for operator in sorted(set(RULES) - set(strategies), key=str):
             for dtype in (torch.float32, torch.int64, torch.bool):
-                if operator not in ways:  # else it has taken another dtype
+                if operator not in strategies:  # else it has accepted another dtype
                     for placement in placements:
                         _call_by_schema(operator, SampleFactory(mesh, placement), dtype)
-    return ways
+    return strategies
 
 
 @contextlib.contextmanager
-def _collected(ways: Ways) -> Iterator[None]:
-    """Inside, calls that are decided anew add their ways."""
-    decide = dispatch._select  # noqa: SLF001 - where all calls that rules decide come by
-    of_gradients: set[Operator] = set()
+def _collecting(strategies: Strategies) -> Iterator[None]:
+    """Within the block, calls that select a strategy add theirs."""
+    select = dispatch._select  # noqa: SLF001 - all calls with rules pass here
+    in_backward: set[Operator] = set()
 
-    def note(call: OpCall, rule: OpRule) -> Any:
-        recipe = decide(call, rule)
+    def record(call: OpCall, rule: OpRule) -> Any:
+        selected = select(call, rule)
         fresh = OpCall(call.operator, call.arguments, call.mesh)
         shapes = " ".join(str(layout.shape).replace(" ", "").replace(",)", ")") for layout in fresh.inputs)
-        # Calls of gradients are shown of operators that have no other.
+        # Calls in backward passes are shown only for operators that have no other.
         if torch._C._current_graph_task_id() == -1:  # noqa: SLF001 - there is no public way to ask
-            if call.operator in of_gradients:
-                of_gradients.remove(call.operator)
-                del ways[call.operator]
-        elif call.operator not in ways:
-            of_gradients.add(call.operator)
-        known, found = ways.setdefault(call.operator, (shapes, []))
+            if call.operator in in_backward:
+                in_backward.remove(call.operator)
+                del strategies[call.operator]
+        elif call.operator not in strategies:
+            in_backward.add(call.operator)
+        known, found = strategies.setdefault(call.operator, (shapes, []))
         if shapes == known:
-            found += [way for way in map(_describe, rule.strategies(fresh, 0)) if way not in found]
-        return recipe
+            found += [strategy for strategy in map(_describe, rule.strategies(fresh, 0)) if strategy not in found]
+        return selected
 
-    with mock.patch.object(dispatch, "_select", note):
+    with mock.patch.object(dispatch, "_select", record):
         yield
 
 
@@ -153,8 +158,8 @@ def _call_by_schema(operator: Operator, new: SampleFactory, dtype: torch.dtype) 
     arguments = bind_sample(operator, tensors)
     if arguments is not None:
         positional, named = arguments
-        # Else torch takes operators apart that are made of others, where autograd could be asked for. What takes other
-        # dtypes or numbers than these is listed as one that no sample reached.
+        # Outside inference mode torch would decompose composite operators. Operators that need other dtypes or numbers
+        # than these are listed as not shown.
         with (
             torch.inference_mode(),
             contextlib.suppress(UnsupportedOpError, RuntimeError, TypeError, ValueError, IndexError, AssertionError),
@@ -174,14 +179,14 @@ def _shorten(placement: Placement) -> str:
 _OTHER_FOLDS = ("P(min)", "P(max)", "P(product)")
 
 
-def _join_folds(ways: Sequence[str]) -> list[str]:
-    """Ways that are there for each kind of partial tensor, as one."""
+def _join_folds(strategies: Sequence[str]) -> list[str]:
+    """Join strategies that exist for each kind of partial tensor."""
     by_any: dict[str, list[str]] = {}
-    for way in ways:
-        general = way
+    for strategy in strategies:
+        general = strategy
         for fold in (*_OTHER_FOLDS, "P(mean)"):
             general = general.replace(fold, "P")
-        by_any.setdefault(general, []).append(way)
+        by_any.setdefault(general, []).append(strategy)
     joined = []
     for general, found in by_any.items():
         has_all = {general.replace("P", fold) for fold in _OTHER_FOLDS} <= set(found)
@@ -189,7 +194,7 @@ def _join_folds(ways: Sequence[str]) -> list[str]:
     return joined
 
 
-def _render_family(family: ModuleType, ways: Ways) -> str:
+def _render_family(family: ModuleType, strategies: Strategies) -> str:
     heading = (family.__doc__ or "").partition("\n")[0].rstrip(".")
     rows = []
     by_rule: dict[int, list[Operator]] = {}
@@ -198,25 +203,25 @@ def _render_family(family: ModuleType, ways: Ways) -> str:
     for operators in by_rule.values():
         shown: dict[int, str] = {}
         for operator in operators:
-            if operator in ways:
-                shapes, found = ways[operator]
+            if operator in strategies:
+                shapes, found = strategies[operator]
                 shown.setdefault(shapes.count("("), f"{shapes}: {'; '.join(_join_folds(found))}")
         rows.append((operators, "<br>".join(shown[count] for count in sorted(shown))))
     merged: dict[str, list[Operator]] = {}
     for operators, text in rows:
         merged.setdefault(text, []).extend(operators)
-    cells = [[_listed(operators), text or "not tried"] for text, operators in merged.items()]
-    return f"## {heading}\n\n{format_table(['operators', 'ways'], cells)}"
+    cells = [[_listed(operators), text or "not shown"] for text, operators in merged.items()]
+    return f"## {heading}\n\n{format_table(['operators', 'strategies'], cells)}"
 
 
 def _listed(operators: Iterable[Operator]) -> str:
-    """Names, of packets for operators that have all overloads with a rule here."""
+    """The operators' names, without overloads where all overloads that have a rule are listed."""
     ours = set(operators)
     names = set()
     for operator in ours:
         packet = operator.overloadpacket
-        alike = {other for other in RULES if other.overloadpacket is packet}
-        names.add(packet.__name__ if alike <= ours else f"{packet.__name__}.{operator._overloadname}")  # noqa: SLF001
+        overloads = {other for other in RULES if other.overloadpacket is packet}
+        names.add(packet.__name__ if overloads <= ours else f"{packet.__name__}.{operator._overloadname}")  # noqa: SLF001
     return ", ".join(f"`{name}`" for name in sorted(names))
 
 

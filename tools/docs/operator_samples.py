@@ -25,11 +25,11 @@ _aten = torch.ops.aten
 
 
 class SampleFactory:
-    """Makes the tensors of samples, all placed alike where they have such a dim, and whole elsewhere.
+    """Creates the tensors of samples, with one placement where they have its dim, and replicated elsewhere.
 
     Args:
         mesh: A mesh of one rank.
-        placement: How tensors lie. Integers and bools are not partial.
+        placement: The placement. Integers and bools are not partial.
     """
 
     def __init__(self, mesh: DeviceMesh, placement: Placement) -> None:
@@ -55,12 +55,12 @@ class SampleFactory:
 def bind_sample(
     operator: torch._ops.OpOverload, tensors: Iterator[Any], number: float = 1.0
 ) -> tuple[list[Any], dict[str, Any]] | None:
-    """Arguments by an operator's schema: tensors, and 1 for numbers; None for one that takes anything else.
+    """Create arguments for an operator's schema; None if it takes others than tensors and numbers.
 
     Args:
         operator: The operator.
-        tensors: What its tensors are taken from.
-        number: What its numbers of any kind are.
+        tensors: The source of tensor arguments.
+        number: The value of arguments that may be any number.
 
     Returns:
         The positional arguments without a default, and the others without one.
@@ -222,4 +222,4 @@ SAMPLES: Sequence[Callable[[SampleFactory], Any]] = (
     _attention,
     lambda new: functional.conv2d(new(4, 2, 5, 5), new(3, 2, 3, 3), new(3)),
 )
-"""Each gives a tensor, several of them, or None; shapes are as small as dims that can be told apart allow."""
+"""Each returns a tensor, several of them, or None. Shapes are small, with dims of different sizes."""

@@ -31,34 +31,34 @@ OPERATIONS: dict[str, Op] = {**{op.name: op for op in ReduceOp}, "premultiplied_
 
 _HEAD = """# What works with what
 
-Made from the code by `python tools/docs/support_table.py --write docs/support.md`; a test compares the two and
-tries every cell.
+Generated from the code by `make support`; a test compares the two and tries every cell.
 """
 
 _REDUCTIONS = """## Element types and reductions
 
-`allreduce`, `reduce`, `reduce_scatter` and their forms. A number refers to the reason below the table; such a call
-raises `TypeError` before anything is sent. Everything else that ferrodist does (broadcast, gathering, scattering,
-all-to-all, messages) takes all of these types, and no others.
+`allreduce`, `reduce`, `reduce_scatter` and their variants. A number refers to the reason below the
+table; such a call raises `TypeError` before anything is sent. All other operations (broadcast,
+gather, scatter, all-to-all, messages) take all of these types, and no others.
 """
 
 _COLLECTIVES = """## Collectives
 
-*grad*: differentiable (`reduce_scatter` with sums and means, `allreduce` and `reduce` with all but the bitwise
-operations). *out*: takes `out=`. *dim*: takes `dim=`. *async*: has a form that starts it and returns a
-`PendingCollective`. *joined*: several of them inside `coalesce` travel as one.
+*grad*: differentiable (`reduce_scatter` with sums and means, `allreduce` and `reduce` with all but
+the bitwise operations). *out*: takes `out=`. *dim*: takes `dim=`. *async*: has an asynchronous
+variant, which returns a `PendingCollective`. *coalesced*: several of them inside `coalesce` are
+sent as one.
 """
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Row:
-    """A collective: what the code can't tell about it.
+    """The facts about a collective that the code does not show.
 
     Args:
-        result: Who gets what.
-        uneven: Which sizes ranks may differ in.
-        call: Does it with a tensor on a group of one rank, where that takes more than the tensor.
-        carries_tensors: Whether it does at all.
+        result: The result, and the ranks that get it.
+        uneven: The sizes that may differ between ranks.
+        call: A call with a tensor on a group of one rank; None where the tensor is the only argument.
+        carries_tensors: Whether it takes tensors.
     """
 
     result: str
@@ -68,35 +68,35 @@ class _Row:
 
 
 _ROWS: dict[str, _Row] = {
-    "allreduce": _Row(result="all ranks: the fold"),
-    "reduce": _Row(result="one rank: the fold"),
-    "broadcast": _Row(result="all ranks: one rank's"),
-    "all_gather": _Row(result="all ranks: the ranks' joined"),
-    "all_gather_uneven": _Row(result="all ranks: the ranks' joined", uneven="any, along dim"),
-    "gather": _Row(result="one rank: the ranks' joined", uneven="any, along dim"),
-    "scatter": _Row(result="each rank: its part of one rank's", uneven="first ranks one more"),
-    "reduce_scatter": _Row(result="each rank: its part of the fold", uneven="first ranks one more"),
+    "allreduce": _Row(result="all ranks: the reduction"),
+    "reduce": _Row(result="one rank: the reduction"),
+    "broadcast": _Row(result="all ranks: one rank's tensor"),
+    "all_gather": _Row(result="all ranks: all tensors, concatenated"),
+    "all_gather_uneven": _Row(result="all ranks: all tensors, concatenated", uneven="any, along dim"),
+    "gather": _Row(result="one rank: all tensors, concatenated", uneven="any, along dim"),
+    "scatter": _Row(result="each rank: its shard of one tensor", uneven="first ranks one more"),
+    "reduce_scatter": _Row(result="each rank: its shard of the reduction", uneven="first ranks one more"),
     "reduce_scatter_tensor": _Row(
-        result="each rank: its part of the fold",
+        result="each rank: its shard of the reduction",
         uneven="first ranks one more",
         call=lambda x: fd.reduce_scatter_tensor(torch.empty_like(x), x),
     ),
-    "all_to_all": _Row(result="each rank: a part of each rank's"),
+    "all_to_all": _Row(result="each rank: a part of each tensor"),
     "all_to_all_single_uneven": _Row(
-        result="each rank: a part of each rank's",
-        uneven="as counts say",
+        result="each rank: a part of each tensor",
+        uneven="by counts",
         call=lambda x: fd.all_to_all_single_uneven(x, [len(x)], [len(x)]),
     ),
     "barrier": _Row(result="nothing", carries_tensors=False),
-    "all_gather_object": _Row(result="all ranks: the ranks' objects", uneven="any", carries_tensors=False),
+    "all_gather_object": _Row(result="all ranks: all objects", uneven="any", carries_tensors=False),
     "broadcast_object": _Row(result="all ranks: one rank's object", uneven="any", carries_tensors=False),
-    "gather_object": _Row(result="one rank: the ranks' objects", uneven="any", carries_tensors=False),
-    "scatter_object": _Row(result="each rank: an object of one rank", uneven="any", carries_tensors=False),
+    "gather_object": _Row(result="one rank: all objects", uneven="any", carries_tensors=False),
+    "scatter_object": _Row(result="each rank: one of one rank's objects", uneven="any", carries_tensors=False),
 }
 
 
 def undefined_reason(dtype: torch.dtype, op: Op) -> str | None:
-    """Why ``op`` of ``dtype`` is not defined, or None when it is."""
+    """The reason why ``op`` is not defined for ``dtype``, or None when it is."""
     try:
         check_reduction(dtype, op)
     except TypeError as error:
@@ -105,7 +105,7 @@ def undefined_reason(dtype: torch.dtype, op: Op) -> str | None:
 
 
 def render() -> str:
-    """The whole page."""
+    """Render the page."""
     group = fd.SimulatedBackend.create_group(1)[0]
     with fd.use_group(group):
         collectives = _collectives_table(group)
@@ -138,10 +138,10 @@ def _collectives_table(group: Backend) -> str:
             _cell(is_so="out" in parameters),
             _cell(is_so="dim" in parameters),
             _NO if started is None else YES,
-            _cell(is_so=started is not None and _are_joined(started, group)),
+            _cell(is_so=started is not None and _are_coalesced(started, group)),
         ]
         rows.append([f"`{name}`", row.result, row.uneven, *cells])
-    return format_table(["", "result", "sizes that differ", "grad", "out", "dim", "async", "joined"], rows)
+    return format_table(["", "result", "sizes that differ", "grad", "out", "dim", "async", "coalesced"], rows)
 
 
 def _cell(*, is_so: bool) -> str:
@@ -151,23 +151,23 @@ def _cell(*, is_so: bool) -> str:
 def _has_gradient(call: Callable[[torch.Tensor], object]) -> bool:
     try:
         result = call(torch.ones(4, requires_grad=True))
-    except RuntimeError:  # its out= and autograd don't go together
+    except RuntimeError:  # its out= excludes autograd
         return False
     return isinstance(result, torch.Tensor) and result.requires_grad
 
 
-def _are_joined(started: str, group: Backend) -> bool:
-    """Whether two of a kind take no more places among the group's collectives than one."""
-    return _num_places(started, 2, group) == _num_places(started, 1, group)
+def _are_coalesced(name: str, group: Backend) -> bool:
+    """Whether two of a kind take no more sequence numbers of the group than one."""
+    return _num_sequence_numbers(name, 2, group) == _num_sequence_numbers(name, 1, group)
 
 
-def _num_places(started: str, count: int, group: Backend) -> int:
-    first = group.agreement.reserve()
+def _num_sequence_numbers(name: str, count: int, group: Backend) -> int:
+    first = group.verifier.reserve()
     with fd.coalesce(group):
-        pending = [getattr(fd, started)(torch.ones(4)) for _ in range(count)]
+        pending = [getattr(fd, name)(torch.ones(4)) for _ in range(count)]
     for handle in pending:
         handle.wait()
-    return group.agreement.reserve() - first
+    return group.verifier.reserve() - first
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

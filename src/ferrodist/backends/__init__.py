@@ -1,1 +1,1 @@
-"""How ranks talk: the contract of a backend (`base.py`), and one module or package a backend."""
+"""Groups: the contract of a backend (`base.py`), and one module or package for each backend."""

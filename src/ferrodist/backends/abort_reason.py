@@ -1,4 +1,4 @@
-"""The reason of a group's failure, as bytes for the group's other ranks."""
+"""The wire format of the reason of a group's failure."""
 
 from __future__ import annotations
 
@@ -13,23 +13,25 @@ if TYPE_CHECKING:
 
     from ferrodist.errors import DistributedError
 
-_MAX_LETTERS = 10_000
+_MAX_CHARACTERS = 10_000
 _MAX_RANKS = 10_000
 
 _DECODER = msgspec.msgpack.Decoder(tuple[str, str, tuple[int, ...]])
 
 
-def pack_reason(error: DistributedError, *, letters: int = _MAX_LETTERS, ranks: int = _MAX_RANKS) -> bytes:
-    """Encode an error: its class, the first ``letters`` of its message, and the first ``ranks`` of its ranks."""
+def pack_reason(
+    error: DistributedError, *, max_characters: int = _MAX_CHARACTERS, max_ranks: int = _MAX_RANKS
+) -> bytes:
+    """Encode an error: its class, the first ``max_characters`` of its message and ``max_ranks`` of its ranks."""
     name, message, named = error_to_wire(error)
-    return msgspec.msgpack.encode((name, message[:letters], named[:ranks]))
+    return msgspec.msgpack.encode((name, message[:max_characters], named[:max_ranks]))
 
 
 def unpack_reason(data: Buffer, world_size: int) -> DistributedError:
-    """Decode what `pack_reason` encoded on another rank, in a group of a world of ``world_size`` ranks.
+    """Decode the result of `pack_reason` on another rank, in a group of a world of ``world_size`` ranks.
 
     Raises:
-        ValueError: No rank would send this: it is no such encoding, or names a rank that there can't be.
+        ValueError: The bytes are no such encoding, or name a rank that is not in the world.
     """
     try:
         name, message, ranks = _DECODER.decode(data)

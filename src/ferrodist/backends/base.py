@@ -1,11 +1,10 @@
 """The contract of a backend: what a group is to everything above it.
 
-A group is a `Backend`: one rank's handle on a fixed set of ranks that can send each other bytes. An author implements
-``send``, ``recv``, ``abort`` and ``close``. ``rank``, ``world_size`` and ``barrier`` have forms here, and may be an
-author's own: these seven are the contract, and everything else in ferrodist works on top. Where the backend knows why a
-group has failed, ``failure`` says so. A backend that can start a transfer without waiting for it also overrides
-``isend`` and ``irecv``, which otherwise run the blocking calls in threads. `ferrodist.testing.check_backend` tests all
-of what is said here.
+A group is a `Backend`: one rank's handle on a fixed set of ranks that can send each other bytes. Authors of backends
+implement ``send``, ``recv``, ``abort`` and ``close``, and may override ``rank``, ``world_size`` and ``barrier``. These
+seven are the contract; everything else in ferrodist works on top of them. A backend that knows why a group has failed
+returns the reason from ``failure``. A backend that can start a transfer without waiting for it overrides ``isend`` and
+``irecv``, which otherwise run the blocking calls in threads. `ferrodist.testing.check_backend` tests this contract.
 """
 
 from __future__ import annotations
@@ -15,9 +14,12 @@ import math
 import operator
 import threading
 from abc import ABC, abstractmethod
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, overload
 from weakref import WeakSet
 
+from typing_extensions import override
+
+from ferrodist.backends.collective_op import CollectiveKind, CollectiveOp
 from ferrodist.backends.lifecycle import snapshot_weak
 from ferrodist.backends.request import (
     LockWaitEvent,
@@ -29,7 +31,6 @@ from ferrodist.backends.request import (
     WaitEvent,
     answer_seconds,
 )
-from ferrodist.backends.signature import CollectiveSignature
 from ferrodist.backends.tags import ANY_SOURCE
 from ferrodist.backends.verification import CollectiveVerifier
 from ferrodist.deadline import Deadline, check_timeout, default_timeout, resolve_timeout
@@ -47,7 +48,7 @@ if TYPE_CHECKING:
 
     from typing_extensions import Buffer, Self
 
-    from ferrodist.backends.engine import DataPlane, FastPath
+    from ferrodist.backends.engine import CollectiveEngine, DataPlane, DeviceP2P, FastPath, HostEngine
 
 
 class Backend(ABC):
@@ -58,40 +59,40 @@ class Backend(ABC):
     Args:
         rank: This rank, 0-based.
         world_size: Number of ranks in the group.
-        timeout: Seconds a blocking call may take when it names no timeout itself; None takes FERRODIST_TIMEOUT's, or
+        timeout: Default of blocking calls' ``timeout``, in seconds; None takes FERRODIST_TIMEOUT's, or
             `DEFAULT_COLLECTIVE_TIMEOUT`.
-        name: What error messages call the group.
+        name: The group's name in error messages.
     """
 
     is_member: Literal[True] = True
-    """True: this rank is in the group. False for the `NonMemberGroup` that `new_group` gives to the ranks outside."""
+    """True: this rank is in the group. False for the `NonMemberGroup` that `new_group` returns on the ranks outside."""
 
     subgroups: WeakSet[Backend]
-    """The sub-groups made from this group, and from these in turn; they are closed with it, the outermost group."""
+    """All sub-groups made from this group, directly or from sub-groups. The outermost group closes them with itself."""
 
     attachments: dict[str, Any]
-    """What layers above keep with the group, by name."""
+    """Objects that layers above attach to the group, by name."""
 
-    agreement: CollectiveVerifier
+    verifier: CollectiveVerifier
 
     _close_callbacks: list[Callable[[], None]]
     _synchronizers: list[Callable[[float], None]]
     _threaded: dict[tuple[str, int], list[tuple[int, ThreadedRequest]]]
     _threaded_lock: threading.Lock
-    _engines: dict[str, Any]
-    _p2p: dict[str, Any]
+    _engine_by_device: dict[str, CollectiveEngine | None]
+    _p2p_by_device: dict[str, DeviceP2P | None]
 
     group_id: int = 0
-    """Upper half of the tags of this group's messages: 0, or what a sub-group derives from its members."""
+    """Upper half of the tags of this group's messages: 0, or for a sub-group a hash of its members."""
 
-    agreement_key: bytes = b""
-    """What agreements are authenticated with where their messages are not, or nothing."""
+    verification_key: bytes = b""
+    """The key that authenticates agreements where messages are not authenticated; else empty."""
 
     data_plane: DataPlane | None = None
-    """What moves bytes for all ranks at once, if there is such a thing."""
+    """Moves bytes between all ranks at once; None where the group has no such thing."""
 
     fast_path: FastPath | None = None
-    """The compiled path of plain calls, if there is one."""
+    """The compiled path of plain calls; None where the group has none."""
 
     def __init_subclass__(cls, **options: Any) -> None:
         super().__init_subclass__(**options)
@@ -100,19 +101,19 @@ class Backend(ABC):
                 raise TypeError(f"{cls.__name__}.{name} is a property of every Backend: put @property before it")
 
     def __new__(cls, *_arguments: Any, **_options: Any) -> Self:
-        """Make what every group has, so that a class with its own `rank` and `world_size` need not call `__init__`."""
+        """Set the state of every group: a class with its own `rank` and `world_size` may not call `__init__`."""
         self = super().__new__(cls)
         self._timeout = default_timeout()
         self._name = "world"
         self._close_callbacks = []
         self._synchronizers = []
         self._threaded = {}
-        self._engines = {}
-        self._p2p = {}
+        self._engine_by_device = {}
+        self._p2p_by_device = {}
         self._threaded_lock = threading.Lock()
         self.subgroups = WeakSet()
         self.attachments = {}
-        self.agreement = CollectiveVerifier(self)
+        self.verifier = CollectiveVerifier(self)
         return self
 
     def __init__(self, rank: int, world_size: int, *, timeout: float | None = None, name: str = "world") -> None:
@@ -127,7 +128,7 @@ class Backend(ABC):
 
     @property
     def rank(self) -> int:
-        """This rank's number in the group."""
+        """This rank's index in the group."""
         return self._rank
 
     @property
@@ -148,34 +149,38 @@ class Backend(ABC):
 
     @property
     def name(self) -> str:
-        """What error messages call the group."""
+        """The group's name in error messages."""
         return self._name
 
     @property
     def failure(self) -> DistributedError | None:
-        """Why the group can't be used any more, or None while it can. A group that has failed stays failed.
+        """The reason why the group can't be used any more, or None while it can. A failed group stays failed.
 
-        This form knows of nothing: then calls in a group that has failed raise what `send` and `recv` do.
+        The default implementation returns None: then calls in a failed group raise the errors of `send` and `recv`.
         """
         return None
 
-    def engine(self, device_type: str) -> Any:
-        """The backend's own engine of collectives of tensors on "cpu" or "cuda"; None where it has none."""
-        return self._engines.get(device_type)
+    @overload
+    def engine(self, device_type: Literal["cpu"]) -> HostEngine | None: ...
+    @overload
+    def engine(self, device_type: str) -> CollectiveEngine | None: ...
+    def engine(self, device_type: str) -> CollectiveEngine | None:
+        """The backend's own engine of collectives of tensors on "cpu" or "cuda"; None if it has none."""
+        return self._engine_by_device.get(device_type)
 
-    def p2p(self, device_type: str) -> Any:
-        """The backend's own point-to-point transfer of tensors on a type of device; None where it has none."""
-        return self._p2p.get(device_type)
+    def p2p(self, device_type: str) -> DeviceP2P | None:
+        """The backend's own point-to-point transfer of tensors on "cpu" or "cuda"; None if it has none."""
+        return self._p2p_by_device.get(device_type)
 
-    def use_engine(self, device_type: str, engine: Any, p2p: Any = None) -> None:
-        """Set what `engine` and `p2p` return for a type of device."""
-        self._engines[device_type] = engine
-        self._p2p[device_type] = p2p
+    def use_engine(self, device_type: str, engine: CollectiveEngine | None, p2p: DeviceP2P | None = None) -> None:
+        """Set the results of `engine` and `p2p` for a type of device."""
+        self._engine_by_device[device_type] = engine
+        self._p2p_by_device[device_type] = p2p
 
     def equip_subgroup(self, subgroup: Backend) -> None:  # noqa: B027 - may stay as it is
-        """Give a new sub-group of this group, whose members all call this, its engines and its fast path.
+        """Give a new sub-group of this group its engines and its fast path; every member calls it.
 
-        This form gives it none, so that the messages carry its tensors.
+        The default implementation gives it none, so that its tensors travel as messages.
         """
 
     def __repr__(self) -> str:
@@ -186,8 +191,8 @@ class Backend(ABC):
     def send(self, data: Buffer, dst: int, *, tag: int = 0, timeout: float | None = None) -> None:
         """Send bytes to one rank; ``data`` may be changed when the call returns.
 
-        Returns when the backend has taken the message over. For one of more than 1 KiB that may be when ``dst``
-        receives it.
+        Returns when the backend has taken the message over. A message of more than 1 KiB may be taken over only when
+        ``dst`` receives it.
 
         Args:
             data: Any C-contiguous buffer. It may be empty.
@@ -211,23 +216,23 @@ class Backend(ABC):
         Args:
             buffer: A writable C-contiguous buffer of the message's size.
             src: The sending rank, or `ANY_SOURCE`.
-            tag: The tag it was sent with.
+            tag: The tag that the message was sent with.
             timeout: Seconds, or None for the group's.
 
         Returns:
-            The rank that sent it.
+            The sending rank.
 
         Raises:
             SizeMismatchError: The message has another size. It stays queued.
-            DistributedTimeoutError: Nothing came in time. The group is still good and the call may be made again.
+            DistributedTimeoutError: No message came in time. The group is still good and the call may be made again.
             InvalidRankError, SelfSendError, PeerLostError, GroupClosedError: As for `send`.
         """
 
     @abstractmethod
     def abort(self, reason: str | DistributedError) -> None:
-        """End the group on all ranks: whatever waits in it, and every later call, raises.
+        """End the group on all ranks: calls that wait in it, and all later calls, raise.
 
-        Sub-groups made from it are groups of their own and go on, where the backend can tell their messages apart.
+        Sub-groups made from it are groups of their own and go on, if the backend can tell their messages apart.
 
         Args:
             reason: A sentence, raised as `GroupAbortedError`, or the error itself. Only the first abort counts; after
@@ -236,14 +241,14 @@ class Backend(ABC):
 
     @abstractmethod
     def close(self, timeout: float | None = None) -> None:
-        """Leave the group and release what it holds. Closing twice is allowed.
+        """Leave the group and release its resources. Closing twice is allowed.
 
-        What this rank sent before stays receivable. Ranks that still wait for it get `PeerLostError`. Later calls on
-        this rank raise `GroupClosedError`, whatever the group's state was. Implementations call
+        Messages that this rank has sent stay receivable. Ranks that still wait for it get `PeerLostError`. Later calls
+        on this rank raise `GroupClosedError`, whatever the group's state was. Implementations call
         `_run_close_callbacks` last.
 
         Args:
-            timeout: Seconds to wait for what this rank owes the others; None lets the backend choose.
+            timeout: Seconds to wait until the other ranks have this rank's messages; None lets the backend choose.
         """
 
     def barrier(self, timeout: float | None = None) -> None:
@@ -255,17 +260,18 @@ class Backend(ABC):
         """
         limit = self.timeout if timeout is None else check_timeout(timeout)
         engine = self.engine("cpu")
+        op = CollectiveOp(kind=CollectiveKind.BARRIER, timeout=limit)
         if engine is None:
-            self.agreement.reach(CollectiveSignature(operation="barrier"), limit)
+            self.verifier.verify(op.signature(), limit)
         else:
-            engine.barrier(timeout=limit, sequence=engine.reserve())
+            engine.run(op, engine.reserve())
 
     def synchronize(self, timeout: float | None = None) -> None:
-        """Return when what this rank has started on GPUs in this group is done there; the host waits.
+        """Return when the work that this rank has started on GPUs in this group is done there; the host waits.
 
         Raises:
-            DistributedTimeoutError: It is not done in time.
-            DistributedError: What the group has failed with, if it has.
+            DistributedTimeoutError: The work is not done in time.
+            DistributedError: The group has failed; its failure.
         """
         deadline = Deadline(self.timeout if timeout is None else check_timeout(timeout))
         for wait in self._synchronizers:
@@ -274,11 +280,11 @@ class Backend(ABC):
             raise self.failure.fresh()
 
     def on_synchronize(self, wait: Callable[[float], None]) -> None:
-        """Have `synchronize` call ``wait(seconds)``. For who starts work on GPUs for this group."""
+        """Have `synchronize` call ``wait(seconds)``. For code that starts work on GPUs for this group."""
         self._synchronizers.append(wait)
 
     def isend(self, data: Buffer, dst: int, *, tag: int = 0) -> Request:
-        """Start `send` and return at once. This form repeats the blocking call in a thread.
+        """Start `send` and return at once. The default implementation repeats the blocking call in a thread.
 
         Messages started in one thread with the same tag and ``dst`` are received in that order.
         """
@@ -291,7 +297,7 @@ class Backend(ABC):
         return self._in_thread(("send", tag), dst, attempt, memoryview(data).nbytes)
 
     def irecv(self, buffer: Buffer, src: int, *, tag: int = 0) -> Request:
-        """Start `recv` and return at once. This form repeats the blocking call in a thread."""
+        """Start `recv` and return at once. The default implementation repeats the blocking call in a thread."""
         src = check_peer(self, src, any_source=True)
 
         def attempt(timeout: float) -> int:
@@ -300,7 +306,7 @@ class Backend(ABC):
         return self._in_thread(("recv", tag), src, attempt, memoryview(buffer).nbytes)
 
     def _in_thread(self, kind: tuple[str, int], peer: int, attempt: Callable[[float], int], size_bytes: int) -> Request:
-        """Start a transfer that waits for those before it which could take its message, and for no others."""
+        """Start a transfer that runs after the earlier ones that could take its message, and waits for no others."""
         with self._threaded_lock:
             started = [(other, request) for other, request in self._threaded.get(kind, []) if not request.done()]
             earlier = [request for other, request in started if other == peer or ANY_SOURCE in (other, peer)]
@@ -315,7 +321,7 @@ class Backend(ABC):
                 self._threaded.pop(kind, None)
 
     def _wait_or_give_up(self, request: Request, what: str, timeout: float) -> int:
-        """Wait for a request of this group; when ``timeout`` passes cancel it and say ``what`` did not happen."""
+        """Wait for a request of this group; after ``timeout`` seconds cancel it and say ``what`` did not happen."""
         try:
             return request.wait(timeout)
         except DistributedTimeoutError as error:
@@ -323,7 +329,7 @@ class Backend(ABC):
                 raise
             late = self.find_stragglers(error.ranks, answer_seconds(timeout))
             if not request.cancel():
-                return request.wait(math.inf)  # it ended between the two, or ends at once: see Request.cancel
+                return request.wait(math.inf)  # it has ended meanwhile, or does so at once: see Request.cancel
             raise DistributedTimeoutError(
                 f"{what} within {timeout:g} s (group {self.name!r}, rank {self.rank}){late.detail}. The group is still"
                 " good: the call may be made again.",
@@ -334,12 +340,12 @@ class Backend(ABC):
             raise
 
     def find_stragglers(self, peers: tuple[int, ...], within: float) -> Stragglers:
-        """Find out whom a wait for ``peers`` that ran out of time is put down to.
+        """Find the ranks that are responsible for a wait for ``peers`` that timed out.
 
-        This form answers with the peers. A backend whose messages pass through other ranks can tell more.
+        The default implementation returns the peers. A backend whose messages pass through other ranks can tell more.
 
         Args:
-            peers: The ranks that were waited for; empty when it was for any.
+            peers: The ranks that were waited for; empty for any rank.
             within: Seconds this may take.
         """
         del within
@@ -348,37 +354,37 @@ class Backend(ABC):
     def abort_subgroup(self, group_id: int, members: tuple[int, ...], error: DistributedError) -> None:
         """End one sub-group on all its members (ranks of this group).
 
-        This form ends this whole group, which is right for a backend that can't tell its messages apart.
+        The default implementation ends this whole group, which is right if the backend can't tell its messages apart.
         """
         del group_id, members
         self.abort(error)
 
     def subgroup_failure(self, group_id: int, members: tuple[int, ...]) -> DistributedError | None:
-        """Why a sub-group made from this group can't be used any more, or None."""
+        """The reason why a sub-group of this group can't be used any more, or None."""
         del group_id, members
         return self.failure
 
     def fail_with(self, group_id: int, leader_id: int) -> None:  # noqa: B027 - may stay as it is
-        """Be told that a sub-group fails when another group of this backend does, which has the same ranks.
+        """Make a sub-group fail when another group of this backend with the same ranks does.
 
-        This form does nothing, which is right for a backend that can't tell the messages of groups apart.
+        The default implementation does nothing, which is right if the backend can't tell the messages of groups apart.
         """
 
     def open_subgroup(self, group_id: int, members: tuple[int, ...], name: str) -> None:  # noqa: B027 - may stay as it is
-        """Be told that this rank has made a sub-group of ``members`` (ranks of this group, in its order).
+        """Note that this rank has made a sub-group of ``members`` (ranks of this group, in the sub-group's order).
 
-        A backend that overrides this numbers and names the ranks of the sub-group's errors as the sub-group does. For
-        others `SubBackend` translates what its transfers raise.
+        A backend that overrides this uses the sub-group's ranks and name in the sub-group's errors. For other backends
+        `SubBackend` translates the errors.
         """
 
     def close_subgroup(self, group_id: int, members: tuple[int, ...]) -> None:  # noqa: B027 - may stay as it is
-        """Be told that this rank has left a sub-group. This form tells nobody."""
+        """Note that this rank has left a sub-group. The default implementation does nothing."""
 
     def try_send(self, data: bytes, dst: int, *, tag: int = 0) -> bool:
-        """Send a small message if that can be done at once, without a look at the arguments.
+        """Send a small message if that is possible at once; the arguments are not checked.
 
-        False says that nothing was done: `isend` then does it, or says what is wrong. What is sent to a rank that has
-        left, or in a group that has failed, may be lost.
+        False means that nothing was done: `isend` then sends it, or raises. A message to a rank that has left, or in a
+        group that has failed, may be lost.
         """
         del data, dst, tag
         return False
@@ -392,21 +398,21 @@ class Backend(ABC):
         *,
         tag: int = 0,
     ) -> PersistentRecv:
-        """Receive whatever comes from a rank with a tag, for as long as the group lasts.
+        """Receive every message from a rank with a tag, for as long as the group lasts.
 
         Args:
-            src: The rank.
-            size_bytes: Of every message.
-            heard: Takes messages, in the order in which they were sent, in any thread, but in one at a time; must not
-                block or raise. Where the handler of an interruption raises in it, it hears those again that are still
-                in its list, and the thread then raises.
-            ended: Takes why no more come.
+            src: The sending rank.
+            size_bytes: The size of every message.
+            heard: Called with messages in the order in which they were sent, in any thread, but never in two at a time;
+                must not block or raise. If a signal handler raises in it, it is called again with the messages that are
+                still in its list, and the thread then raises.
+            ended: Called with the reason why no more messages come.
             tag: As in `recv`.
         """
-        return PostedPersistentRecv(self, (src, tag), size_bytes, heard, ended)
+        return PostedPersistentRecv(lambda buffer: self.irecv(buffer, src, tag=tag), size_bytes, heard, ended)
 
     def signal(self) -> WaitEvent:
-        """Something for a thread to wait for, which then moves messages where that is the waiting threads' work."""
+        """Make an event for one thread to wait for. If waiting threads move the backend's messages, that wait does."""
         return LockWaitEvent()
 
     def on_close(self, callback: Callable[[], None]) -> None:
@@ -421,48 +427,48 @@ class Backend(ABC):
 
 
 class NonBlockingBackend(Backend):
-    """A backend whose `isend` and `irecv` don't need threads: its `send` and `recv` start one of them and wait."""
+    """A backend whose `isend` and `irecv` need no threads: its `send` and `recv` start one of them and wait."""
 
     @abstractmethod
     def isend(self, data: Buffer, dst: int, *, tag: int = 0) -> Request:
-        """Start `send` and return at once."""
+        """Start `send` and return immediately."""
 
     @abstractmethod
     def irecv(self, buffer: Buffer, src: int, *, tag: int = 0) -> Request:
-        """Start `recv` and return at once."""
+        """Start `recv` and return immediately."""
 
+    @override
     def send(self, data: Buffer, dst: int, *, tag: int = 0, timeout: float | None = None) -> None:
-        """Send bytes to one rank; see `Backend.send`."""
         limit = self.timeout if timeout is None else check_timeout(timeout)
         request = self.isend(data, dst, tag=tag)
         self._wait_or_give_up(request, f"send to rank {dst}: it did not receive the message", limit)
 
+    @override
     def recv(self, buffer: Buffer, src: int, *, tag: int = 0, timeout: float | None = None) -> int:
-        """Receive the next message from ``src``; see `Backend.recv`."""
         limit = self.timeout if timeout is None else check_timeout(timeout)
-        whom = "any rank" if src == ANY_SOURCE else f"rank {src}"
-        return self._wait_or_give_up(self.irecv(buffer, src, tag=tag), f"recv from {whom}: nothing came", limit)
+        source = "any rank" if src == ANY_SOURCE else f"rank {src}"
+        return self._wait_or_give_up(self.irecv(buffer, src, tag=tag), f"recv from {source}: nothing came", limit)
 
 
 def check_rank(group: Backend, rank: int, what: str) -> int:
-    """``rank`` as an int, whatever integer it is; raises InvalidRankError unless it is a rank of ``group``.
+    """Return ``rank`` as an int, whatever integer it is; raises InvalidRankError unless it is a rank of ``group``.
 
     Args:
         group: The group.
-        rank: What the user passed.
-        what: How the error calls it.
+        rank: The user's argument.
+        what: The argument's name in the error.
     """
     try:
-        number = -1 if isinstance(rank, bool) else operator.index(rank)
+        index = -1 if isinstance(rank, bool) else operator.index(rank)
     except TypeError:
-        number = -1
-    if not 0 <= number < group.world_size:
+        index = -1
+    if not 0 <= index < group.world_size:
         raise InvalidRankError(f"{what} is not in 0..{group.world_size - 1} of group {group.name!r}")
-    return number
+    return index
 
 
 def check_peer(group: Backend, peer: int, *, any_source: bool = False) -> int:
-    """``peer`` as an int; raises unless it is another rank of ``group`` (or `ANY_SOURCE` where that is allowed)."""
+    """Return ``peer`` as an int; raises unless it is another rank of ``group``, or `ANY_SOURCE` if that is allowed."""
     try:
         rank = operator.index(peer)
     except TypeError:
@@ -482,7 +488,7 @@ def check_peer(group: Backend, peer: int, *, any_source: bool = False) -> int:
 
 
 def as_abort_error(group: Backend, reason: str | DistributedError) -> DistributedError:
-    """The error that `Backend.abort` with ``reason`` raises everywhere."""
+    """The error that `Backend.abort` with ``reason`` raises on every rank."""
     if isinstance(reason, DistributedError):
         return reason
     return GroupAbortedError(f"rank {group.rank} aborted group {group.name!r}: {reason}", ranks=(group.rank,))

@@ -1,22 +1,17 @@
 """Groups over a control group: another backend's group of the same ranks.
 
-The control group connects the ranks, finds the dead, carries bytes, compares calls, and has the sub-groups. Whoever is
-over it moves tensors in its own way. A failure of the one is a failure of the other.
+The control group connects the ranks, detects failures, carries bytes, verifies collective calls, and has the
+sub-groups. The group over it has a data plane of its own. A failure of the one is a failure of the other.
 """
 
 from __future__ import annotations
 
-import functools
-import logging
 from typing import TYPE_CHECKING
 
 from typing_extensions import override
 
 from ferrodist.backends.base import Backend, NonBlockingBackend
-from ferrodist.backends.native import NativeBackend, is_native_available
-from ferrodist.backends.native.binding import why_no_native
 from ferrodist.backends.non_member import NonMemberGroup, check_group
-from ferrodist.backends.tcp import TcpBackend
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -24,40 +19,17 @@ if TYPE_CHECKING:
     from typing_extensions import Buffer
 
     from ferrodist.backends.request import PersistentRecv, Request, Stragglers, WaitEvent
-    from ferrodist.deadline import Deadline
     from ferrodist.errors import DistributedError
-    from ferrodist.rendezvous import Membership
-
-_log = logging.getLogger(__name__)
-
-
-def control_of(membership: Membership, timeout: float, deadline: Deadline) -> Backend:
-    """The host's group of ranks that have met: native where it is installed, else TCP."""
-    if not is_native_available() and membership.rank == 0 and membership.world_size > 1:
-        _warn_of_slow_way()
-    kind = NativeBackend if is_native_available() else TcpBackend
-    return kind.from_membership(membership, timeout, deadline)
-
-
-@functools.cache
-def _warn_of_slow_way() -> None:
-    """Say once what the want of the engine costs."""
-    _log.warning(
-        "this installation of ferrodist has no native engine (%s): all that ranks say goes through rank 0 over TCP, and"
-        " a small allreduce takes hundreds of times as long. With a C++ compiler, install it again without"
-        " FERRODIST_NO_NATIVE; init_process_group('tcp') asks for this without the warning",
-        why_no_native(),
-    )
 
 
 class ControlPlaneBackend(NonBlockingBackend):
     """A group over a control group, which it closes with itself.
 
     Args:
-        control: A group of another backend, of which nothing else is made.
+        control: A group of another backend, with no other user.
 
     Raises:
-        TypeError: It is no group.
+        TypeError: ``control`` is no group.
     """
 
     def __init__(self, control: Backend) -> None:
@@ -68,40 +40,41 @@ class ControlPlaneBackend(NonBlockingBackend):
         check_group(control)
         super().__init__(control.rank, control.world_size, timeout=control.timeout, name=control.name)
         self._control = control
-        self.agreement_key = control.agreement_key  # for the control group carries the messages of agreements
-        self.subgroups = control.subgroups  # which tells the control group of those that are dropped
+        self.verification_key = control.verification_key  # the control group carries the messages that it authenticates
+        self.subgroups = control.subgroups  # so that the control group learns of dropped ones
 
+    @override
     @property
     def failure(self) -> DistributedError | None:
-        """Why the group can't be used any more, or None while it can."""
         return self._control.failure
 
+    @override
     def abort(self, reason: str | DistributedError) -> None:
-        """End the group on all ranks; see `Backend.abort`."""
         self._control.abort(reason)
 
     # Bytes.
 
+    @override
     def send(self, data: Buffer, dst: int, *, tag: int = 0, timeout: float | None = None) -> None:
-        """Send bytes to one rank; see `Backend.send`."""
         self._control.send(data, dst, tag=tag, timeout=timeout)
 
+    @override
     def recv(self, buffer: Buffer, src: int, *, tag: int = 0, timeout: float | None = None) -> int:
-        """Receive bytes; see `Backend.recv`."""
         return self._control.recv(buffer, src, tag=tag, timeout=timeout)
 
+    @override
     def isend(self, data: Buffer, dst: int, *, tag: int = 0) -> Request:
-        """Start `send` and return at once."""
         return self._control.isend(data, dst, tag=tag)
 
+    @override
     def irecv(self, buffer: Buffer, src: int, *, tag: int = 0) -> Request:
-        """Start `recv` and return at once."""
         return self._control.irecv(buffer, src, tag=tag)
 
+    @override
     def try_send(self, data: bytes, dst: int, *, tag: int = 0) -> bool:
-        """See `Backend.try_send`."""
         return self._control.try_send(data, dst, tag=tag)
 
+    @override
     def listen(
         self,
         src: int,
@@ -111,37 +84,36 @@ class ControlPlaneBackend(NonBlockingBackend):
         *,
         tag: int = 0,
     ) -> PersistentRecv:
-        """See `Backend.listen`."""
         return self._control.listen(src, size_bytes, heard, ended, tag=tag)
 
+    @override
     def signal(self) -> WaitEvent:
-        """See `Backend.signal`."""
         return self._control.signal()
 
+    @override
     def find_stragglers(self, peers: tuple[int, ...], within: float) -> Stragglers:
-        """See `Backend.find_stragglers`."""
         return self._control.find_stragglers(peers, within)
 
     # Sub-groups.
 
+    @override
     def abort_subgroup(self, group_id: int, members: tuple[int, ...], error: DistributedError) -> None:
-        """End one sub-group on all its members; see `Backend.abort_subgroup`."""
         self._control.abort_subgroup(group_id, members, error)
 
+    @override
     def subgroup_failure(self, group_id: int, members: tuple[int, ...]) -> DistributedError | None:
-        """Why a sub-group can't be used any more, or None."""
         return self._control.subgroup_failure(group_id, members)
 
+    @override
     def fail_with(self, group_id: int, leader_id: int) -> None:
-        """See `Backend.fail_with`."""
         self._control.fail_with(group_id, leader_id)
 
+    @override
     def open_subgroup(self, group_id: int, members: tuple[int, ...], name: str) -> None:
-        """See `Backend.open_subgroup`."""
         self._control.open_subgroup(group_id, members, name)
 
+    @override
     def close_subgroup(self, group_id: int, members: tuple[int, ...]) -> None:
-        """See `Backend.close_subgroup`."""
         self._control.close_subgroup(group_id, members)
 
     @override

@@ -25,7 +25,7 @@ class LivenessProbe:
         ping: ``ping(rank)`` asks a rank to answer.
         wait: ``wait(is_done, seconds)`` returns when ``is_done()``, or after so many seconds.
         sign_of_life: ``sign_of_life(rank)`` returns a value that changes with whatever else comes from a rank.
-        is_unread: ``is_unread(rank)`` says whether this rank itself does not read what the rank sends at the moment.
+        is_unread: ``is_unread(rank)`` returns whether this rank does not read from that one at the moment.
     """
 
     def __init__(
@@ -40,7 +40,7 @@ class LivenessProbe:
         self._sign_of_life = sign_of_life
         self._is_unread = is_unread
         self._num_answers: Counter[int] = Counter()  # by rank
-        self._num_entered: Counter[int] = Counter()  # by rank: collectives, as it last said
+        self._num_entered: Counter[int] = Counter()  # by rank: collectives, as last reported
 
     def on_answer(self, rank: int) -> None:
         """Count an answer of a rank."""

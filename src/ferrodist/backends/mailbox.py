@@ -1,15 +1,15 @@
-"""A rank's mailbox: where messages that arrive meet the receives that were asked for.
+"""A rank's mailbox: matches messages that arrive with posted receives.
 
 [Note: eager and offered messages]
-A message of up to `EAGER_LIMIT` bytes is sent at once and kept by the receiving rank until it is asked for. A larger
-one is only offered: its elements move when the receiving rank has a buffer for them, straight into that buffer. So a
-rank holds little for messages it has not asked for, whatever others send, and ``send`` of a large message waits for
-its receiver.
+A message of up to `EAGER_LIMIT` bytes is sent at once, and kept by the receiving rank until a receive is posted for it.
+A larger one is only offered: its bytes move when the receiving rank has a buffer for them, straight into that buffer.
+So a rank holds little for unexpected messages, whatever others send, and ``send`` of a large message waits for its
+receiver.
 
 [Note: who may write into a receive's buffer]
-Bytes go into a user's buffer only while the mailbox's lock is held and the message is still matched with the
-receive. So once `Mailbox.cancel` has returned, the buffer is the user's again; what had come already is kept with
-the message, which waits for the next receive. Callbacks and grants run after the lock is released.
+Bytes go into a user's buffer only while the mailbox's lock is held and the message is still matched with the receive.
+So once `Mailbox.cancel` has returned, the buffer is the user's again; bytes that had come are kept with the message,
+which waits for the next receive. Callbacks and grants run after the lock is released.
 """
 
 from __future__ import annotations
@@ -32,17 +32,17 @@ if TYPE_CHECKING:
     from typing_extensions import Buffer
 
 EAGER_LIMIT = 256 * 1024
-"""Bytes up to which a message is sent before it is asked for."""
+"""Size in bytes up to which a message is sent before a receive is posted for it."""
 
-MAX_UNASKED_BYTES = 1 << 30
-"""Bytes of messages a mailbox keeps unasked; more means that a rank sends what nobody receives."""
+MAX_UNEXPECTED_BYTES = 1 << 30
+"""Bytes of unexpected messages that a mailbox keeps; more means that a rank sends messages that nobody receives."""
 
 _MESSAGE_COST = 512
-"""Bytes a waiting message counts for beside its own, so that empty ones and offers don't pile up for ever either."""
+"""Bytes that a waiting message counts for in addition to its own, so that empty ones and offers are bounded, too."""
 
 
 def read_view(data: Buffer) -> memoryview:
-    """``data`` as a flat view of its bytes; raises TypeError or ValueError when it is no contiguous buffer."""
+    """``data`` as a flat view of its bytes; raises TypeError or ValueError unless it is a contiguous buffer."""
     view = memoryview(data)
     if not view.c_contiguous:
         raise ValueError("the data to send must be C-contiguous: copy it first")
@@ -50,7 +50,7 @@ def read_view(data: Buffer) -> memoryview:
 
 
 def write_view(buffer: Buffer) -> memoryview:
-    """``buffer`` as a flat writable view of its bytes; raises when it is read-only or not contiguous."""
+    """``buffer`` as a flat writable view of its bytes; raises if it is read-only or not contiguous."""
     view = memoryview(buffer)
     if view.readonly:
         raise ValueError("the buffer to receive into is read-only: pass a bytearray or a writable array")
@@ -60,7 +60,7 @@ def write_view(buffer: Buffer) -> memoryview:
 
 
 def copy_bytes(target: memoryview, source: memoryview) -> None:
-    """Copy equally long views; large ones without the interpreter lock."""
+    """Copy between views of equal length; releases the interpreter lock for large ones."""
     if len(source) < 1 << 15:
         target[:] = source
     else:
@@ -68,9 +68,9 @@ def copy_bytes(target: memoryview, source: memoryview) -> None:
 
 
 class Receive(BaseRequest):
-    """A receive that was asked for; see `Mailbox.post`."""
+    """A posted receive; see `Mailbox.post`."""
 
-    __slots__ = ("_mailbox", "buffer", "message", "number", "source", "tag")
+    __slots__ = ("_mailbox", "buffer", "message", "order", "source", "tag")
 
     def __init__(self, mailbox: Mailbox, buffer: memoryview, source: int, tag: int) -> None:
         super().__init__(source)
@@ -79,60 +79,59 @@ class Receive(BaseRequest):
         self.source = source
         self.tag = tag
         self.message: Message | None = None
-        self.number = 0  # in the order in which receives were asked for
+        self.order = 0  # among all receives
 
     def matches(self, message: Message) -> bool:
         """Whether this receive may take ``message``, which has its tag."""
         return self.source in (ANY_SOURCE, message.source)
 
     def cancel(self) -> bool:
-        """Give the receive up; see `Request.cancel`."""
+        """Cancel the receive; see `Request.cancel`."""
         return self._mailbox.cancel(self)
 
 
 class Message:
-    """A message that has been announced, has partly come, or waits whole.
+    """A message that has been announced, has partly arrived, or waits for a receive.
 
     Args:
-        source: The rank that sent it.
-        tag: Its tag.
-        size_bytes: Its length.
-        grant: For an offered message: called once a receive is there for it.
+        source: The sending rank.
+        tag: The message's tag.
+        size_bytes: The message's length.
+        grant: For an offered message: called once a receive is posted for it.
     """
 
-    __slots__ = ("arrival", "grant", "granted", "kept", "num_received", "receive", "size_bytes", "source", "tag")
+    __slots__ = ("arrival", "buffered", "grant", "granted", "num_received", "receive", "size_bytes", "source", "tag")
 
     def __init__(self, source: int, tag: int, size_bytes: int, grant: Callable[[], None] | None = None) -> None:
         self.source = source
         self.tag = tag
         self.size_bytes = size_bytes
         self.grant = grant
-        self.granted = False  # whether its sender has been told; kept by the transport
+        self.granted = False  # whether the transport has sent the grant
         self.num_received = 0
-        self.kept: bytearray | None = None  # its bytes, when they could not go to a receive's buffer
+        self.buffered: bytearray | None = None  # its bytes, unless they go to a receive's buffer
         self.receive: Receive | None = None
         self.arrival = 0
 
     @property
-    def size_kept(self) -> int:
-        """Bytes of it that a mailbox holds unasked: none of an offered one, which moves once it is asked for."""
+    def buffered_bytes(self) -> int:
+        """Bytes that the mailbox holds while no receive is posted: 0 for an offered message, which is not sent yet."""
         return self.size_bytes if self.grant is None else 0
 
 
-def size_error(number: int, who: str, size_bytes: int, room_bytes: int) -> SizeMismatchError:
-    """The error of a receive for a message of another size.
+def size_error(rank: int, sender: str, size_bytes: int, room_bytes: int) -> SizeMismatchError:
+    """The error of a receive whose buffer has another size than the message.
 
     Args:
-        number: The sender's, in the group of the message.
-        who: What the group's errors call it.
-        size_bytes: Of the message.
-        room_bytes: Of the receive's buffer.
+        rank: The sender's rank in the group of the message.
+        sender: The sender in the words of the group's errors.
+        size_bytes: Size of the message.
+        room_bytes: Size of the receive's buffer.
     """
     return SizeMismatchError(
-        f"{who} sent {counted(size_bytes, 'byte')}, the buffer to receive them has {room_bytes}: receive into one of"
-        " that size."
-        " The message is kept.",
-        ranks=(number,),
+        f"{sender} sent {counted(size_bytes, 'byte')}, the buffer to receive them has {room_bytes}: receive into one of"
+        " that size. The message stays queued.",
+        ranks=(rank,),
     )
 
 
@@ -140,8 +139,7 @@ class Mailbox:
     """Messages and receives of one rank, matched by tag and source in order of arrival.
 
     Args:
-        describe: ``describe(tag, source)`` returns the number and the name that an error gives to the sender of a
-            message with this tag.
+        describe: ``describe(tag, source)`` returns the rank and the words by which errors name the sender of a message.
     """
 
     def __init__(
@@ -149,71 +147,66 @@ class Mailbox:
     ) -> None:
         self._describe = describe
         self._lock = threading.Lock()
-        self._receives: dict[int, dict[int, Receive]] = {}  # by tag, then by number, ascending
+        self._receives: dict[int, dict[int, Receive]] = {}  # by tag, then by order, ascending
         self._messages: dict[int, dict[int, Message]] = {}  # by tag, then by arrival, ascending
-        self._matched: set[Receive] = set()  # their message is on its way
+        self._matched: set[Receive] = set()  # with a message that is arriving
         self._num_receives = 0
         self._num_arrivals = 0
-        self._unasked_bytes = 0
-
-    @property
-    def unasked_bytes(self) -> int:
-        """Bytes of messages that nobody has asked for, with what each counts for beside its own."""
-        return self._unasked_bytes
+        self._unexpected_bytes = 0  # with a fixed cost for each message
 
     @property
     def is_awaited(self) -> bool:
-        """Whether somebody has asked for a message that has not come."""
+        """Whether a receive is posted whose message has not arrived."""
         return bool(self._receives or self._matched)
 
     def post(self, receive: Receive, refusal: Callable[[], DistributedError | None]) -> None:
-        """Ask for a message.
+        """Post a receive.
 
         Args:
-            receive: A fresh receive.
-            refusal: Looked at under the lock when no message is there: why none will ever come, or None.
+            receive: A new receive.
+            refusal: Called under the lock if no message is there; returns the reason why none will come, or None.
         """
         after: list[Callable[[], None]] = []
         with self._lock:
             self._num_receives += 1
-            receive.number = self._num_receives
-            if not self._take_message(receive, after):
+            receive.order = self._num_receives
+            if not self._match_message(receive, after):
                 error = refusal()
                 if error is None:
-                    self._receives.setdefault(receive.tag, {})[receive.number] = receive
+                    self._receives.setdefault(receive.tag, {})[receive.order] = receive
                 else:
                     after.append(partial(receive.end, error))
         _run(after)
 
     def arrive(self, message: Message) -> bool:
-        """Take a message's announcement; its bytes, if any, follow through `write`.
+        """Add a message; its bytes, if any, follow through `write`.
 
         Returns:
-            False when nobody has asked for it either and the mailbox is full; the message is not taken.
+            False if no receive is posted for it and the mailbox is full; the message is not added.
         """
         after: list[Callable[[], None]] = []
         with self._lock:
             self._num_arrivals += 1
             message.arrival = self._num_arrivals
-            is_taken = self._take_receive(message, after)
-            if not is_taken and self._unasked_bytes + message.size_kept + _MESSAGE_COST <= MAX_UNASKED_BYTES:
-                self._keep(message)
-                is_taken = True
+            is_matched = self._match_receive(message, after)
+            has_room = self._unexpected_bytes + message.buffered_bytes + _MESSAGE_COST <= MAX_UNEXPECTED_BYTES
+            if not is_matched and has_room:
+                self._enqueue(message)
         _run(after)
-        return is_taken
+        return is_matched or has_room
 
     def write(self, message: Message, fill: Callable[[memoryview], int], start: int, stop: int) -> int:
-        """Let ``fill(target)`` write bytes ``start`` to ``stop``; returns its result, the number it wrote.
+        """Let ``fill(target)`` write bytes ``start`` to ``stop``; returns its result, how many bytes it wrote.
 
         ``fill`` runs under the lock: it must not block or call the mailbox. An exception from it changes nothing.
         """
         after: list[Callable[[], None]] = []
         with self._lock:
-            if message.kept is not None:
-                target = memoryview(message.kept)[start:stop]
+            if message.buffered is not None:
+                target = memoryview(message.buffered)[start:stop]
             elif message.receive is not None:
                 target = message.receive.buffer[start:stop]
-            else:  # withdrawn, or its receive has failed: the bytes go nowhere
+            else:  # withdrawn, or its receive has failed: drop the bytes
                 target = memoryview(bytearray(stop - start))
             count = fill(target)
             message.num_received += count
@@ -223,19 +216,19 @@ class Mailbox:
         return count
 
     def cancel(self, receive: Receive, reason: DistributedError | None = None) -> bool:
-        """Give a receive up; what has come of its message is kept for the next one. False when it was done."""
+        """Cancel a receive; bytes of its message that have come are kept for the next one. False if it was done."""
         after: list[Callable[[], None]] = []
         with self._lock:
             message = receive.message
             if message is not None:
                 self._matched.discard(receive)
                 message.receive = receive.message = None
-                if message.kept is None:
-                    message.kept = bytearray(message.size_bytes)
-                    message.kept[: message.num_received] = receive.buffer[: message.num_received]
-                if not self._take_receive(message, after):
-                    self._keep(message)
-            elif receive.number in self._receives.get(receive.tag, {}):
+                if message.buffered is None:
+                    message.buffered = bytearray(message.size_bytes)
+                    message.buffered[: message.num_received] = receive.buffer[: message.num_received]
+                if not self._match_receive(message, after):
+                    self._enqueue(message)
+            elif receive.order in self._receives.get(receive.tag, {}):
                 self._drop_receive(receive)
             else:
                 return False
@@ -244,17 +237,17 @@ class Mailbox:
         return True
 
     def withdraw(self, message: Message) -> None:
-        """Forget a message that its sender took back; a receive it was matched with waits for the next one."""
+        """Remove a message that its sender has taken back; the receive that it was matched with waits for the next."""
         after: list[Callable[[], None]] = []
         with self._lock:
             self._drop_message(message)
-            receive, message.receive, message.kept = message.receive, None, None
+            receive, message.receive, message.buffered = message.receive, None, None
             if receive is not None:
                 self._matched.discard(receive)
                 receive.message = None
                 receive.peer = receive.source
-                if not self._take_message(receive, after):
-                    _put_back(self._receives.setdefault(receive.tag, {}), receive.number, receive)
+                if not self._match_message(receive, after):
+                    _put_back(self._receives.setdefault(receive.tag, {}), receive.order, receive)
         _run(after)
 
     def fail(self, why: Callable[[Receive], DistributedError | None]) -> None:
@@ -273,25 +266,25 @@ class Mailbox:
             receive.end(error)
 
     def forget(self, applies: Callable[[Message], bool]) -> None:
-        """Free every waiting message for which ``applies(message)``."""
+        """Drop every waiting message for which ``applies(message)``."""
         with self._lock:
             for message in [m for queue in self._messages.values() for m in queue.values() if applies(m)]:
                 self._drop_message(message)
-                message.kept = None
+                message.buffered = None
 
     def fullest_source(self, newest: Message) -> int:
-        """The rank that sent most of what nobody has asked for, with a message that is not taken yet."""
-        filled = Counter({newest.source: newest.size_kept + _MESSAGE_COST})
+        """The rank that sent the most bytes of unexpected messages, including ``newest``, which was not added."""
+        filled = Counter({newest.source: newest.buffered_bytes + _MESSAGE_COST})
         with self._lock:
             for queue in self._messages.values():
                 for message in queue.values():
-                    filled[message.source] += message.size_kept + _MESSAGE_COST
+                    filled[message.source] += message.buffered_bytes + _MESSAGE_COST
         return max(filled, key=lambda source: filled[source])
 
-    # Below here the lock is held, and what must happen after its release is added to ``after``.
+    # Below, the lock is held; actions to run after its release are added to ``after``.
 
-    def _take_message(self, receive: Receive, after: list[Callable[[], None]]) -> bool:
-        """Match a receive with the first message that fits it, or refuse it; False when there is none."""
+    def _match_message(self, receive: Receive, after: list[Callable[[], None]]) -> bool:
+        """Match a receive with the first message that fits it, or end it with an error; False if there is none."""
         message = next((m for m in self._messages.get(receive.tag, {}).values() if receive.matches(m)), None)
         if message is None:
             return False
@@ -303,8 +296,8 @@ class Mailbox:
             self._pair(receive, message, after)
         return True
 
-    def _take_receive(self, message: Message, after: list[Callable[[], None]]) -> bool:
-        """Match a message with the first receive that fits it; False when there is none."""
+    def _match_receive(self, message: Message, after: list[Callable[[], None]]) -> bool:
+        """Match a message with the first receive that fits it; False if there is none."""
         while True:
             queue = self._receives.get(message.tag, {})
             receive = next((r for r in queue.values() if r.matches(message)), None)
@@ -317,11 +310,11 @@ class Mailbox:
                 return True
             after.append(partial(receive.end, error))
 
-    def _keep(self, message: Message) -> None:
-        """Have a message wait for a receive."""
-        if message.grant is None and message.kept is None:
-            message.kept = bytearray(message.size_bytes)
-        self._unasked_bytes += message.size_kept + _MESSAGE_COST
+    def _enqueue(self, message: Message) -> None:
+        """Make a message wait for a receive."""
+        if message.grant is None and message.buffered is None:
+            message.buffered = bytearray(message.size_bytes)
+        self._unexpected_bytes += message.buffered_bytes + _MESSAGE_COST
         _put_back(self._messages.setdefault(message.tag, {}), message.arrival, message)
 
     def _pair(self, receive: Receive, message: Message, after: list[Callable[[], None]]) -> None:
@@ -331,12 +324,12 @@ class Mailbox:
             self._complete(receive, message, after)
             return
         self._matched.add(receive)
-        if message.grant is not None and message.kept is None:
+        if message.grant is not None and message.buffered is None:
             after.append(message.grant)
 
     def _complete(self, receive: Receive, message: Message, after: list[Callable[[], None]]) -> None:
-        if message.kept:
-            copy_bytes(receive.buffer, memoryview(message.kept))
+        if message.buffered:
+            copy_bytes(receive.buffer, memoryview(message.buffered))
         self._matched.discard(receive)
         message.receive = receive.message = None
         after.append(receive.end)
@@ -344,19 +337,19 @@ class Mailbox:
     def _size_error(self, receive: Receive, message: Message) -> SizeMismatchError | None:
         if len(receive.buffer) == message.size_bytes:
             return None
-        number, who = self._describe(message.tag, message.source)
-        return size_error(number, who, message.size_bytes, len(receive.buffer))
+        rank, sender = self._describe(message.tag, message.source)
+        return size_error(rank, sender, message.size_bytes, len(receive.buffer))
 
     def _drop_message(self, message: Message) -> None:
         queue = self._messages.get(message.tag, {})
         if queue.pop(message.arrival, None) is not None:
             if not queue:
                 del self._messages[message.tag]
-            self._unasked_bytes -= message.size_kept + _MESSAGE_COST
+            self._unexpected_bytes -= message.buffered_bytes + _MESSAGE_COST
 
     def _drop_receive(self, receive: Receive) -> None:
         queue = self._receives[receive.tag]
-        del queue[receive.number]
+        del queue[receive.order]
         if not queue:
             del self._receives[receive.tag]
 
@@ -364,10 +357,10 @@ class Mailbox:
 _Waiting = TypeVar("_Waiting")
 
 
-def _put_back(queue: dict[int, _Waiting], number: int, waiting: _Waiting) -> None:
-    """Add to a queue that is ordered by number: at its end, or, for one that was taken out before, in its old place."""
-    is_last = not queue or next(reversed(queue)) < number
-    queue[number] = waiting
+def _put_back(queue: dict[int, _Waiting], order: int, waiting: _Waiting) -> None:
+    """Insert into a queue that is ordered by key: at its end, or in its old position if it was removed before."""
+    is_last = not queue or next(reversed(queue)) < order
+    queue[order] = waiting
     if not is_last:
         ordered = sorted(queue.items())
         queue.clear()

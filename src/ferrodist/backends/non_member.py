@@ -13,10 +13,10 @@ if TYPE_CHECKING:
 
 
 class NonMemberGroup:
-    """A group that this rank is not in: what `new_group` returns to the ranks outside.
+    """A group that this rank is not in: the result of `new_group` on the ranks outside.
 
-    Its calls are its members' alone. Whatever takes a group refuses this one with `InvalidRankError`, and so do its own
-    methods and properties other than the following. It is false where a truth value is asked for.
+    Only members make its calls. Functions that take a group refuse this one with `InvalidRankError`, and so do its own
+    methods and properties other than the following. Its truth value is false.
 
     Args:
         parent: The group that the members were taken from.
@@ -59,7 +59,7 @@ class NonMemberGroup:
         )
 
     def __getattr__(self, name: str) -> Any:
-        """Refuse what a member's handle has; other names are missing."""
+        """Refuse the attributes of a member's handle; private names are missing."""
         if name.startswith("_"):
             raise AttributeError(f"{type(self).__name__} has no attribute {name!r}")
         raise self.refusal()
@@ -68,7 +68,7 @@ class NonMemberGroup:
         return False
 
     def __reduce_ex__(self, protocol: object) -> Any:
-        """Refuse to be pickled: its parent is of this process."""
+        """Refuse to be pickled: the parent belongs to this process."""
         name = with_article(type(self).__name__)
         raise TypeError(f"{name} is not pickled: make it anew where it is needed, by new_group()")
 
@@ -76,7 +76,7 @@ class NonMemberGroup:
         return self
 
     def __deepcopy__(self, memo: object) -> Self:
-        """The same handle: its parent is of this process."""
+        """Return the same handle: its parent belongs to this process."""
         return self
 
     def __repr__(self) -> str:
@@ -85,11 +85,11 @@ class NonMemberGroup:
 
 
 def check_group(group: object) -> Backend:
-    """What the user passed as a group, if this rank is in it.
+    """Return the user's argument if it is a group that this rank is in.
 
     Raises:
         InvalidRankError: This rank is not in the group.
-        TypeError: It is no group.
+        TypeError: The argument is no group.
     """
     if isinstance(group, Backend):
         return group

@@ -1,9 +1,9 @@
-"""Waiting for an engine that tells nobody when something has come: one has to look.
+"""Waiting by polling, for engines that signal no completion.
 
-[Note: looking for what comes]
-Such engines' own blocking calls look without pause, and return for no deadline. Here every wait looks some twenty
-times, which takes as many microseconds, then gives way between looks to whoever wants the processor, and after some
-hundred looks sleeps, for longer and longer. Ranks often are more than processors, and what a rank waits for needs one.
+[Note: polling]
+The blocking calls of such engines poll without pause, and return for no deadline. Here every wait polls some twenty
+times, which takes as many microseconds, then yields the processor between polls, and after some hundred polls sleeps,
+for longer and longer. There are often more ranks than processors, and the rank that is waited for needs one.
 """
 
 from __future__ import annotations
@@ -17,38 +17,38 @@ if TYPE_CHECKING:
 
     from ferrodist.deadline import Deadline
 
-_BARE_LOOKS = 20
-_LOOKS_AWAKE = 300
-_SHORTEST_SECONDS = 20e-6
-_LONGEST_SECONDS = 1e-3
+_POLLS_WITHOUT_YIELD = 20
+_POLLS_WITHOUT_SLEEP = 300
+_MIN_PAUSE_SECONDS = 20e-6
+_MAX_PAUSE_SECONDS = 1e-3
 _GROWTH = 1.1
 
-_give_way: Callable[[], object] = getattr(os, "sched_yield", lambda: time.sleep(0))
+_yield_processor: Callable[[], object] = getattr(os, "sched_yield", lambda: time.sleep(0))
 
 
 class Backoff:
-    """How long to rest between looks; see [Note: looking for what comes].
+    """The pauses between polls; see [Note: polling].
 
     Args:
-        longest: Seconds between two looks, at most.
+        longest: The longest pause, in seconds.
     """
 
-    def __init__(self, longest: float = _LONGEST_SECONDS) -> None:
+    def __init__(self, longest: float = _MAX_PAUSE_SECONDS) -> None:
         self._longest = longest
-        self._num_looks = 0
-        self._seconds = _SHORTEST_SECONDS
+        self._num_polls = 0
+        self._seconds = _MIN_PAUSE_SECONDS
 
     def begin_again(self) -> None:
-        """Something has come: look again soon."""
-        self._num_looks = 0
-        self._seconds = _SHORTEST_SECONDS
+        """Poll without pause again, after an event."""
+        self._num_polls = 0
+        self._seconds = _MIN_PAUSE_SECONDS
 
     def rest(self, longest: float) -> bool:
-        """Let others run, for at most so many seconds; whether that was sleep."""
-        self._num_looks += 1
-        if self._num_looks < _LOOKS_AWAKE:
-            if self._num_looks > _BARE_LOOKS:
-                _give_way()
+        """Pause for at most so many seconds; whether that was a sleep."""
+        self._num_polls += 1
+        if self._num_polls < _POLLS_WITHOUT_SLEEP:
+            if self._num_polls > _POLLS_WITHOUT_YIELD:
+                _yield_processor()
             return False
         time.sleep(min(self._seconds, self._longest, longest))
         self._seconds = min(self._seconds * _GROWTH, self._longest)
@@ -56,12 +56,12 @@ class Backoff:
 
 
 def wait_until(done: Callable[[], bool], deadline: Deadline, is_over: Callable[[], bool] = lambda: False) -> bool:
-    """Look until ``done()``; False when the deadline has passed before, or ``is_over()``."""
+    """Poll until ``done()``; False if the deadline has passed before, or ``is_over()``."""
     if done():
         return True
-    pace = Backoff()
+    backoff = Backoff()
     while not done():
-        if pace.rest(deadline.remaining()) and is_over():
+        if backoff.rest(deadline.remaining()) and is_over():
             return done()
         if deadline.expired:
             return done()

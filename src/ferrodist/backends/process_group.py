@@ -1,4 +1,4 @@
-"""The groups of a program: making them from the environment, and which one a call without a group means."""
+"""The groups of a program: initialization from the environment, and the default group."""
 
 from __future__ import annotations
 
@@ -30,29 +30,28 @@ if TYPE_CHECKING:
 
     from ferrodist.rendezvous import Membership
 
-if TYPE_CHECKING:
     Factory = Callable[[Membership, float, Deadline], Backend]
     Opener = Callable[["_InitOptions", Deadline], tuple[Backend, Membership | None]]
 
 
 _local_group: ContextVar[Backend | None] = ContextVar("ferrodist_group", default=None)
-_lock = threading.RLock()  # whoever closes a group may be a handler of a signal
+_lock = threading.RLock()  # a signal handler may close a group
 
 
 class _Process:
-    """The default group of this process, and the meeting it came from."""
+    """The default group of this process, and the rendezvous that it came from."""
 
     def __init__(self) -> None:
         self.group: Backend | None = None
-        """`own`, or where there is none `torchs`; compiled code reads it, too."""
+        """`own`, else `from_torch`; compiled code reads it, too."""
         self.own: Backend | None = None
         self.membership: Membership | None = None
         self.end_torch_default: Callable[[], None] | None = None
-        self.torchs: Backend | None = None
+        self.from_torch: Backend | None = None
 
     def choose(self) -> None:
-        """Have `group` follow the others."""
-        self.group = self.torchs if self.own is None else self.own
+        """Update `group`."""
+        self.group = self.from_torch if self.own is None else self.own
 
 
 _process = _Process()
@@ -81,8 +80,8 @@ def init_process_group(
 ) -> Backend:
     """Meet the other ranks of the job and make the default group. Every rank calls it, once.
 
-    The group is closed when the interpreter exits, if not before. When an exception that nobody caught is the reason,
-    it is aborted first, so that the other ranks raise `GroupAbortedError`, which says what that was.
+    The group is closed when the interpreter exits, if not before. If an unhandled exception is the reason for the exit,
+    it is aborted first, so that the other ranks raise `GroupAbortedError` with that exception.
 
     Args:
         backend: "native", "gloo", "tcp", "hybrid", "nccl", "mpi", "ucc", or a name given to `register_backend`. None
@@ -94,10 +93,10 @@ def init_process_group(
             (rank 0 serves there) or ``file://path`` (a file that all ranks can reach).
         timeout: Seconds for all ranks to meet, and the group's default for blocking calls. None takes
             FERRODIST_TIMEOUT's (``ferrodist run --timeout``), or `DEFAULT_COLLECTIVE_TIMEOUT`: 30 minutes. After 30
-            seconds a warning names who is late.
+            seconds a warning names the late ranks.
         secret: The job secret; None takes FERRODIST_SECRET. Needed where the ranks meet on anything but loopback;
             without one they prove that they are processes of one user.
-        torch_default: Whether the group becomes torch.distributed's default group, too, for what asks torch:
+        torch_default: Whether the group becomes torch.distributed's default group, too, for code that asks torch:
             `torch.nn.SyncBatchNorm`, `DistributedSampler`, torchmetrics. On all ranks or on none.
             `destroy_process_group` ends both.
 
@@ -115,7 +114,7 @@ def init_process_group(
     opener = _OPENERS.get(backend or "") or partial(_meet_and_open, _factory(backend))
     limit = resolve_timeout(timeout)
     deadline = Deadline(limit)
-    asked = _InitOptions(rank=rank, world_size=world_size, init_method=init_method, timeout=limit, secret=secret)
+    options = _InitOptions(rank=rank, world_size=world_size, init_method=init_method, timeout=limit, secret=secret)
     if torch_default:
         from ferrodist.backends import torch_default_group as torchs  # noqa: PLC0415 - loads torch.distributed
 
@@ -124,7 +123,7 @@ def init_process_group(
         if _process.own is not None:
             raise ValueError("this process has a default group: call destroy_process_group() before making another")
         with naming_limits("the default group can't be made"):
-            group, membership = opener(asked, deadline)
+            group, membership = opener(options, deadline)
         if torch_default:
             store = None if membership is None else membership.store
             try:
@@ -138,32 +137,32 @@ def init_process_group(
     return group
 
 
-def _meet_and_open(factory: Factory, asked: _InitOptions, deadline: Deadline) -> tuple[Backend, Membership]:
+def _meet_and_open(factory: Factory, options: _InitOptions, deadline: Deadline) -> tuple[Backend, Membership]:
     membership = rendezvous(
-        asked.init_method,
-        rank=asked.rank,
-        world_size=asked.world_size,
+        options.init_method,
+        rank=options.rank,
+        world_size=options.world_size,
         timeout=deadline.remaining(),
-        secret=asked.secret,
+        secret=options.secret,
     )
     try:
-        return factory(membership, asked.timeout, deadline), membership
+        return factory(membership, options.timeout, deadline), membership
     except BaseException:
         membership.close()
         raise
 
 
-def _open_mpi(asked: _InitOptions, deadline: Deadline) -> tuple[Backend, None]:
-    """The group of an MPI job, whose ranks MPI has brought together."""
-    if asked.init_method is not None:
-        raise ValueError(f"the mpi backend's ranks have met through MPI: leave init_method={asked.init_method!r} out")
-    return MpiBackend.of_job(asked.rank, asked.world_size, asked.timeout, deadline), None
+def _open_mpi(options: _InitOptions, deadline: Deadline) -> tuple[Backend, None]:
+    """Make the group of an MPI job, whose ranks MPI has brought together."""
+    if options.init_method is not None:
+        raise ValueError(f"the mpi backend's ranks have met through MPI: leave init_method={options.init_method!r} out")
+    return MpiBackend.from_job(options.rank, options.world_size, options.timeout, deadline), None
 
 
 def destroy_process_group() -> None:
-    """Close the group that `init_process_group` made, and the store it was made through. Without one it does nothing.
+    """Close the group that `init_process_group` made, and the store it was made through. Does nothing without one.
 
-    Where it is torch's default group, too, that is destroyed, with the groups that torch has made from it.
+    If it is torch's default group, too, that is destroyed, with the groups that torch has made from it.
     """
     with _lock:
         group, membership, end_torch_default = _process.own, _process.membership, _process.end_torch_default
@@ -185,40 +184,40 @@ def _close(group: Backend | None, membership: Membership | None) -> None:
 
 
 def use_torch_default(group: Backend) -> None:
-    """Have calls without a group use torch's default group, which is ours, until it is closed.
+    """Have calls without a group use torch's default group, which is of our backend, until it is closed.
 
-    The group that `init_process_group` makes goes before it.
+    The group of `init_process_group` has precedence.
     """
     with _lock:
-        _process.torchs = group
+        _process.from_torch = group
         _process.choose()
     group.on_close(partial(_forget_torch_default, group))
 
 
 def _forget_torch_default(group: Backend) -> None:
     with _lock:
-        if _process.torchs is group:
-            _process.torchs = None
+        if _process.from_torch is group:
+            _process.from_torch = None
             _process.choose()
 
 
 def _leave_at_exit() -> None:
-    """Close the default group; the others learn of the exception that ended this program before of its goodbye."""
+    """Close the default group; the others first learn of the exception that ended this program, if any."""
     if _process.own is not None:
         abort_on_unhandled_exception(_process.own)
     destroy_process_group()
 
 
 def abort_on_unhandled_exception(group: Backend) -> None:
-    """Abort a group where an exception that nobody caught is why the interpreter exits."""
+    """Abort a group if an unhandled exception is the reason why the interpreter exits."""
     error = _unhandled_exception()
     if error is not None:
-        with contextlib.suppress(Exception):  # a backend or an exception of others may do anything here
+        with contextlib.suppress(Exception):  # a user's backend or exception may raise anything here
             group.abort(describe_failed_program(error))
 
 
 def _unhandled_exception() -> BaseException | None:
-    """The exception that ended the main thread's program; `SystemExit` is none."""
+    """The exception that ended the main thread's program, other than `SystemExit`."""
     if hasattr(sys, "ps1"):  # at a prompt, exceptions end nothing
         return None
     # Before Python 3.12 there was only the latter.
@@ -249,7 +248,7 @@ def default_group() -> Backend:
 
 
 def resolve_group(group: Backend | None) -> Backend:
-    """``group``, or the default group when it is None.
+    """Return ``group``, or the default group if it is None.
 
     Raises:
         TypeError: It is neither a `Backend` nor None.
@@ -259,14 +258,14 @@ def resolve_group(group: Backend | None) -> Backend:
 
 
 def find_group(group: Backend | None) -> Backend | None:
-    """What `resolve_group` returns, or None where it raises."""
+    """Return the result of `resolve_group`, or None if that raises."""
     if group is None:
         return _local_group.get() or _process.group
     return group if isinstance(group, Backend) else None
 
 
 def default_holders() -> tuple[ContextVar[Backend | None], object]:
-    """What holds the default group, for compiled code: this context's, and in the attribute ``group`` the process's."""
+    """The holders of the default group, for compiled code: a context variable, and an object with `group`."""
     return _local_group, _process
 
 
@@ -298,13 +297,12 @@ def new_group(
     Other ranks get a `NonMemberGroup`, which every call refuses with `InvalidRankError`::
 
         evens = fd.new_group([0, 2])
-        if evens.is_member:
-            fd.allreduce(tensor, group=evens)
+        if evens.is_member: fd.allreduce(tensor, group=evens)
 
     Args:
-        ranks: Ranks of ``group``, in the order they shall have; None takes all.
+        ranks: Ranks of ``group``, in the order of the sub-group; None takes all.
         group: The group to take them from; None is the default group.
-        timeout: Seconds a blocking call may take when it names no timeout itself; None takes the parent's.
+        timeout: Default of blocking calls' ``timeout``, in seconds; None takes the parent's.
     """
     parent = resolve_group(group)
     members = list(range(parent.world_size)) if ranks is None else list(ranks)
@@ -351,4 +349,4 @@ _FACTORIES: dict[str, Factory] = {
 }
 
 _OPENERS: dict[str, Opener] = {"mpi": _open_mpi}
-"""Backends whose ranks meet by themselves."""
+"""Backends whose ranks meet by other means than our rendezvous."""

@@ -1,7 +1,4 @@
-"""Transfers that were started and not waited for.
-
-Messages of one size that keep coming, and a wait that other threads can end.
-"""
+"""Requests: transfers that were started and not waited for, persistent receives, and events that threads wait for."""
 
 from __future__ import annotations
 
@@ -18,27 +15,26 @@ from ferrodist.errors import DistributedError, DistributedTimeoutError
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
 
-    from typing_extensions import Buffer
 
 _ANSWER_SECONDS = 0.2
-"""How long past its deadline a wait may ask around for whom it waits in vain."""
+"""How long past its deadline a wait may ask other ranks why it timed out."""
 
-_SHORTEST_WAIT_SECONDS = 0.02
+_MIN_WAIT_SECONDS = 0.02
 
 
 def answer_seconds(timeout: float) -> float:
-    """How long to ask around after a wait of ``timeout`` seconds: not at all for one that hardly waits, but polls."""
-    return _ANSWER_SECONDS if timeout >= _SHORTEST_WAIT_SECONDS else 0.0
+    """How long to look for stragglers after a wait of ``timeout`` seconds; 0 after a mere poll."""
+    return _ANSWER_SECONDS if timeout >= _MIN_WAIT_SECONDS else 0.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Stragglers:
-    """Whom a wait that ran out of time is put down to.
+    """The ranks that are responsible for a wait that timed out.
 
     Args:
-        ranks: In the numbers of the group that was asked.
-        detail: A clause for an error's message, with a space in front; empty when there is nothing to add.
-        is_relay: Whether it is a rank that does not pass on what others send each other.
+        ranks: Their ranks in the group that was asked.
+        detail: A clause for an error's message, with a leading space; empty if there is nothing to add.
+        is_relay: Whether it is a rank that does not pass on the messages of others.
     """
 
     ranks: tuple[int, ...]
@@ -51,58 +47,58 @@ class Request(Protocol):
 
     @property
     def peer(self) -> int:
-        """The rank of the other side; `ANY_SOURCE` until it is known."""
+        """The peer's rank; `ANY_SOURCE` until it is known."""
 
     def wait(self, timeout: float) -> int:
-        """Block until done and return the rank of the other side.
+        """Block until done and return the peer's rank.
 
         Raises:
             DistributedTimeoutError: ``timeout`` seconds passed; the request is still under way and may be waited for
                 again or cancelled.
-            DistributedError: The transfer failed, with the reason.
+            DistributedError: The transfer failed; the reason.
         """
 
     def done(self) -> bool:
-        """Whether the transfer has ended, well or not."""
+        """Whether the transfer has ended, successfully or not."""
 
     def cancel(self) -> bool:
-        """Give the transfer up, so that the buffer is the caller's again.
+        """Cancel the transfer, so that the buffer is the caller's again.
 
-        Returns False when it has ended, or ends by itself at once: `wait` then tells how. A message on its way to a
-        cancelled receive is kept for the next one.
+        Returns False if it has ended, or ends by itself at once: `wait` then returns or raises its result. A message on
+        its way to a cancelled receive is kept for the next one.
         """
 
     def add_done_callback(self, callback: Callable[[], None]) -> None:
-        """Call ``callback()`` once when done, at once if it is; it must not block or raise."""
+        """Call ``callback()`` once when done, immediately if it is; it must not block or raise."""
 
 
 @runtime_checkable
 class StragglerFinder(Protocol):
-    """What may know whom a wait in vain is put down to: a group, or a request of one."""
+    """A group, or a request that asks its group for stragglers."""
 
     def find_stragglers(self, peers: tuple[int, ...], within: float) -> Stragglers:
-        """See `Backend.find_stragglers`."""
+        """Find the ranks that are responsible for a wait that timed out; see `Backend.find_stragglers`."""
 
 
 def wait_all(
     requests: Iterable[Request], deadline: Deadline, warn: Callable[[list[Request]], None] | None = None
 ) -> None:
-    """Wait for every request; when one fails cancel the others and raise its error.
+    """Wait for every request; if one fails, cancel the others and raise its error.
 
     Args:
-        requests: Of one group.
+        requests: Requests of one group.
         deadline: When to give up.
-        warn: Called once where it takes long, with the requests that are not done; see [Note: long waits].
+        warn: Called once after a long wait, with the requests that are not done; see [Note: long waits].
 
     Raises:
-        DistributedTimeoutError: The deadline passed; ``ranks`` are those that `Backend.find_stragglers` puts it down
-            to, given the peers of all requests that were not done.
+        DistributedTimeoutError: The deadline passed; ``ranks`` are the stragglers among the peers of the requests that
+            were not done.
     """
     pending = list(requests)
-    patience = long_wait().timeout
+    warn_after = long_wait().timeout
     try:
-        soon = Deadline(max(0.0, patience - deadline.elapsed()))
-        if warn is not None and patience < deadline.timeout and not _are_done(pending, soon):
+        warning_due = Deadline(max(0.0, warn_after - deadline.elapsed()))
+        if warn is not None and warn_after < deadline.timeout and not _are_done(pending, warning_due):
             warn([request for request in pending if not request.done()])
         for request in pending:
             _wait_for_one(request, pending, deadline)
@@ -113,9 +109,9 @@ def wait_all(
 
 
 def _are_done(requests: list[Request], deadline: Deadline) -> bool:
-    """Wait for requests until the deadline: whether all of them have ended."""
+    """Wait for requests until the deadline; whether all have ended."""
     for request in requests:
-        with contextlib.suppress(DistributedTimeoutError):  # of the wait; or it has ended with that
+        with contextlib.suppress(DistributedTimeoutError):  # of this wait, or of the transfer, which has ended then
             request.wait(deadline.remaining())
         if not request.done():
             return False
@@ -123,7 +119,7 @@ def _are_done(requests: list[Request], deadline: Deadline) -> bool:
 
 
 def _peers_of(requests: Iterable[Request]) -> tuple[int, ...]:
-    """The other ranks of requests that are not done, as far as they are known."""
+    """The known peers of requests that are not done."""
     return tuple(sorted({request.peer for request in requests if not request.done()} - {ANY_SOURCE}))
 
 
@@ -133,11 +129,11 @@ def _wait_for_one(request: Request, pending: list[Request], deadline: Deadline) 
     except DistributedTimeoutError as error:
         if not request.done():
             _give_up(pending, deadline, error)
-        request.wait(math.inf)  # it ended between the two, or its group has failed with a timeout
+        request.wait(math.inf)  # it has ended meanwhile, or its group has failed with a timeout
 
 
 def _give_up(pending: list[Request], deadline: Deadline, error: DistributedTimeoutError) -> None:
-    """Cancel what is not done and raise; return when everything has ended, or ends at once, after all."""
+    """Cancel the requests that are not done and raise; return if all have ended, or do so at once, after all."""
     waiting = [request for request in pending if not request.done()]
     if not waiting:
         return
@@ -156,9 +152,9 @@ def _give_up(pending: list[Request], deadline: Deadline, error: DistributedTimeo
 
 
 class BaseRequest:
-    """The state every request ends in, and the way threads wait for it.
+    """The state that every request ends in, and how threads wait for it.
 
-    Subclasses start the transfer; whoever knows of its end calls `end` exactly once, from any thread.
+    Subclasses start the transfer; whoever learns of its end calls `end` exactly once, from any thread.
     """
 
     __slots__ = ("__weakref__", "_callbacks", "_done", "_lock", "error", "peer")
@@ -168,28 +164,28 @@ class BaseRequest:
         self.error: BaseException | None = None
         self._callbacks: list[Callable[[], None]] = []
         self._done = False
-        # Held until the transfer ends. A bare lock is a third of the cost of an Event, and a small message's wait is
-        # mostly that cost; a waiter gives it back at once, so any number of threads may wait.
+        # Held until the transfer ends. A bare lock costs a third of an Event, most of the cost of waiting for a
+        # small message; a waiter releases it at once, so any number of threads may wait.
         self._lock = threading.Lock()
         self._lock.acquire()
 
     def end(self, error: BaseException | None = None) -> None:
-        """End the request, well or with ``error``, and wake who waits. For who moves the bytes."""
+        """End the request, with ``error`` if it failed, and wake its waiters. For the code that moves the bytes."""
         assert not self._done, "a request ends once"
         self.error = error
         self._done = True
         self._lock.release()
-        while self._callbacks:  # emptied from both ends by whoever comes last: see add_done_callback
+        while self._callbacks:  # add_done_callback may take from it, too
             try:
                 callback = self._callbacks.pop()
             except IndexError:
-                return  # the other took it
+                return  # the other thread took it
             callback()
 
     def add_done_callback(self, callback: Callable[[], None]) -> None:
-        """Call ``callback()`` once when done, at once if it is; it must not block or raise."""
+        """Call ``callback()`` once when done, immediately if it is; it must not block or raise."""
         self._callbacks.append(callback)
-        if self._done:  # end may have looked at the list before the append
+        if self._done:  # end may have read the list before the append
             try:
                 self._callbacks.remove(callback)
             except ValueError:
@@ -197,16 +193,16 @@ class BaseRequest:
             callback()
 
     def find_stragglers(self, peers: tuple[int, ...], within: float) -> Stragglers:
-        """Put a wait in vain down to the ranks that were waited for; see `Backend.find_stragglers`."""
+        """Return ``peers``; see `Backend.find_stragglers`."""
         del within
         return Stragglers(ranks=peers)
 
     def done(self) -> bool:
-        """Whether the transfer has ended, well or not."""
+        """Whether the transfer has ended, successfully or not."""
         return self._done
 
     def ended_within(self, timeout: float) -> bool:
-        """Wait at most ``timeout`` seconds for the end; False when it has not come."""
+        """Wait at most ``timeout`` seconds for the end; whether it has come."""
         if not self._done:
             if not self._lock.acquire(timeout=Deadline(timeout).remaining()):
                 return False
@@ -216,33 +212,33 @@ class BaseRequest:
     def wait(self, timeout: float) -> int:
         """Block until done; see `Request.wait`."""
         if not self.ended_within(timeout):
-            whom, ranks = (f"rank {self.peer}", (self.peer,)) if self.peer >= 0 else ("any rank", ())
-            raise DistributedTimeoutError(f"no transfer with {whom} within {timeout:g} s", ranks=ranks)
+            peer, ranks = (f"rank {self.peer}", (self.peer,)) if self.peer >= 0 else ("any rank", ())
+            raise DistributedTimeoutError(f"no transfer with {peer} within {timeout:g} s", ranks=ranks)
         if self.error is not None:
             raise self.error.fresh() if isinstance(self.error, DistributedError) else self.error
         return self.peer
 
 
 _EARLY = 0.8
-"""A call that raises a timeout before this part of its time has passed has not run out of it: its group has failed."""
+"""A call that raises a timeout before this fraction of its time has passed did not time out: its group has failed."""
 
 
 class ThreadedRequest(BaseRequest):
     """A request that repeats a blocking call with a short timeout in a thread until it succeeds or is cancelled.
 
     Args:
-        attempt: ``attempt(timeout)`` returns the peer, or raises DistributedTimeoutError with nothing done.
-        peer: The other side, for error messages.
-        failure: Why the group can't be used any more, or None; it may be a DistributedTimeoutError too.
-        after: Requests that could take each other's messages: it begins once they have ended.
-        size_bytes: Of the message. `cancel` waits for the attempt under way, which takes at most 0.5 s, and 0.1 s more
-            for each MB.
+        attempt: ``attempt(timeout)`` returns the peer, or raises DistributedTimeoutError without an effect.
+        peer: The peer's rank, for error messages.
+        failure: Returns the group's failure or None; the failure may be a DistributedTimeoutError too.
+        after: Requests that could take each other's messages: this one begins once they have ended.
+        size_bytes: The size of the message. `cancel` waits for the attempt under way, which takes at most 0.5 s, and
+            0.1 s more for each MB.
     """
 
-    __slots__ = ("_cancelled", "_failure", "_gave_up", "_longest")
+    __slots__ = ("_failure", "_is_cancel_requested", "_is_cancelled", "_longest")
 
-    # The first attempt is short, so that cancel() waits little; later ones are longer, for messages that take long: one
-    # that moves more slowly than at 10 MB/s has no attempt long enough.
+    # The first attempt is short, so that cancel() waits little. Later ones are longer, for messages that take long; for
+    # one that moves at less than 10 MB/s none is long enough.
     _FIRST_SECONDS = 0.05
     _GROWTH = 1.25
     _LONGEST_SECONDS = 0.5
@@ -258,14 +254,14 @@ class ThreadedRequest(BaseRequest):
         size_bytes: int = 0,
     ) -> None:
         super().__init__(peer)
-        self._cancelled = self._gave_up = False
+        self._is_cancel_requested = self._is_cancelled = False
         self._failure = failure
         self._longest = self._LONGEST_SECONDS + size_bytes * self._SECONDS_PER_BYTE
         threading.Thread(target=self._run, args=(attempt, list(after)), name="ferrodist-request", daemon=True).start()
 
     def _run(self, attempt: Callable[[float], int], earlier: list[ThreadedRequest]) -> None:
         seconds = self._FIRST_SECONDS
-        while not self._cancelled:
+        while not self._is_cancel_requested:
             if earlier:
                 if earlier[-1].ended_within(self._FIRST_SECONDS):
                     earlier.pop()
@@ -279,56 +275,49 @@ class ThreadedRequest(BaseRequest):
                     self.end(failure)
                     return
                 seconds = min(seconds * self._GROWTH, self._longest)
-            except Exception as error:  # noqa: BLE001 - it is raised again in wait()
+            except Exception as error:  # noqa: BLE001 - it is raised in wait()
                 self.end(error)
                 return
             else:
                 self.end()
                 return
-        self._gave_up = True
+        self._is_cancelled = True
         self.end(DistributedTimeoutError("the transfer was cancelled", ranks=(self.peer,)))
 
     def cancel(self) -> bool:
         """Stop after the attempt under way; see `Request.cancel`."""
         if self._done:
             return False
-        self._cancelled = True
+        self._is_cancel_requested = True
         self.ended_within(math.inf)
-        return self._gave_up
+        return self._is_cancelled
 
 
-_MOST_AT_ONCE = 64
+_MAX_BATCH = 64
 
 _INTERRUPTION_SECONDS = 0.2
-"""How long a signal of the system may go unseen that came just before a thread fell asleep."""
+"""How long a signal may go unnoticed that came just before a thread fell asleep."""
 
 
 class PersistentRecv(Protocol):
-    """Receives that are asked for ahead."""
+    """Receives that are posted ahead, as by MPI_Recv_init."""
 
     def close(self) -> None:
-        """Hear nothing more."""
+        """Stop receiving."""
 
 
 class WaitEvent(Protocol):
-    """What one thread waits for, and any other may give."""
+    """An event that one thread waits for and any other may set."""
 
     def set(self) -> None:
-        """End the wait, or the next one."""
+        """End the current wait, or the next one."""
 
     def wait(self, timeout: float) -> bool:
-        """Wait until it is set, for so many seconds; whether it was, and it no longer is."""
-
-
-class Receiving(Protocol):
-    """What a `PostedPersistentRecv` needs of a backend."""
-
-    def irecv(self, buffer: Buffer, src: int, *, tag: int = 0) -> Request:
-        """Start to receive a message."""
+        """Wait at most ``timeout`` seconds until the event is set, and clear it; whether it was set."""
 
 
 class LockWaitEvent:
-    """A `WaitEvent` for backends whose messages are moved by threads of their own."""
+    """A `WaitEvent` for backends whose own threads move the messages."""
 
     __slots__ = ("_lock",)
 
@@ -337,13 +326,13 @@ class LockWaitEvent:
         self._lock.acquire()
 
     def set(self) -> None:
-        """See `WaitEvent`."""
+        """End the current wait, or the next one."""
         if self._lock.locked():
-            with contextlib.suppress(RuntimeError):  # another thread has set it just now
+            with contextlib.suppress(RuntimeError):  # another thread set it just now
                 self._lock.release()
 
     def wait(self, timeout: float) -> bool:
-        """See `WaitEvent`."""
+        """Wait for the event, and clear it; see `WaitEvent.wait`."""
         deadline = Deadline(timeout)
         while not self._lock.acquire(timeout=min(deadline.remaining(), _INTERRUPTION_SECONDS)):
             if deadline.expired:
@@ -352,54 +341,56 @@ class LockWaitEvent:
 
 
 class PostedPersistentRecv:
-    """A `PersistentRecv` of any backend: one receive at a time; see `Backend.listen`."""
+    """A `PersistentRecv` of any backend: one receive at a time; see `Backend.listen`.
+
+    Args:
+        post: ``post(buffer)`` starts a receive.
+        size_bytes: The size of every message.
+        heard: Called with messages.
+        ended: Called with the reason why no more messages come.
+    """
 
     def __init__(
         self,
-        group: Receiving,
-        where: tuple[int, int],
+        post: Callable[[bytearray], Request],
         size_bytes: int,
         heard: Callable[[list[bytes]], None],
         ended: Callable[[DistributedError], None],
     ) -> None:
-        self._group = group
-        self._src, self._tag = where
-        self._heard = heard
-        self._ended = ended
+        self._post_receive = post
+        self._on_messages = heard
+        self._on_end = ended
         self._buffer = bytearray(size_bytes)
         self._lock = threading.Lock()
         self._is_due = self._is_closed = False
-        self._actor: int | None = None  # the thread that takes what has come
-        self._messages: list[bytes] = []  # and was not heard
-        self._request = self._post()
-        self._request.add_done_callback(self._act)
+        self._active_thread: int | None = None  # the thread that takes messages
+        self._messages: list[bytes] = []  # taken and not delivered
+        self._request = self._post_receive(self._buffer)
+        self._request.add_done_callback(self._on_receive_done)
 
     def close(self) -> None:
-        """See `PersistentRecv`."""
+        """Stop receiving."""
         self._is_closed = True
         self._request.cancel()
 
-    def _post(self) -> Request:
-        return self._group.irecv(self._buffer, self._src, tag=self._tag)
-
-    def _act(self) -> None:
-        """A receive has ended: take what is there. Runs in whichever thread ended it, one at a time."""
-        thread, is_mine, interruption = threading.get_ident(), False, None
+    def _on_receive_done(self) -> None:
+        """Take the messages that are there. Runs in the thread that ended a receive, in one at a time."""
+        thread, is_active, interruption = threading.get_ident(), False, None
         try:
             with self._lock:
                 self._is_due = True
-                if self._actor is not None:
-                    return  # which looks again
-                is_mine, self._actor = True, thread
+                if self._active_thread is not None:
+                    return  # which checks again
+                is_active, self._active_thread = True, thread
             while self._is_wanted():
                 try:
-                    self._hear()
-                except BaseException as error:  # noqa: BLE001, PERF203 - raised below, when nothing is left behind
+                    self._deliver()
+                except BaseException as error:  # noqa: BLE001, PERF203 - raised below, once all is delivered
                     self._is_due |= bool(self._messages) and interruption is None
                     interruption = interruption or error
         finally:
-            if is_mine and self._actor == thread:
-                self._actor = None
+            if is_active and self._active_thread == thread:
+                self._active_thread = None
         if interruption is not None:
             raise interruption
 
@@ -408,30 +399,30 @@ class PostedPersistentRecv:
             if self._is_due and not self._is_closed:
                 self._is_due = False
                 return True
-            self._actor = None
+            self._active_thread = None
             return False
 
-    def _hear(self) -> None:
+    def _deliver(self) -> None:
         error = None
         if not self._messages:
             error = self._take(self._messages)
         try:
             if self._messages and not self._is_closed:
-                self._heard(self._messages)
+                self._on_messages(self._messages)
                 self._messages.clear()
         finally:
             if error is None and not self._is_closed:
-                self._request.add_done_callback(self._act)
+                self._request.add_done_callback(self._on_receive_done)
         if error is not None and not self._is_closed:
             self._is_closed = True
-            self._ended(error)
+            self._on_end(error)
 
     def _take(self, messages: list[bytes]) -> DistributedError | None:
         try:
-            while self._request.done() and len(messages) < _MOST_AT_ONCE:
+            while self._request.done() and len(messages) < _MAX_BATCH:
                 self._request.wait(math.inf)
                 messages.append(bytes(self._buffer))
-                self._request = self._post()
+                self._request = self._post_receive(self._buffer)
         except DistributedError as error:
             return error
         return None

@@ -1,4 +1,4 @@
-"""A collective call as other ranks see it: 192 bytes that are compared before any data moves."""
+"""The signature of a collective call: 192 bytes that ranks compare before any data moves."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ from functools import lru_cache
 _OPERATION_SIZE, _DTYPE_SIZE, _REDUCE_OP_SIZE = 24, 16, 18
 
 # operation, dtype, reduce op, root, dim, element count, sequence | bytes of payload, payload
-_HEAD = struct.Struct(f"<{_OPERATION_SIZE}s{_DTYPE_SIZE}s{_REDUCE_OP_SIZE}sihqQ")
+_HEADER = struct.Struct(f"<{_OPERATION_SIZE}s{_DTYPE_SIZE}s{_REDUCE_OP_SIZE}sihqQ")
 _PAYLOAD_LENGTH = struct.Struct("<I")
-_PAYLOAD_START = _HEAD.size + _PAYLOAD_LENGTH.size
+_PAYLOAD_START = _HEADER.size + _PAYLOAD_LENGTH.size
 
 CALL_SIZE = 192
-"""Bytes of one encoded call: three cache lines, and every rank's fits in the first segment of a connection."""
+"""Size of an encoded call in bytes: three cache lines; every rank's fits in the first segment of a connection."""
 
 MAX_PAYLOAD = CALL_SIZE - _PAYLOAD_START
-"""Bytes that travel with a call for free."""
+"""Bytes of payload that travel with a call at no cost."""
 
 
 @lru_cache(maxsize=256)
@@ -34,12 +34,12 @@ class CollectiveSignature:
     All fields but ``payload`` must be equal on all ranks.
 
     Args:
-        operation: What was called, at most 24 ASCII characters.
+        operation: Name of the operation, at most 24 ASCII characters.
         dtype: Name of the element type, at most 16 characters, or empty.
         reduce_op: Name of the reduction, at most 18 characters, or empty.
         root: The root rank, or -1.
         dim: The dim that is joined or divided, counted from 0, or -1.
-        count: Number of elements all ranks must agree on, or 0 where they may differ.
+        count: Number of elements that all ranks must agree on, or 0 if they may differ.
         sequence: Position of the call among the group's collectives.
         payload: At most `MAX_PAYLOAD` bytes of this rank that every rank receives.
     """
@@ -54,9 +54,9 @@ class CollectiveSignature:
     payload: bytes = b""
 
     def encode(self) -> bytes:
-        """The call as `CALL_SIZE` bytes."""
+        """Encode the call in `CALL_SIZE` bytes."""
         assert len(self.payload) <= MAX_PAYLOAD
-        head = _HEAD.pack(
+        head = _HEADER.pack(
             _text(self.operation, _OPERATION_SIZE),
             _text(self.dtype, _DTYPE_SIZE),
             _text(self.reduce_op, _REDUCE_OP_SIZE),
@@ -69,8 +69,8 @@ class CollectiveSignature:
 
     @staticmethod
     def decode(record: bytes | memoryview) -> CollectiveSignature:
-        """Read what `encode` wrote; text that is not ASCII is shown with replacement characters."""
-        operation, dtype, reduce_op, root, dim, count, sequence = _HEAD.unpack_from(record)
+        """Decode the result of `encode`; text that is not ASCII gets replacement characters."""
+        operation, dtype, reduce_op, root, dim, count, sequence = _HEADER.unpack_from(record)
         return CollectiveSignature(
             operation=operation.rstrip(b"\0").decode("ascii", "replace"),
             dtype=dtype.rstrip(b"\0").decode("ascii", "replace"),
@@ -87,7 +87,7 @@ class CollectiveSignature:
         return replace(self, sequence=sequence)
 
     def with_payload(self, payload: bytes) -> CollectiveSignature:
-        """The same call with other bytes of this rank."""
+        """The same call with another payload."""
         return replace(self, payload=payload)
 
     def __str__(self) -> str:
@@ -103,10 +103,10 @@ class CollectiveSignature:
 
 def fingerprint_of(record: bytes | memoryview) -> bytes:
     """The part of an encoded call that must be the same on all ranks."""
-    return bytes(record[: _HEAD.size])
+    return bytes(record[: _HEADER.size])
 
 
 def payload_of(record: bytes | memoryview) -> bytes:
-    """The part of an encoded call that belongs to its rank."""
-    (length,) = _PAYLOAD_LENGTH.unpack_from(record, _HEAD.size)
+    """The part of an encoded call that may differ between ranks."""
+    (length,) = _PAYLOAD_LENGTH.unpack_from(record, _HEADER.size)
     return bytes(record[_PAYLOAD_START : _PAYLOAD_START + min(length, MAX_PAYLOAD)])

@@ -1,9 +1,11 @@
-"""Ranks as threads of one process: no ports, no processes, the same contract."""
+"""The backend whose ranks are threads of one process: no ports and no processes, and the same contract."""
 
 from __future__ import annotations
 
 from functools import partial
 from typing import TYPE_CHECKING
+
+from typing_extensions import override
 
 from ferrodist.backends.mailbox import EAGER_LIMIT, Message, copy_bytes
 from ferrodist.backends.mailbox_backend import MailboxBackend, Send
@@ -16,8 +18,8 @@ if TYPE_CHECKING:
 class SimulatedBackend(MailboxBackend):
     """A rank of a group whose ranks are threads of this process.
 
-    Deadlines, errors, sub-groups and the way large messages wait for their receiver are those of `TcpBackend`, so
-    that a program which hangs or fails there does so here. Make groups with `create_group`.
+    It has `TcpBackend`'s deadlines, errors and sub-groups, and large messages wait for their receiver likewise, so that
+    a program which hangs or fails there does so here. Make groups with `create_group`.
     """
 
     def __init__(
@@ -35,9 +37,9 @@ class SimulatedBackend(MailboxBackend):
 
         Args:
             world_size: Number of ranks, at least 1.
-            timeout: Seconds a blocking call may take when it names no timeout itself; None takes FERRODIST_TIMEOUT's,
-                or `DEFAULT_COLLECTIVE_TIMEOUT`.
-            name: What error messages call the group.
+            timeout: Default of blocking calls' ``timeout``, in seconds; None takes FERRODIST_TIMEOUT's, or
+                `DEFAULT_COLLECTIVE_TIMEOUT`.
+            name: The group's name in error messages.
 
         Returns:
             The handle of each rank, for one thread each.
@@ -48,8 +50,8 @@ class SimulatedBackend(MailboxBackend):
         peers.extend(cls(rank, peers, world_size, timeout=timeout, name=name) for rank in range(world_size))
         return peers
 
+    @override
     def close(self, timeout: float | None = None) -> None:
-        """Leave the group; see `Backend.close`."""
         del timeout
         if self._close_groups():
             self._leave_groups()
@@ -70,7 +72,7 @@ class SimulatedBackend(MailboxBackend):
         peer._accept(message)  # noqa: SLF001
 
     def _move(self, send: Send) -> None:
-        """A receive is there for an offered message; runs in whichever thread came second."""
+        """Move an offered message for which a receive is posted; runs in the thread that came second."""
         message = self._arrivals.pop(send, None)
         if message is not None:
             self._peers[send.peer]._mailbox.write(message, partial(_copy, send.data), 0, len(send.data))  # noqa: SLF001
@@ -86,12 +88,12 @@ class SimulatedBackend(MailboxBackend):
     def _notify_abort(self, group_id: int, members: tuple[int, ...], error: DistributedError) -> None:
         for rank in members:
             if rank != self.rank:
-                self._peers[rank]._fail_group(group_id, error)  # noqa: SLF001
+                self._peers[rank].fail_group(group_id, error)
 
     def _notify_left(self, group_id: int, members: tuple[int, ...]) -> None:
         for rank in members:
             if rank != self.rank:
-                self._peers[rank]._peer_left(group_id, self.rank)  # noqa: SLF001
+                self._peers[rank].peer_left(group_id, self.rank)
 
 
 def _copy(source: memoryview, target: memoryview) -> int:

@@ -1,11 +1,11 @@
-"""Warnings about ranks that others have waited for for a long time, before a deadline makes an error of it.
+"""Warnings about stragglers, which ranks have waited for for a long time, before a deadline makes an error of it.
 
 [Note: long waits]
-A rank that waits says so once in each wait, after `ferrodist.deadline.LONG_WAIT_SECONDS`, naming the call and who has
-not made it. Where all ranks see who is late, the first one that waits speaks for them. In an agreement only rank 0 sees
-it: the others ask rank 0 first, and speak where it does not answer, being late itself. Of a message its rank alone
-knows. Who receives from any rank waits for none, and says nothing; nor does who receives a message that is on its way.
-A sender does not know whether it is.
+A rank that waits warns once in each wait, after `ferrodist.deadline.LONG_WAIT_SECONDS`, and names the call and the
+ranks that have not made it. Where all ranks see the stragglers, the first one that waits warns for all. In a
+verification only rank 0 sees them: the other ranks first ask rank 0, and warn if it does not answer, as it is late
+itself. A rank that waits for a message warns by itself. A receive from any rank waits for no particular one, so that it
+does not warn; neither does a receive whose message is on its way. A sender does not know whether it is.
 """
 
 from __future__ import annotations
@@ -25,21 +25,21 @@ _log = logging.getLogger(__name__)
 
 
 def is_speaker(rank: int, late: Sequence[int]) -> bool:
-    """Whether a rank that waits for the late ones is the first that does."""
+    """Whether a rank that waits for the late ranks is the first that does."""
     return all(other in late for other in range(rank))
 
 
 def warn_about_stragglers(
     call: CollectiveSignature, late: Sequence[int], *, group: str, rank: int, elapsed: Elapsed
 ) -> None:
-    """Say that a call waits for ranks that have not made it.
+    """Warn that a call waits for ranks that have not made it.
 
     Args:
         call: The call.
         late: The ranks that have not made it.
         group: The group's name.
         rank: The rank that waits.
-        elapsed: How long it has waited.
+        elapsed: The time since the call, and its timeout.
     """
     have_not = "has not" if len(late) == 1 else "have not"
     _log.warning(
@@ -51,15 +51,15 @@ def warn_about_stragglers(
 def warn_about_late_peers(
     what: str, late: Sequence[int], *, is_sent: bool, group: str, rank: int, elapsed: Elapsed
 ) -> None:
-    """Say that messages wait for ranks that have not made the matching calls; nothing where these are not known.
+    """Warn that messages wait for ranks that have not made the matching calls; does nothing if they are unknown.
 
     Args:
-        what: The call, as errors name it.
-        late: The other ranks.
-        is_sent: Whether messages are sent to them, of which a large one may be on its way.
+        what: The call, in the words of errors.
+        late: The peers.
+        is_sent: Whether messages are sent to them; a large one may be on its way.
         group: The group's name.
         rank: The rank that waits.
-        elapsed: How long it has waited.
+        elapsed: The time since the call, and its timeout.
     """
     if late:
         have_not = "has not" if len(late) == 1 else "have not"

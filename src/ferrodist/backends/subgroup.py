@@ -9,6 +9,8 @@ import weakref
 from collections import Counter
 from typing import TYPE_CHECKING
 
+from typing_extensions import override
+
 from ferrodist.backends.base import Backend, NonBlockingBackend, as_abort_error, check_peer, check_rank
 from ferrodist.backends.request import Stragglers
 from ferrodist.backends.tags import ANY_SOURCE, check_tag, group_tag
@@ -25,10 +27,10 @@ if TYPE_CHECKING:
 _TAG_BITS = 64
 
 _DOUBT = "Or a rank made this sub-group with other ranks, in another order, or another number of times."
-"""What ranks that wait for each other may have done: no message at a sub-group's making shows it."""
+"""Possible reason for ranks to wait for each other: no message at a sub-group's creation would show it."""
 
 _MADE = "backends.subgroups"
-"""What a group keeps under this name: how many sub-groups of each label and members it has had on this rank."""
+"""Key of a group's attachment: how many sub-groups of each label and members this rank has made of it."""
 
 _making = threading.Lock()
 
@@ -37,26 +39,25 @@ class SubBackend(NonBlockingBackend):
     """A group made of some ranks of another, over the connections of the other.
 
     Only the members make it, each by itself, without a message: ranks outside don't take part. Members that make
-    several sub-groups of the same ranks must make them in the same order, or give each a label. Those that don't are in
+    several sub-groups of the same ranks must make them in the same order, or give each a label. Otherwise they are in
     different groups, and wait for each other there: the first timeout says so. A sub-group of a sub-group is one of the
     outermost group.
 
     [Note: group ids]
-    Messages are told apart by a 64-bit id, hashed from the parent's id, the outermost group's ranks in order, the label
-    and how often this rank has made a sub-group of just these from this parent. Members agree on all of that without
-    talking.
-    Two ids of one job are equal with probability 2**-64 a pair.
+    Messages of groups are told apart by a 64-bit id, a hash of the parent's id, the members' ranks in the outermost
+    group, the label, and how often this rank has made such a sub-group of this parent. Members agree on all of these
+    without a message. Two ids of one job are equal with probability 2**-64 for each pair.
 
     Args:
         parent: The group to take ranks from.
-        ranks: Ranks of ``parent``, all different, this one among them. Position i becomes rank i.
-        timeout: Seconds a blocking call may take when it names no timeout itself; None takes the parent's.
-        name: What error messages call the group.
-        label: Sub-groups of the same ranks are counted for each label by itself; the same on all members.
+        ranks: Ranks of ``parent``, all different, including this one. Position i becomes rank i.
+        timeout: Default of blocking calls' ``timeout``, in seconds; None takes the parent's.
+        name: The group's name in error messages.
+        label: Sub-groups of the same ranks are counted separately for each label; the same on all members.
         ends_with_parent: Whether it fails when ``parent`` does, which has the same ranks.
 
     Raises:
-        InvalidRankError: A rank is not in ``parent``, comes twice, or this rank is not among them.
+        InvalidRankError: A rank is not in ``parent``, comes twice, or this rank is missing.
     """
 
     def __init__(
@@ -81,11 +82,11 @@ class SubBackend(NonBlockingBackend):
             timeout=parent.timeout if timeout is None else timeout,
             name=name or f"{parent.name}{list(members)}",
         )
-        self.agreement = CollectiveVerifier(self, doubt=_DOUBT)
+        self.verifier = CollectiveVerifier(self, doubt=_DOUBT)
         self._parent = parent
         self._members = members
         self._root, self._root_ranks = _outermost(parent, members)
-        self.agreement_key = self._root.agreement_key
+        self.verification_key = self._root.verification_key
         self._index = {rank: i for i, rank in enumerate(self._root_ranks)}
         self._closed: DistributedError | None = None
         self.group_id = _next_id(parent, self._root_ranks, label)
@@ -97,7 +98,7 @@ class SubBackend(NonBlockingBackend):
 
     @staticmethod
     def check_members(parent: Backend, ranks: Sequence[int]) -> tuple[int, ...]:
-        """The ranks of a sub-group of ``parent`` as a tuple, or InvalidRankError when they can't be."""
+        """Return the ranks of a sub-group of ``parent`` as a tuple; raises InvalidRankError if they are invalid."""
         members = tuple(check_rank(parent, rank, f"rank {rank!r}") for rank in ranks)
         if not members:
             raise InvalidRankError(f"a sub-group of group {parent.name!r} needs at least one rank")
@@ -120,38 +121,39 @@ class SubBackend(NonBlockingBackend):
         """The group this one was made from."""
         return self._parent
 
+    @override
     @property
     def failure(self) -> DistributedError | None:
-        """Why the group can't be used any more, or None while it can."""
         return self._closed or self._root.subgroup_failure(self.group_id, self._root_ranks)
 
     def to_global(self, local: int) -> int:
-        """The parent's number of this group's rank ``local``."""
+        """The parent's rank of this group's rank ``local``."""
         return self._members[check_rank(self, local, f"rank {local!r}")]
 
     def to_local(self, rank: int) -> int | None:
-        """This group's number of the parent's ``rank``, or None when it is not a member."""
+        """This group's rank of the parent's ``rank``, or None if it is no member."""
         return self._members.index(rank) if rank in self._members else None
 
+    @override
     def isend(self, data: Buffer, dst: int, *, tag: int = 0) -> Request:
-        """Start `send` and return at once."""
         peer = self._root_ranks[check_peer(self, dst)]
         self._check_open()
         return _SubRequest(self._root.isend(data, peer, tag=self._tag(tag)), self)
 
+    @override
     def irecv(self, buffer: Buffer, src: int, *, tag: int = 0) -> Request:
-        """Start `recv` and return at once."""
         source = check_peer(self, src, any_source=True)
         self._check_open()
         peer = source if source == ANY_SOURCE else self._root_ranks[source]
         return _SubRequest(self._root.irecv(buffer, peer, tag=self._tag(tag)), self)
 
+    @override
     def try_send(self, data: bytes, dst: int, *, tag: int = 0) -> bool:
-        """See `Backend.try_send`."""
         if self._closed is not None:
             return False
         return self._root.try_send(data, self._root_ranks[dst], tag=group_tag(self.group_id, tag))
 
+    @override
     def listen(
         self,
         src: int,
@@ -161,33 +163,30 @@ class SubBackend(NonBlockingBackend):
         *,
         tag: int = 0,
     ) -> PersistentRecv:
-        """Receive whatever comes from a rank; see `Backend.listen`."""
         peer = self._root_ranks[check_peer(self, src)]
         self._check_open()
-        itself = weakref.ref(
-            self
-        )  # the outermost group keeps the listener, which must not keep a group that was dropped
+        self_ref = weakref.ref(self)  # the outermost group owns the receive, which must not keep a dropped group alive
 
-        def tell(error: DistributedError) -> None:
-            group = itself()
-            ended(error if group is None else group.told_here(error))
+        def on_end(error: DistributedError) -> None:
+            group = self_ref()
+            ended(error if group is None else group.translate_error(error))
 
-        return self._root.listen(peer, size_bytes, heard, tell, tag=self._tag(tag))
+        return self._root.listen(peer, size_bytes, heard, on_end, tag=self._tag(tag))
 
+    @override
     def signal(self) -> WaitEvent:
-        """See `Backend.signal`."""
         return self._root.signal()
 
     def find_stragglers(self, peers: tuple[int, ...], within: float) -> Stragglers:
-        """Ask the outermost group, whose ranks may be in between; see `Backend.find_stragglers`."""
+        """Ask the outermost group, whose ranks may relay messages; see `Backend.find_stragglers`."""
         late = self._root.find_stragglers(tuple(self._root_ranks[peer] for peer in peers), within)
         members = tuple(self._index[rank] for rank in late.ranks if rank in self._index)
-        if not members:  # who does not answer stands in between, and is none
+        if not members:  # the rank that does not answer is a relay outside this group
             return Stragglers(ranks=peers, detail=late.detail)
         return Stragglers(ranks=members, detail=late.detail, is_relay=late.is_relay)
 
+    @override
     def abort(self, reason: str | DistributedError) -> None:
-        """End this group on all its members; see `Backend.abort`."""
         self._root.abort_subgroup(self.group_id, self._root_ranks, as_abort_error(self, reason))
 
     def close(self, timeout: float | None = None) -> None:
@@ -198,18 +197,18 @@ class SubBackend(NonBlockingBackend):
             self._root.close_subgroup(self.group_id, self._root_ranks)
             self._run_close_callbacks()
 
-    def told_here(self, error: DistributedError) -> DistributedError:
-        """What a transfer of the outermost group failed with, in this group's terms."""
-        speaks_for_itself = type(self._root).open_subgroup is not Backend.open_subgroup
-        if speaks_for_itself or self._root.failure is not None or not error.ranks:
-            return error  # the group that has failed is named with its own numbers
+    def translate_error(self, error: DistributedError) -> DistributedError:
+        """Translate the error of a transfer of the outermost group into this group's terms."""
+        is_translated = type(self._root).open_subgroup is not Backend.open_subgroup
+        if is_translated or self._root.failure is not None or not error.ranks:
+            return error  # a failed root is named with its own ranks
         ranks = tuple(self._index[rank] for rank in error.ranks if rank in self._index)
-        told = error.fresh()
-        told.message = (
+        translated = error.fresh()
+        translated.message = (
             f"{ranks_text(ranks)} of group {self.name!r}: {error.message} (rank numbers of group {self._root.name!r})"
         )
-        told.args, told.ranks = (told.message,), ranks
-        return told
+        translated.args, translated.ranks = (translated.message,), ranks
+        return translated
 
     def _check_open(self) -> None:
         if self._closed is not None:
@@ -220,7 +219,7 @@ class SubBackend(NonBlockingBackend):
 
 
 class _SubRequest:
-    """A request of the outermost group with the peer in the sub-group's numbers."""
+    """A request of the outermost group whose peer is a rank of the sub-group."""
 
     __slots__ = ("_group", "_index", "_request")
 
@@ -237,14 +236,14 @@ class _SubRequest:
         try:
             return self._index[self._request.wait(timeout)]
         except DistributedTimeoutError as error:
-            if self._request.done():  # just now, or by a failure of the group that is a timeout too
+            if self._request.done():  # it has ended meanwhile, or the group has failed with a timeout
                 return self._index[self._request.wait(math.inf)]
             if not error.ranks:
                 raise
             rank = self._index[self._request.peer]
             raise DistributedTimeoutError(f"no transfer with rank {rank} within {timeout:g} s", ranks=(rank,)) from None
         except DistributedError as error:
-            raise self._group.told_here(error) from None
+            raise self._group.translate_error(error) from None
 
     def find_stragglers(self, peers: tuple[int, ...], within: float) -> Stragglers:
         return self._group.find_stragglers(peers, within)

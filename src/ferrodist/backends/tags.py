@@ -1,10 +1,10 @@
-"""Tags: what keeps the messages of a group's many conversations apart.
+"""Message tags.
 
 [Note: tags]
-A tag is an integer of up to 128 bits that a backend compares and nothing more. Messages between two ranks with the same
-tag arrive in the order they were sent; messages with different tags don't wait for each other. The upper 64 bits name a
-group (0 is the group itself, others are the sub-groups made from it), the lower 64 name a channel and a number within
-it, so no two parts of a program can take each other's messages.
+A tag is an integer of up to 128 bits that backends only compare. Messages between two ranks with the same tag arrive in
+the order in which they were sent; messages with different tags don't wait for each other. The upper 64 bits are the id
+of a group (0 is the group itself, others are its sub-groups). The lower 64 bits are a channel and a number within it,
+so that no two parts of a program can receive each other's messages.
 """
 
 from __future__ import annotations
@@ -12,14 +12,14 @@ from __future__ import annotations
 from enum import IntEnum
 
 ANY_SOURCE = -1
-"""As ``src`` of a receive: take the first message with the right tag, whoever sent it."""
+"""As ``src`` of a receive: the first message with the right tag, whoever sent it."""
 
 _NUMBER_BITS = 56
 _GROUP_SHIFT = 64
 
 
 class Channel(IntEnum):
-    """What a message is for: the top byte of a tag's lower half."""
+    """The purpose of a message: the top byte of a tag's lower half."""
 
     BYTES = 0  # Backend.send and recv, numbered by the user's tag
     CALL = 1  # calls compared before a collective, numbered by its sequence
@@ -28,9 +28,9 @@ class Channel(IntEnum):
     TENSOR_HEAD = 4  # dtype and shape of a tensor sent point to point, numbered by the user's tag
     TENSOR_BODY = 5  # its elements, numbered by the message
     DEVICE_CALL = 6  # calls on GPU tensors, compared while the GPUs work
-    DEVICE_PROGRESS = 7  # how far ranks have come with these
+    DEVICE_PROGRESS = 7  # how many of these calls ranks have made
     DEVICE_COUNT = 8  # elements that one rank sends another in an uneven exchange, numbered by its sequence
-    DEVICE_HEAD = 9  # what a tensor is that is sent from GPU to GPU
+    DEVICE_HEAD = 9  # dtype and shape of a tensor sent from GPU to GPU
 
 
 def channel_tag(channel: Channel, number: int) -> int:
@@ -44,22 +44,22 @@ def channel_of_tag(tag: int) -> int:
 
 
 def check_user_tag(tag: int) -> int:
-    """Return ``tag``, or raise ValueError when it is not an integer in 0..2**56-1."""
+    """Return ``tag``, or raise ValueError unless it is an integer in 0..2**56-1."""
     return check_tag(tag, _NUMBER_BITS)
 
 
 def check_tag(tag: int, bits: int) -> int:
-    """Return a tag, or raise ValueError when it is no integer or has more than ``bits`` bits."""
+    """Return a tag, or raise ValueError unless it is an integer of at most ``bits`` bits."""
     if isinstance(tag, bool) or not isinstance(tag, int) or not 0 <= tag < 1 << bits:
         raise ValueError(f"a tag is an integer from 0 to 2**{bits}-1, not {tag!r}")
     return tag
 
 
 def group_tag(group_id: int, tag: int) -> int:
-    """A sub-group's tag as a tag of the group it was made from."""
+    """The tag, in the outermost group, of a sub-group's message with ``tag``."""
     return group_id << _GROUP_SHIFT | tag
 
 
 def group_of_tag(tag: int) -> int:
-    """The group a tag belongs to."""
+    """The id of the group that a tag belongs to."""
     return tag >> _GROUP_SHIFT

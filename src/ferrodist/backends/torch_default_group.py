@@ -1,4 +1,4 @@
-"""A group of ours as torch's default group, for what asks torch.distributed: torchmetrics, samplers, SyncBatchNorm."""
+"""A group of ours as torch's default group, for code that asks torch.distributed, as samplers do."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ if TYPE_CHECKING:
     from ferrodist.rendezvous import Store
 
 _NAME = "ferrodist"
-"""torch's name for our backend, and that of our entry point for torch."""
+"""Torch's name for our backend, and the name of our entry point for torch."""
 
 _LONGEST_SECONDS = 1e9
-"""The longest timeout that torch is told; it counts milliseconds in 64 bits."""
+"""The longest timeout that torch gets, which counts milliseconds in 64 bits."""
 
 
 def check_torch_default() -> None:
@@ -48,26 +48,26 @@ def open_torch_default(group: Backend, store: Store | None, deadline: Deadline) 
     """Make ``group`` torch's default group; all its ranks call.
 
     Args:
-        group: The group. torch's functions share its order of calls with ours.
-        store: The job's store, in which torch's groups of other backends meet; None where the job has none.
+        group: The group. Torch's functions share its order of calls with ours.
+        store: The job's store, in which torch's groups of other backends meet; None if the job has none.
         deadline: When it must be done.
 
     Returns:
-        What ends torch's default group, if that still is this one.
+        A function that destroys torch's default group if it is still this one.
 
     Raises:
         CollectiveMismatchError: On every rank, when others do not make theirs torch's.
     """
-    if _NAME not in dist.Backend.backend_list:  # torch was told not to load backends
+    if _NAME not in dist.Backend.backend_list:  # TORCH_DEVICE_BACKEND_AUTOLOAD=0
         for entry in entry_points(group="torch.backends", name=_NAME):
             entry.load()()
     try:
         group.barrier(deadline.remaining())
     except CollectiveMismatchError as error:
-        told = error.fresh()
-        told.message += " Pass torch_default=True to init_process_group on all ranks, or on none."
-        told.args = (told.message,)
-        raise told from None
+        extended = error.fresh()
+        extended.message += " Pass torch_default=True to init_process_group on all ranks, or on none."
+        extended.args = (extended.message,)
+        raise extended from None
     torchs_store = _NoStore() if store is None else _StoreForTorch(PrefixStore(store, "torch"), group.timeout)
     dist.init_process_group(
         _NAME,
@@ -81,14 +81,14 @@ def open_torch_default(group: Backend, store: Store | None, deadline: Deadline) 
 
 
 def _end(made: dist.ProcessGroup | None, store: TorchStore) -> None:
-    """Destroy torch's default group if it is ``made``; ``store`` is kept until then, for C++ has only half of it."""
+    """Destroy torch's default group if it is ``made``; keeps ``store`` alive, of which C++ holds only its own half."""
     del store
     if dist.is_initialized() and dist.group.WORLD is made:
         dist.destroy_process_group()
 
 
 class _StoreForTorch(TorchStore):
-    """A store of ours as one of torch's. Its methods are those that torch's C++ calls."""
+    """A store of ours as one of torch's; torch's C++ calls the methods."""
 
     def __init__(self, store: Store, timeout: float) -> None:
         super().__init__()
@@ -129,7 +129,7 @@ class _StoreForTorch(TorchStore):
 
 
 class _NoStore(TorchStore):
-    """What torch gets where ranks have met without a store; groups of our backend need none."""
+    """Torch's store if ranks have met without one; groups of our backend need none."""
 
     def _refuse(self, *_: object) -> None:
         raise UnsupportedOpError(

@@ -1,23 +1,20 @@
-"""Agreement: before a collective moves data, its ranks learn that all of them called the same thing.
+"""Verification: before a collective moves data, its ranks learn that all of them called the same one.
 
 [Note: agreement]
-Every collective begins with it. Each rank sends its encoded call to rank 0; rank 0 sends the list of all of them to
-each rank. Two steps, 192 bytes up and 192*p down for each rank. That gives, with no call after it that could go
-wrong unseen:
+Every collective begins with it. Each rank sends its encoded call to rank 0; rank 0 sends the table of all calls to each
+rank. Two steps, 192 bytes up and 192*p down for each rank. After it nothing can go wrong unnoticed:
 
-- a mismatch is found by every rank from the same list, so all raise the same error, naming both calls;
-- a late rank is known by name: rank 0 sees whose call has not come. A rank whose own deadline passes first says so to
-  rank 0 (`Channel.LATE`) and gives it half a second to answer for all; without an answer it is rank 0 that is late;
-- after a long wait, before any deadline, the late ranks are named in a warning: rank 0's, or, where rank 0 does not
-  answer the question whether it is there, that of who asked;
-- no rank starts a collective's data before all have entered it, so what a rank has to hold for operations it has not
-  called yet is bounded by one call;
-- where messages may pass through others' hands, each call and the list carry a tag under the group's key: what is
-  agreed is what the ranks have said, or an AuthenticationError;
-- up to `MAX_PAYLOAD` bytes of each rank travel along, which serves tiny collectives whole, and sizes that ranks don't
-  know of each other.
-
-Tags of an agreement's messages, where these pass through others' hands.
+- every rank finds a mismatch in the same table, so all raise the same error, which names both calls;
+- a late rank is known by name: rank 0 sees whose call is missing. A rank whose own deadline passes first notifies
+  rank 0 (`Channel.LATE`) and gives it half a second to answer all; without an answer it is rank 0 that is late;
+- after a long wait, before any deadline, a warning names the late ranks: rank 0's, or, if rank 0 does not answer the
+  question whether it is there, that of the rank which asked;
+- no rank starts a collective's data before all have entered it, so the memory for operations that a rank has not called
+  yet is bounded by one call;
+- where others may alter messages, each call and the table carry a tag under the group's key: ranks agree on each
+  other's calls, or raise AuthenticationError;
+- up to `MAX_PAYLOAD` bytes of each rank travel along: all of a tiny collective, or sizes that ranks don't know of each
+  other.
 """
 
 from __future__ import annotations
@@ -51,88 +48,90 @@ if TYPE_CHECKING:
     from typing_extensions import Buffer
 
     from ferrodist.backends.request import Request, Stragglers
+    from ferrodist.backends.sequencer import Sequencer
 
 _TAG_BYTES = 16
-_ABOUT = struct.Struct("<QQQi")  # group, in two halves; position of the call; the rank whose call it is, or all's
+_TAGGED_FIELDS = struct.Struct("<QQQi")  # group id, in two halves; sequence; the call's rank, or _ALL
 _ALL = -1
 _LOW_64 = (1 << 64) - 1
 
 
 class VerificationTags:
-    """The tags of one agreement: of each rank's call, and of the list of all.
+    """The authentication tags of one verification: one for each rank's call, and one for the table of all.
 
     Args:
-        key: The group's, or nothing where the messages need no tags.
-        group_id: Of the group.
-        sequence: Position of the call among the group's collectives.
+        key: The group's key; empty if messages need no tags.
+        group_id: The group's id.
+        sequence: The call's position among the group's collectives.
 
     Attributes:
-        size: Bytes of a tag; 0 without a key.
-        record_size: Bytes of a call with its tag.
+        size: Size of a tag in bytes; 0 without a key.
+        record_size: Size of a call with its tag in bytes.
     """
 
-    __slots__ = ("_about", "_key", "record_size", "size")
+    __slots__ = ("_fields", "_key", "record_size", "size")
 
     def __init__(self, key: bytes, group_id: int, sequence: int) -> None:
         self._key = key
-        self._about = group_id & _LOW_64, group_id >> 64 & _LOW_64, sequence
+        self._fields = group_id & _LOW_64, group_id >> 64 & _LOW_64, sequence
         self.size = _TAG_BYTES if key else 0
         self.record_size = CALL_SIZE + self.size
 
     def table_size(self, world_size: int) -> int:
-        """Bytes of the list of all calls."""
+        """Size of the table of all calls, in bytes."""
         return self.record_size * world_size + self.size
 
     def seal_call(self, call: bytes, rank: int) -> bytes:
-        """A rank's call with its tag."""
+        """Append the tag to a rank's call."""
         return call + self._tag(call, rank)
 
     def check_calls(self, table: memoryview) -> None:
-        """Raise AuthenticationError unless each record is what its rank has said."""
+        """Raise AuthenticationError unless each record is its rank's."""
         for rank in range(len(table) // self.record_size if self.size else 0):
             record = table[rank * self.record_size :][: self.record_size]
             self._check(record[:CALL_SIZE], record[CALL_SIZE:], rank, f"the call of rank {rank} was altered")
 
     def seal_table(self, table: memoryview) -> None:
-        """Write the tag of the whole list at its end."""
+        """Write the tag of the whole table at its end."""
         if self.size:
             table[-self.size :] = self._tag(table[: -self.size], _ALL)
 
     def check_table(self, table: memoryview) -> None:
-        """Raise AuthenticationError unless the list is what the group's rank 0 has said."""
+        """Raise AuthenticationError unless the table is that of the group's rank 0."""
         if self.size:
             self._check(table[: -self.size], table[-self.size :], _ALL, "the list of all ranks' calls was altered")
 
     def _tag(self, data: bytes | memoryview, rank: int) -> bytes:
         if not self._key:
             return b""
-        about = _ABOUT.pack(*self._about, rank)
-        return hashlib.blake2b(about + bytes(data), key=self._key, digest_size=_TAG_BYTES).digest()
+        fields = _TAGGED_FIELDS.pack(*self._fields, rank)
+        return hashlib.blake2b(fields + bytes(data), key=self._key, digest_size=_TAG_BYTES).digest()
 
     def _check(self, data: memoryview, tag: memoryview, rank: int, what: str) -> None:
         if not hmac.compare_digest(tag, self._tag(data, rank)):
-            raise AuthenticationError(f"{what} on its way: somebody between the hosts changes what passes there")
+            raise AuthenticationError(f"{what} on its way: something between the hosts alters messages")
 
 
 _COORDINATOR = 0
 
 _GIVES_UP, _ASKS = b"\0", b"\1"
-"""What a rank says to rank 0 on `Channel.LATE`: that its deadline has passed, or whether rank 0 has called, too."""
+"""Messages to rank 0 on `Channel.LATE`: my deadline has passed; have you called, too?"""
 
 _ANSWER_GRACE_SECONDS = 0.5
-"""How long past its deadline a rank waits for rank 0 to say who is late."""
+"""How long past its deadline a rank waits for rank 0 to name the late ranks."""
 
 
 def left_reason(rank: int, call: object, error: BaseException) -> str:
-    """The reason to abort a group for, when a rank leaves a collective that others count on it in.
+    """The reason to abort a group when a rank leaves a collective in which others wait for it.
 
-    That is any exception that is no failure of the group: an interruption, what a signal's handler raises, no memory.
+    A rank leaves by any exception that is no failure of the group: an interruption, the exception of a signal handler,
+    a lack of memory.
     """
     return f"rank {rank} left {call} by {describe_error(error)}"
 
 
 class _Group(Protocol):
-    """What agreement needs of a backend."""
+    """The part of a backend that verification uses."""
 
     @property
     def rank(self) -> int: ...
@@ -145,7 +144,7 @@ class _Group(Protocol):
     @property
     def group_id(self) -> int: ...
     @property
-    def agreement_key(self) -> bytes: ...
+    def verification_key(self) -> bytes: ...
     def isend(self, data: Buffer, dst: int, *, tag: int = 0) -> Request: ...
     def irecv(self, buffer: Buffer, src: int, *, tag: int = 0) -> Request: ...
     def find_stragglers(self, peers: tuple[int, ...], within: float) -> Stragglers: ...
@@ -153,11 +152,11 @@ class _Group(Protocol):
 
 
 def _has_ended(request: Request, seconds: float, deadline: Deadline) -> bool:
-    """Wait so many seconds at most; raises as `Request.wait` where the request fails or the deadline passes."""
+    """Wait so many seconds at most; raises like `Request.wait` if the request fails or the deadline passes."""
     try:
         request.wait(min(seconds, deadline.remaining()))
     except DistributedTimeoutError:
-        if request.done():  # just now, or the error is its own
+        if request.done():  # it has ended meanwhile, or the error is its own
             request.wait(0)
             return True
         if deadline.expired:
@@ -167,23 +166,26 @@ def _has_ended(request: Request, seconds: float, deadline: Deadline) -> bool:
 
 
 class CollectiveVerifier:
-    """The collectives of one group, counted and compared.
+    """Counts and compares the collectives of one group. See [Note: agreement].
 
     Args:
         group: The group.
-        doubt: A sentence about what else may be wrong when a rank is late, for as long as the ranks have never agreed.
+        doubt: A sentence about another possible reason for a late rank, used until the ranks have agreed once.
+        first: The first sequence number.
+        sequencer: Runs the group's collectives one at a time and numbers them, where its engine needs that; or None.
     """
 
-    def __init__(self, group: _Group, *, doubt: str = "") -> None:
+    def __init__(self, group: _Group, *, doubt: str = "", first: int = 0, sequencer: Sequencer | None = None) -> None:
         self._group = group
         self._doubt = doubt
-        self._counter = itertools.count()
+        self._counter = itertools.count(first)
+        self._sequencer = sequencer
 
     def reserve(self) -> int:
         """Take the next position among the group's collectives. Ranks must reserve in the same order."""
-        return next(self._counter)
+        return next(self._counter) if self._sequencer is None else self._sequencer.reserve()
 
-    def reach(self, call: CollectiveSignature, timeout: float, sequence: int | None = None) -> list[bytes]:
+    def verify(self, call: CollectiveSignature, timeout: float, sequence: int | None = None) -> list[bytes]:
         """Block until every rank has made the same call.
 
         Args:
@@ -198,39 +200,60 @@ class CollectiveVerifier:
             CollectiveMismatchError: On all ranks, when two calls differ. The group has failed.
             DistributedTimeoutError: On all ranks, when one is late. The group has failed.
         """
+        deadline = Deadline(timeout)
+        call = call.at(self.reserve() if sequence is None else sequence)
+        if self._sequencer is None:
+            return self._verify(call, deadline)
+        with self._sequencer.hold(call.sequence, timeout) as has_turn:
+            return self._verify(call, deadline, has_turn=has_turn)
+
+    def _verify(self, call: CollectiveSignature, deadline: Deadline, *, has_turn: bool = True) -> list[bytes]:
+        group = self._group
         pending: list[Request] = []
         try:
-            return self._reach(call, Deadline(timeout), sequence, pending)
+            return self._exchange(call, deadline, pending, has_turn=has_turn)
         except GroupClosedError:
             raise
         except DistributedError as error:
-            self._group.abort(error)
-            raise (self._group.failure or error).fresh() from None
+            group.abort(error)
+            raise (group.failure or error).fresh() from None
         except BaseException as error:
-            self._group.abort(left_reason(self._group.rank, call, error))
+            group.abort(left_reason(group.rank, call, error))
             raise
         finally:  # after the abort, so that the others learn of it first
             for request in pending:
                 request.cancel()
 
-    def _reach(
-        self, call: CollectiveSignature, deadline: Deadline, sequence: int | None, pending: list[Request]
+    def _exchange(
+        self, call: CollectiveSignature, deadline: Deadline, pending: list[Request], *, has_turn: bool
     ) -> list[bytes]:
-        call = call.at(self.reserve() if sequence is None else sequence)
-        if self._group.failure is not None:
-            raise self._group.failure.fresh()
-        if self._group.world_size == 1:
+        group = self._group
+        if group.failure is not None:
+            raise group.failure.fresh()
+        if not has_turn:
+            raise self._queued_error(call, deadline)
+        if group.world_size == 1:
             return [call.payload]
-        tags = VerificationTags(self._group.agreement_key, self._group.group_id, call.sequence)
+        records = self._gather_calls(call, deadline, pending)
+        self._doubt = ""
+        self._compare(records)
+        return [payload_of(record) for record in records]
+
+    def _gather_calls(self, call: CollectiveSignature, deadline: Deadline, pending: list[Request]) -> list[memoryview]:
+        """Every rank's encoded call, by rank: the one step that is a transport's own.
+
+        Args:
+            call: This rank's call.
+            deadline: The deadline for all ranks to call.
+            pending: Takes requests, which the caller cancels at the end.
+        """
+        tags = VerificationTags(self._group.verification_key, self._group.group_id, call.sequence)
         table = memoryview(bytearray(tags.table_size(self._group.world_size)))
         if self._group.rank == _COORDINATOR:
             self._collect(call, table, deadline, pending, tags)
         else:
             self._report(call, table, deadline, pending, tags)
-        self._doubt = ""
-        records = [table[tags.record_size * rank :][:CALL_SIZE] for rank in range(self._group.world_size)]
-        self._compare(records)
-        return [payload_of(record) for record in records]
+        return [table[tags.record_size * rank :][:CALL_SIZE] for rank in range(self._group.world_size)]
 
     def _collect(
         self,
@@ -240,7 +263,7 @@ class CollectiveVerifier:
         pending: list[Request],
         tags: VerificationTags,
     ) -> None:
-        """Rank 0: take every rank's call, then send all of them to everyone."""
+        """Rank 0: receive every rank's call, then send all of them to every rank."""
         group = self._group
         tag = channel_tag(Channel.CALL, call.sequence)
         size = tags.record_size
@@ -268,24 +291,24 @@ class CollectiveVerifier:
     def _await_calls(
         self, call: CollectiveSignature, missing: dict[int, Request], pending: list[Request], deadline: Deadline
     ) -> None:
-        """Empty ``missing`` as calls come; raise when one fails, or when a deadline passes: ours or a reporter's."""
+        """Empty ``missing`` as calls come; raise when one fails, or this rank's or a reporter's deadline passes."""
         changed = threading.Semaphore(0)
-        said = bytearray(1)
-        late = self._listen(call, said, pending, changed)
+        message = bytearray(1)
+        notice = self._listen(call, message, pending, changed)
         for request in missing.values():
             request.add_done_callback(changed.release)
         warning = long_wait()
         while True:
-            while late.done() and said == _ASKS:
-                reporter = late.wait(0)
+            while notice.done() and message == _ASKS:
+                reporter = notice.wait(0)
                 pending.append(self._group.isend(b"\0", reporter, tag=channel_tag(Channel.LATE, call.sequence)))
-                late = self._listen(call, said, pending, changed)
+                notice = self._listen(call, message, pending, changed)
             for rank in [rank for rank, request in missing.items() if request.done()]:
                 missing.pop(rank).wait(0)
             if not missing:
                 return
-            if late.done():
-                reporter = late.wait(0)
+            if notice.done():
+                reporter = notice.wait(0)
                 raise self.late_error(
                     call, tuple(missing), Elapsed.of(deadline), f" (rank {reporter}'s deadline passed first)"
                 )
@@ -296,13 +319,13 @@ class CollectiveVerifier:
                 warning = Deadline(math.inf)
 
     def _listen(
-        self, call: CollectiveSignature, said: bytearray, pending: list[Request], changed: threading.Semaphore
+        self, call: CollectiveSignature, message: bytearray, pending: list[Request], changed: threading.Semaphore
     ) -> Request:
-        """Receive what another rank says about its wait."""
-        late = self._group.irecv(said, ANY_SOURCE, tag=channel_tag(Channel.LATE, call.sequence))
-        pending.append(late)
-        late.add_done_callback(changed.release)
-        return late
+        """Receive another rank's message about its wait."""
+        notice = self._group.irecv(message, ANY_SOURCE, tag=channel_tag(Channel.LATE, call.sequence))
+        pending.append(notice)
+        notice.add_done_callback(changed.release)
+        return notice
 
     def _report(
         self,
@@ -312,7 +335,7 @@ class CollectiveVerifier:
         pending: list[Request],
         tags: VerificationTags,
     ) -> None:
-        """Every other rank: send the call to rank 0 and take its answer."""
+        """Every other rank: send the call to rank 0 and receive its answer."""
         group = self._group
         tag = channel_tag(Channel.CALL, call.sequence)
         answer = group.irecv(table, _COORDINATOR, tag=tag)
@@ -323,14 +346,14 @@ class CollectiveVerifier:
         except DistributedTimeoutError:
             if group.failure is not None:  # by a timeout
                 raise
-            if answer.done():  # just now, or the error is its own
+            if answer.done():  # it has ended meanwhile, or the error is its own
                 answer.wait(0)
             else:
                 self._give_up(call, answer, deadline)
         tags.check_table(table)
 
     def _give_up(self, call: CollectiveSignature, answer: Request, deadline: Deadline) -> None:
-        """Tell rank 0 that the deadline has passed, and give it a moment to say who is late."""
+        """Notify rank 0 that the deadline has passed, and give it a moment to name the late ranks."""
         group = self._group
         group.isend(_GIVES_UP, _COORDINATOR, tag=channel_tag(Channel.LATE, call.sequence))
         try:
@@ -341,21 +364,31 @@ class CollectiveVerifier:
     def _await_answer(
         self, call: CollectiveSignature, answer: Request, deadline: Deadline, pending: list[Request]
     ) -> None:
-        """Wait for rank 0's answer, with a warning on the way where rank 0 is late itself."""
+        """Wait for rank 0's answer; warn on the way if rank 0 is late itself."""
         if _has_ended(answer, long_wait().timeout, deadline):
             return
         tag = channel_tag(Channel.LATE, call.sequence)
-        there = self._group.irecv(bytearray(1), _COORDINATOR, tag=tag)
-        pending += [there, self._group.isend(_ASKS, _COORDINATOR, tag=tag)]
+        reply = self._group.irecv(bytearray(1), _COORDINATOR, tag=tag)
+        pending += [reply, self._group.isend(_ASKS, _COORDINATOR, tag=tag)]
         if _has_ended(answer, _ANSWER_GRACE_SECONDS, deadline):
             return
-        if not there.done():
+        if not reply.done():
             self._warn(call, (_COORDINATOR,), deadline)
         answer.wait(deadline.remaining())
 
     def _warn(self, call: CollectiveSignature, ranks: tuple[int, ...], deadline: Deadline) -> None:
         group = self._group
         stragglers.warn_about_stragglers(call, ranks, group=group.name, rank=group.rank, elapsed=Elapsed.of(deadline))
+
+    def _queued_error(self, call: CollectiveSignature, deadline: Deadline) -> DistributedTimeoutError:
+        """The error of a call whose turn did not come by the deadline."""
+        group = self._group
+        return DistributedTimeoutError(
+            f"{call} on group {group.name!r}, operation {call.sequence}: the operations before it on rank {group.rank}"
+            f" had not ended after {Elapsed.of(deadline)}. Collectives of a group run one after the other: wait for"
+            " those that were started, or pass a larger timeout.",
+            ranks=(group.rank,),
+        )
 
     def late_error(
         self, call: CollectiveSignature, ranks: tuple[int, ...], elapsed: Elapsed, detail: str = ""
@@ -366,7 +399,7 @@ class CollectiveVerifier:
         who, doubt = f"{ranks_text(ranks)} {'has' if len(ranks) == 1 else 'have'} not called it", self._doubt
         if late.is_relay:  # calls may have been made, and not come through
             ranks = late.ranks
-            who, doubt = f"{ranks_text(ranks)} did not pass on what others said", ""
+            who, doubt = f"{ranks_text(ranks)} did not relay the messages of others", ""
         return DistributedTimeoutError(
             f"{call} on group {group.name!r}, operation {call.sequence}: {who}, after {elapsed}{late.detail}{detail}."
             f"{doubt and ' ' + doubt} Look at what is going on there, or pass a larger timeout for it. Reported by"
@@ -375,7 +408,7 @@ class CollectiveVerifier:
         )
 
     def _compare(self, records: list[memoryview]) -> None:
-        """Raise, the same on every rank, when the calls in ``records`` are not all the same."""
+        """Raise, the same on every rank, when the calls in ``records`` are not all equal."""
         if len({fingerprint_of(record) for record in records}) == 1:
             return
         error = self.mismatch_error([CollectiveSignature.decode(record) for record in records])
@@ -383,14 +416,14 @@ class CollectiveVerifier:
         raise error
 
     def mismatch_error(self, calls: Sequence[CollectiveSignature]) -> CollectiveMismatchError:
-        """The error of ranks whose calls, by rank, are not all the same."""
+        """The error of different calls; ``calls`` are those of all ranks, by rank."""
         callers: dict[CollectiveSignature, list[int]] = {}
         for rank, call in enumerate(calls):
             callers.setdefault(call.with_payload(b""), []).append(rank)
-        said = "; ".join(f"{ranks_text(ranks)} called {call}" for call, ranks in callers.items())
+        lines = "; ".join(f"{ranks_text(ranks)} called {call}" for call, ranks in callers.items())
         odd = min(callers.values(), key=len)
         return CollectiveMismatchError(
-            f"the ranks of group {self._group.name!r} disagree about operation {calls[0].sequence}: {said}. Every rank"
+            f"the ranks of group {self._group.name!r} disagree about operation {calls[0].sequence}: {lines}. Every rank"
             " must make the same collective calls in the same order.",
             ranks=tuple(odd) if len(callers) == 2 and len(odd) < len(calls) - len(odd) else (),
         )

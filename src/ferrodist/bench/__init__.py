@@ -3,7 +3,7 @@
 ::
 
     cli.py        options, exit code
-    suites.py     the suites, and the plan of a run       <-  cases.py  operations, types, sizes, peers
+    suites.py     the suites, and the options of a run    <-  cases.py  operations, types, sizes, peers
     driver.py     the run: starts the peers of a stage, and measures case after case, all peers in turn
     targets.py    one peer in one case: ranks, or iperf3
     processes.py  the rank processes of a peer            <-  environments.py  MPIs;  netns.py  emulated hosts
@@ -17,6 +17,7 @@ neither ferrodist nor torch: they import the standard library, each other, and t
 
 from __future__ import annotations
 
-from ferrodist.bench.cli import BenchOptions, add_bench_arguments, bench_options, run_bench
+from ferrodist.bench.cli import add_bench_arguments, bench_options, run_bench
+from ferrodist.bench.suites import BenchOptions
 
 __all__ = ["BenchOptions", "add_bench_arguments", "bench_options", "run_bench"]

@@ -5,12 +5,11 @@ from __future__ import annotations
 import importlib.util
 import re
 import sys
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
 from ferrodist.bench.cases import BACKENDS, MAX_RANKS, DataType, Operation, Peer
-from ferrodist.bench.suites import SUITES, BenchPlan, Suite, SuitePlan, plan_stages
+from ferrodist.bench.suites import SUITES, BenchOptions, Suite, SuitePlan, plan_stages
 from ferrodist.installation import how_to_install
 from ferrodist.launch.output import print_warning
 from ferrodist.launch.spec import check_rank_count
@@ -28,19 +27,6 @@ _REQUIRED = {"matplotlib": "matplotlib", "rich": "rich"}
 _MAX_SIZE_BYTES = 1 << 32
 _MAX_ROUNDS = 100_000
 _UNITS = {"": 1, "k": 1 << 10, "m": 1 << 20, "g": 1 << 30}
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class BenchOptions:
-    """The parsed command line.
-
-    Args:
-        plan: The cases to measure.
-        output: The folder for report and plot.
-    """
-
-    plan: BenchPlan
-    output: Path
 
 
 def add_bench_arguments(parser: argparse.ArgumentParser) -> None:
@@ -80,19 +66,20 @@ def bench_options(arguments: argparse.Namespace) -> BenchOptions:
         ValueError: For values that are unknown or out of range; the message names the option.
     """
     quick, num_rounds, seconds = arguments.quick, arguments.rounds, arguments.seconds
-    plan = BenchPlan(
+    options = BenchOptions(
         suites=_suite_plans(arguments),
         num_rounds=num_rounds if num_rounds is not None else 10 if quick else 40,
         seconds=seconds if seconds is not None else 2.0 if quick else 8.0,
         required=BACKENDS[arguments.backend][0] if arguments.backend else None,
+        output=arguments.output,
     )
-    if not 1 <= plan.num_rounds <= _MAX_ROUNDS:
-        raise ValueError(f"--rounds must be 1 to {_MAX_ROUNDS}, not {plan.num_rounds}")
-    if not 0 < plan.seconds < float("inf"):
-        raise ValueError(f"--seconds must be more than 0, not {plan.seconds:g}")
-    if arguments.output.exists() and not arguments.output.is_dir():
-        raise ValueError(f"--output: {arguments.output} is a file; name a folder")
-    return BenchOptions(plan=plan, output=arguments.output)
+    if not 1 <= options.num_rounds <= _MAX_ROUNDS:
+        raise ValueError(f"--rounds must be 1 to {_MAX_ROUNDS}, not {options.num_rounds}")
+    if not 0 < options.seconds < float("inf"):
+        raise ValueError(f"--seconds must be more than 0, not {options.seconds:g}")
+    if options.output.exists() and not options.output.is_dir():
+        raise ValueError(f"--output: {options.output} is a file; name a folder")
+    return options
 
 
 def parse_sizes(text: str) -> tuple[int, ...]:
@@ -128,14 +115,14 @@ def run_bench(options: BenchOptions) -> int:
         return 1
     # Imported here: these need msgspec and the extra.
     from ferrodist.bench.display import RunDisplay  # noqa: PLC0415
-    from ferrodist.bench.driver import RequiredPeerError, begin_report, run_plan  # noqa: PLC0415
+    from ferrodist.bench.driver import RequiredPeerError, begin_report, run_suites  # noqa: PLC0415
 
     options.output.mkdir(parents=True, exist_ok=True)
-    report = begin_report(options.plan)
+    report = begin_report(options)
     interrupted, missing_peer = False, ""
-    with RunDisplay(sum(len(stage.cases()) for stage in plan_stages(options.plan.suites))) as display:
+    with RunDisplay(sum(len(stage.cases()) for stage in plan_stages(options.suites))) as display:
         try:
-            run_plan(options.plan, report, display)
+            run_suites(options, report, display)
         except KeyboardInterrupt:
             interrupted = True
         except RequiredPeerError as error:

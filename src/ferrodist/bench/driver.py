@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
     from ferrodist.bench.cases import Case
     from ferrodist.bench.display import RunDisplay
-    from ferrodist.bench.suites import BenchPlan, Stage, Suite
+    from ferrodist.bench.suites import BenchOptions, Stage, Suite
     from ferrodist.bench.targets import BenchTarget, Runner
 
 MIN_ROUNDS = 5
@@ -50,35 +50,35 @@ class RequiredPeerError(Exception):
     """The required peer can't be measured; the message says why."""
 
 
-def begin_report(plan: BenchPlan) -> Report:
+def begin_report(options: BenchOptions) -> Report:
     """Create a report without figures, of this machine and now."""
     return Report(
         started=datetime.now(timezone.utc).isoformat(timespec="seconds"),
         machine=describe_machine(),
         settings={
-            "rounds": str(plan.num_rounds),
-            "seconds for a case": f"{plan.seconds:g}",
+            "rounds": str(options.num_rounds),
+            "seconds for a case": f"{options.seconds:g}",
             "threads of a rank": "1",
         },
         ferrodist=importlib.metadata.version("ferrodist"),
     )
 
 
-def run_plan(plan: BenchPlan, report: Report, display: RunDisplay) -> None:
-    """Measure all cases of a plan.
+def run_suites(options: BenchOptions, report: Report, display: RunDisplay) -> None:
+    """Measure all cases of the suites.
 
     Args:
-        plan: The cases.
+        options: The suites, and how long to measure.
         report: Receives the figures as they come, so that an interrupted run keeps them.
         display: Shows the progress and the figures.
 
     Raises:
-        RequiredPeerError: The plan requires a peer that can't be started.
+        RequiredPeerError: The required peer can't be started.
     """
     begin = time.monotonic()
-    run = _Run(plan, report, display)
+    run = _Run(options, report, display)
     try:
-        for stage in plan_stages(plan.suites):
+        for stage in plan_stages(options.suites):
             run.run_stage(stage)
         report.is_complete = True
     finally:
@@ -86,8 +86,8 @@ def run_plan(plan: BenchPlan, report: Report, display: RunDisplay) -> None:
 
 
 class _Run:
-    def __init__(self, plan: BenchPlan, report: Report, display: RunDisplay) -> None:
-        self._plan, self._report, self._display = plan, report, display
+    def __init__(self, options: BenchOptions, report: Report, display: RunDisplay) -> None:
+        self._options, self._report, self._display = options, report, display
 
     def run_stage(self, stage: Stage) -> None:
         """Start the peers of a stage, measure its cases, end the peers."""
@@ -108,7 +108,7 @@ class _Run:
         """Start the available peers of a stage, which ``stack`` ends; the report says why others are missing."""
         folder = Path(stack.enter_context(_temporary_folder()))
         targets: dict[Peer, BenchTarget] = {}
-        required = self._plan.required
+        required = self._options.required
         for peer in sorted(stage.peers, key=lambda peer: peer is not required):
             facts = PeerReport(peer=peer.value, num_ranks=stage.num_ranks, num_hosts=stage.num_hosts)
             self._report.peers.append(facts)
@@ -119,7 +119,7 @@ class _Run:
                     targets[peer] = started = stack.enter_context(Iperf3Target(hosts))
                 else:
                     started = stack.enter_context(self._start_ranks(peer, stage, folder / peer.value, hosts))
-                    targets[peer] = RankTarget(started, self._plan.seconds)
+                    targets[peer] = RankTarget(started, self._options.seconds)
             except PeerFailedError as error:
                 facts.reason = str(error)
                 if peer is required:
@@ -145,7 +145,7 @@ class _Run:
     def _measure(self, suite: Suite, case: Case, targets: Sequence[BenchTarget]) -> None:
         size = f" of {format_bytes(case.size_bytes)}" if case.operation.has_size else ""
         title = f"{case.operation.value}{size} on {case.num_ranks} ranks"
-        self._display.begin_case(title, self._plan.num_rounds)
+        self._display.begin_case(title, self._options.num_rounds)
         elements = case.input_elements + case.output_elements
         needed = elements * case.dtype.size_bytes * case.num_ranks * len(targets)
         available = available_bytes()
@@ -155,7 +155,7 @@ class _Run:
                 f" and {format_bytes(available)} are free"
             )
             return
-        measured = measure_case(suite, case, targets, self._plan, self._display.show_round)
+        measured = measure_case(suite, case, targets, self._options, self._display.show_round)
         self._report.cases.append(measured)
         self._display.print(["", *case_lines(measured)])
 
@@ -165,7 +165,7 @@ class _Run:
 
 
 def measure_case(
-    suite: Suite, case: Case, targets: Sequence[BenchTarget], plan: BenchPlan, on_round: Callable[[int], None]
+    suite: Suite, case: Case, targets: Sequence[BenchTarget], options: BenchOptions, on_round: Callable[[int], None]
 ) -> CaseReport:
     """Measure all peers that support a case.
 
@@ -173,7 +173,7 @@ def measure_case(
         suite: The suite of the case.
         case: The case.
         targets: The peers.
-        plan: The plan, with the number of rounds and the time.
+        options: The number of rounds, and the time.
         on_round: Called with the number of finished rounds after each.
 
     Returns:
@@ -193,7 +193,7 @@ def measure_case(
         with _record_errors(target, report):
             runners[target] = target.open_runner(case)
     begin = time.monotonic()
-    for index in range(plan.num_rounds):
+    for index in range(options.num_rounds):
         first = index % max(1, len(runners))
         order = list(runners)
         for target in (*order[first:], *order[:first]):
@@ -202,7 +202,7 @@ def measure_case(
             if target.peer.value in report.failures:
                 del runners[target]
         on_round(index + 1)
-        if not runners or (index + 1 >= MIN_ROUNDS and time.monotonic() - begin > plan.seconds):
+        if not runners or (index + 1 >= MIN_ROUNDS and time.monotonic() - begin > options.seconds):
             break
     for target, runner in runners.items():
         report.measurements.append(

@@ -8,7 +8,6 @@ import os
 import shutil
 import subprocess
 import sys
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -27,31 +26,14 @@ class EnvironmentUnavailableError(Exception):
     """The environment can't be created; the message says why."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class MpiEnvironment:
-    """A virtual environment with an MPI and mpi4py."""
-
-    folder: Path
-
-    @property
-    def python(self) -> Path:
-        """The interpreter."""
-        return self.folder / "bin" / "python"
-
-    @property
-    def mpiexec(self) -> Path:
-        """The launcher."""
-        return self.folder / "bin" / "mpiexec"
-
-
 def cache_folder() -> Path:
     """The folder of the environments: below XDG_CACHE_HOME, by default ``~/.cache``."""
     base = os.environ.get("XDG_CACHE_HOME")
     return (Path(base) if base and Path(base).is_absolute() else Path.home() / ".cache") / "ferrodist" / "bench"
 
 
-def obtain_environment(library: MpiLibrary, log: Callable[[str], None]) -> MpiEnvironment:
-    """Find or create the environment of an MPI.
+def obtain_environment(library: MpiLibrary, log: Callable[[str], None]) -> Path:
+    """Find or create the virtual environment of an MPI and mpi4py; returns its folder.
 
     Args:
         library: The MPI.
@@ -71,7 +53,7 @@ def obtain_environment(library: MpiLibrary, log: Callable[[str], None]) -> MpiEn
                 _create(folder, name, version)
     except OSError as error:
         raise EnvironmentUnavailableError(str(error)) from None
-    return MpiEnvironment(folder=folder)
+    return folder
 
 
 def _create(folder: Path, name: str, version: str) -> None:

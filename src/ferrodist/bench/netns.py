@@ -41,7 +41,7 @@ class EmulatedHosts:
     """Two hosts and the cable between them; a context that removes them.
 
     Raises:
-        HostsUnavailableError: They can't be created.
+        HostsUnavailableError: The hosts can't be created.
     """
 
     device = _DEVICE

@@ -52,7 +52,7 @@ class RankGroup:
         hosts: The hosts of the ranks, the first ranks on the first; None is this host.
 
     Raises:
-        PeerFailedError: They have not joined.
+        PeerFailedError: The ranks have not joined.
     """
 
     def __init__(
@@ -243,12 +243,12 @@ def start_commands(
         prefixes = [[] if hosts is None else hosts.command_prefix(host_index(r, num_ranks)) for r in range(num_ranks)]
         return [[*prefix, *module, "--rank", str(rank)] for rank, prefix in enumerate(prefixes)]
     environment = obtain_environment(library, log)
-    command = _mpiexec(str(environment.mpiexec), num_ranks, for_open_mpi=library is MpiLibrary.OPENMPI)
+    command = _mpiexec(str(environment / "bin" / "mpiexec"), num_ranks, for_open_mpi=library is MpiLibrary.OPENMPI)
     if hosts is not None:
         remote_shell = folder / "agent"
         hosts.write_remote_shell(remote_shell)
         command = [*hosts.command_prefix(0), *command, *_host_options(hosts, num_ranks, remote_shell)]
-    return [[*command, str(environment.python), str(_FOREIGN), "worker", *options]]
+    return [[*command, str(environment / "bin" / "python"), str(_FOREIGN), "worker", *options]]
 
 
 def rank_environment(environment: Mapping[str, str], peer: Peer, hosts: EmulatedHosts | None = None) -> dict[str, str]:

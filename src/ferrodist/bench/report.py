@@ -28,13 +28,11 @@ class Machine(msgspec.Struct, frozen=True, kw_only=True):
     """A computer, as it was when the run began.
 
     Args:
-        processor: The model's name.
         num_processors: Processors that this process may use.
         caches: Size by name, such as "L3" and "32768K".
         memory_bytes: Size of the main memory.
         huge_pages: The kernel's policy for huge pages, such as "madvise".
         system: Kernel and architecture.
-        python: Version of the interpreter.
         load: Mean number of runnable processes over the minute before.
     """
 
@@ -57,8 +55,6 @@ class Measurement(msgspec.Struct, frozen=True, kw_only=True):
     """One peer in one case. Values are seconds for one call, or for an overlap a ratio of times.
 
     Args:
-        peer: The peer's name on the command line.
-        median: Median of the batches.
         p10: A tenth of the batches were below.
         p99: A hundredth of the batches were above; with few batches, close to the highest.
         calls_per_batch: Calls that were timed together; for an overlap, products of matrices.
@@ -103,11 +99,6 @@ class CaseReport(msgspec.Struct, kw_only=True):
     """One case.
 
     Args:
-        suite: The suite's name.
-        operation: The operation's name.
-        dtype: The type's name.
-        num_ranks: Number of ranks.
-        num_hosts: Number of hosts.
         size_bytes: Requested size of a rank's larger tensor; 0 where the operation has no size.
         num_elements: Elements of that tensor, rounded up so that ranks have equal parts.
         measurements: One for each peer that was measured.
@@ -165,8 +156,6 @@ class PeerReport(msgspec.Struct, kw_only=True):
 
     Args:
         peer: The peer's name on the command line.
-        num_ranks: Number of ranks.
-        num_hosts: Number of hosts.
         versions: Versions of its components, and the thread level that an MPI gave.
         command: The command that started it, or its first rank, without the paths and options of the run.
         reason: Why it was not measured; None if it was.
@@ -185,7 +174,6 @@ class Report(msgspec.Struct, kw_only=True):
 
     Args:
         started: ISO date and time with the zone.
-        machine: The computer.
         settings: The options of the command that shape the figures.
         ferrodist: The measured version.
         peers: The peers that were asked for.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import enum
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ferrodist.bench.cases import Case, DataType, Operation, Peer
@@ -133,20 +134,22 @@ class SuitePlan:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class BenchPlan:
-    """A run.
+class BenchOptions:
+    """The options of a run.
 
     Args:
         suites: The suites, in order.
         num_rounds: Batches of each peer in a case.
         seconds: A case ends after this time, and at least `driver.MIN_ROUNDS` rounds.
         required: The peer without which the run fails.
+        output: The folder for report and plot.
     """
 
     suites: Sequence[SuitePlan]
     num_rounds: int
     seconds: float
     required: Peer | None = None
+    output: Path = Path("bench")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

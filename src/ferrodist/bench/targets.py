@@ -14,6 +14,8 @@ import subprocess
 import time
 from typing import TYPE_CHECKING, Any, Protocol
 
+from typing_extensions import override
+
 from ferrodist.bench.adapters import UnsupportedError
 from ferrodist.bench.cases import Operation, Peer
 from ferrodist.bench.netns import NUM_HOSTS
@@ -61,8 +63,8 @@ class BenchTarget(Protocol):
 
         Raises:
             UnsupportedError: The peer has no such operation, or takes too long for it.
-            PeerFailedError: It has ended.
-            WrongResultError: Its result is wrong.
+            PeerFailedError: The peer has ended.
+            WrongResultError: The result is wrong.
         """
 
     def release(self) -> None:
@@ -88,7 +90,7 @@ class Runner:
 
         Raises:
             PeerFailedError: The peer has ended.
-            WrongResultError: Its result is wrong.
+            WrongResultError: The result is wrong.
         """
         self.values.append(self.run(self.num_calls))
 
@@ -97,7 +99,7 @@ class Runner:
         raise NotImplementedError
 
 
-class RankTarget:
+class RankTarget(BenchTarget):
     """The ranks of a library as a `BenchTarget`.
 
     Args:
@@ -111,8 +113,8 @@ class RankTarget:
         self._is_fresh = True
         self._too_slow: dict[tuple[Operation, DataType], tuple[int, str]] = {}  # size and reason
 
+    @override
     def open_runner(self, case: Case) -> Runner:
-        """See `BenchTarget.open_runner`."""
         if not self._group.is_alive:
             raise UnsupportedError("it failed in an earlier case")
         size_bytes, reason = self._too_slow.get((case.operation, case.dtype), (case.size_bytes, ""))
@@ -144,8 +146,8 @@ class RankTarget:
             raise
         return runner
 
+    @override
     def release(self) -> None:
-        """See `BenchTarget.release`."""
         if self._group.is_alive:
             self._group.request({"do": "release"}, _REQUEST_TIMEOUT_SECONDS)
 
@@ -252,14 +254,14 @@ def _span(answers: Sequence[dict[str, Any]]) -> float:
     return float(max(answer["end"] for answer in answers) - min(answer["begin"] for answer in answers)) / 1e9
 
 
-class Iperf3Target:
+class Iperf3Target(BenchTarget):
     """The limit of two hosts: iperf3, in one direction or both at once; a context that ends its server.
 
     Args:
         hosts: The two hosts; not owned.
 
     Raises:
-        PeerFailedError: It is not installed, or can't serve.
+        PeerFailedError: iperf3 is not installed.
     """
 
     peer = Peer.IPERF3
@@ -289,8 +291,8 @@ class Iperf3Target:
             self._server.send_signal(signal.SIGKILL)
             self._server.wait()
 
+    @override
     def open_runner(self, case: Case) -> Runner:
-        """See `BenchTarget.open_runner`."""
         if case.size_bytes < _IPERF3_MIN_BYTES:
             raise UnsupportedError("a rate says nothing of small messages")
         if case.num_ranks != NUM_HOSTS:
@@ -299,8 +301,9 @@ class Iperf3Target:
         runner.run(runner.num_calls)
         return runner
 
+    @override
     def release(self) -> None:
-        """See `BenchTarget.release`."""
+        pass
 
 
 class Iperf3Runner(Runner):

@@ -1,7 +1,7 @@
 """The workload of a case: its inputs, its calls and the expected results; and a computation to run beside it.
 
-[Note: inputs that check exactly] An element is an integer from 1 to 8 for a sum (to 40 for what is only moved), times a
-power of two. Sums of up to 32 ranks are then exact in every type, in whatever order and precision a library adds, and a
+[Note: inputs that check exactly] An element is an integer from 1 to 8 for a sum (to 40 where elements only move), times
+a power of two. Sums of up to 32 ranks are then exact in every type, for any order and precision of the additions, and a
 result is compared for equality. The integers repeat with a prime period, so that a misplaced chunk shows, and begin
 elsewhere in each batch, so that a leftover of the last batch shows.
 

@@ -183,7 +183,7 @@ class AsyncCheckpointer:
 
         run_on_rank0(
             lambda: _remove_unfinished(self.dir, storage_options),
-            "look through a folder of checkpoints",
+            "list a folder of checkpoints",
             self.dir,
             self._group,
             deadline,
@@ -317,7 +317,7 @@ class AsyncCheckpointer:
         except DistributedError as second:
             if error is None:
                 raise
-            _logger.warning("while another error is raised, so that it is told here only: %s", second)
+            _logger.warning("another error is being raised, so this one is only logged: %s", second)
 
 
 def _run_without_references(write: Callable[..., None], *arguments: Any) -> None:
@@ -359,4 +359,4 @@ def _remove_unfinished(dir: str, storage_options: Mapping[str, Any] | None) -> N
             try:
                 remove_uncommitted(open_storage(join_path(dir, name), storage_options))
             except OSError as error:
-                _logger.warning("what is left of a save to %s can't be removed: %s", join_path(dir, name), error)
+                _logger.warning("the leftovers of a save to %s can't be removed: %s", join_path(dir, name), error)

@@ -30,12 +30,7 @@ _T = TypeVar("_T")
 
 @dataclass
 class Phase:
-    """The step that ranks take together, for messages; its block may change it on the way.
-
-    Args:
-        action: The step: "write a checkpoint".
-        path: The checkpoint.
-    """
+    """The step that ranks take together, for messages; its block may change it on the way."""
 
     action: str
     path: str
@@ -45,19 +40,7 @@ class Phase:
 def all_or_none(
     action: str, path: str, group: Backend, deadline: Deadline, *, about_arguments: bool = True
 ) -> Iterator[Phase]:
-    """Run the block on every rank; at its end raise on all ranks if it failed on any.
-
-    Args:
-        action: The step that the block takes: "write a checkpoint".
-        path: The checkpoint; must be the same on all ranks.
-        group: The ranks.
-        deadline: When the other ranks must have arrived.
-        about_arguments: Whether `TypeError` and `ValueError` are about arguments of this rank, and stay as they are.
-
-    Raises:
-        DistCheckpointError: On all ranks: the block failed on one, or they have different paths. A rank whose arguments
-            are wrong raises its own error.
-    """
+    """Run the block on every rank; at its end raise on all ranks if it failed on any."""
     phase = Phase(action, path)
     own: Exception | None = None
     try:
@@ -100,13 +83,7 @@ def run_on_rank0(function: Callable[[], _T], action: str, path: str, group: Back
 
 
 class Rank0Exchange:
-    """A round trip through rank 0: it gets a value of each rank, and returns an answer to each.
-
-    Args:
-        path: The checkpoint; must be the same on all ranks.
-        group: The ranks.
-        deadline: When all must be done.
-    """
+    """A round trip through rank 0: it gets a value of each rank, and returns an answer to each."""
 
     def __init__(self, path: str, group: Backend, deadline: Deadline) -> None:
         self._path = path
@@ -124,12 +101,7 @@ class Rank0Exchange:
         *,
         about_arguments: bool = True,
     ) -> bytes:
-        """Call ``make`` on all ranks, ``answer`` on rank 0, and return this rank's answer.
-
-        Raises:
-            DistCheckpointError: On all ranks: ``make`` failed on one of them, and ``answer`` was not called; or
-                ``answer`` failed. A rank whose arguments are wrong raises its own error.
-        """
+        """Call ``make`` on all ranks, ``answer`` on rank 0, and return this rank's answer."""
         group, phase = self._group, Phase(action, self._path)
         own: Exception | None = None
         made = b""

@@ -55,21 +55,7 @@ def read_on_rank0(
     group: Backend,
     deadline: Deadline,
 ) -> None:
-    """Fill tensors on all ranks with data that rank 0 reads; every rank calls this.
-
-    Args:
-        reader: The reader; used on rank 0 only.
-        manifest: The checkpoint's manifest.
-        wanted: Boxes of saved tensors, and this rank's memory that they fill.
-        where: The checkpoint, for messages.
-        group: The ranks.
-        deadline: When all must be done.
-
-    Raises:
-        DistCheckpointError: A rank has no memory for it; or, after everything was sent, a read failed on rank 0 or data
-            doesn't fit.
-        DistributedError: A rank was lost or is late.
-    """
+    """Fill tensors on all ranks with data that rank 0 reads; every rank calls this."""
     own: dict[ReadRequest, list[torch.Tensor]] = {}
     for key, box, view in wanted:
         if box.numel:
@@ -221,7 +207,7 @@ def load(
         finally:
             storage.close()
     taken = []
-    with all_or_none("take what a checkpoint has", storage.url, group, deadline, about_arguments=False):
+    with all_or_none("load the state of objects", storage.url, group, deadline, about_arguments=False):
         taken.append(build())
     return taken[0]
 
@@ -258,7 +244,7 @@ def _check_complete(planner: LoadPlanner | None, where: str, group: Backend, dea
             unexpected.pop(key, None)
     if unexpected:
         raise DistCheckpointError(
-            f"{where} has {_abbreviate(list(unexpected.values()), len(unexpected))}, for which no rank has a place:"
+            f"{where} has {_abbreviate(list(unexpected.values()), len(unexpected))}, which no rank loads:"
             " load with strict=False to leave it out"
         )
 

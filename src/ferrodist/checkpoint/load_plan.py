@@ -18,6 +18,7 @@ from ferrodist.checkpoint.format.tree import (
     is_leaf_node,
     path_text,
     referenced_keys,
+    split_node,
     tensor_identity,
     tensor_key,
 )
@@ -71,15 +72,7 @@ def _make_on_cpu(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
 
 @dataclass
 class LoadPlanner:
-    """Matches a saved tree with what it is loaded into.
-
-    Args:
-        manifest: The checkpoint's manifest.
-        rank: This rank.
-        world_size: The number of ranks that load.
-        shards: The sharding of plain tensors.
-        make: Allocates a tensor of a shape and dtype where ``into`` has none.
-    """
+    """Matches a saved tree with what it is loaded into."""
 
     manifest: Manifest
     rank: int
@@ -98,13 +91,7 @@ class LoadPlanner:
     """Tensors allocated here, by key."""
 
     def match(self, node: Any, into: Any, path: tuple[object, ...] = ()) -> Builder:
-        """Match a node with ``into`` and return a builder of the loaded value.
-
-        Raises:
-            DistCheckpointError: The node and ``into`` don't fit.
-            TypeError: An optimizer outside of `OptimizerState`.
-            ValueError: ``into`` contains itself.
-        """
+        """Match a node with ``into`` and return a builder of the loaded value."""
         check_depth(path)
         matchers: tuple[tuple[type | tuple[type, ...], Callable[[Any, Any, tuple[object, ...]], Builder]], ...] = (
             (torch.Tensor, self._add_tensor),
@@ -131,9 +118,7 @@ class LoadPlanner:
         if (members := _keys_and_nodes(node)) is not None:
             builders = {key: self.decode(each, (*path, key)) for key, each in members.items()}
             return lambda: {key: build() for key, build in builders.items()}
-        mark: str
-        content: Any
-        mark, content = ("list", node) if isinstance(node, list) else next(iter(node.items()))
+        mark, content = split_node(node)
         if mark in ("tensor", "array"):
             tensor = self._new_tensor(content, path)
             return tensor.numpy if mark == "array" else lambda: tensor
@@ -173,7 +158,7 @@ class LoadPlanner:
 
     def _key(self, node: Any, path: tuple[object, ...]) -> str:
         if not isinstance(node, dict) or not ({"tensor", "array"} & set(node)):
-            raise DistCheckpointError(f"{path_text(path)} is to be a tensor, but none was saved there")
+            raise DistCheckpointError(f"{path_text(path)} should be a tensor, but the saved value is not one")
         key: str = node.get("tensor") or node["array"]
         return key
 
@@ -201,7 +186,7 @@ class LoadPlanner:
 
     def _match_per_rank(self, node: Any, into: PerRank, path: tuple[object, ...], *, is_wanted: bool = True) -> Builder:
         if not isinstance(node, dict) or "per_rank" not in node:
-            raise DistCheckpointError(f"{path_text(path)} is to be PerRank, but was not saved so")
+            raise DistCheckpointError(f"{path_text(path)} should be PerRank, but was not saved as one")
         saved = node["per_rank"]
         if self.world_size == self.manifest.world_size:
             if str(self.rank) in saved:
@@ -236,7 +221,7 @@ class LoadPlanner:
         """Match a dict; ``first_names`` maps names of tied tensors to the first name of each."""
         saved = _keys_and_nodes(node)
         if saved is None:
-            raise DistCheckpointError(f"{path_text(path)} is to be a dict, but none was saved there")
+            raise DistCheckpointError(f"{path_text(path)} should be a dict, but the saved value is not one")
         builders: dict[Any, Builder] = {}
         for key, target in into.items():
             if key in saved:
@@ -262,8 +247,8 @@ class LoadPlanner:
         if not isinstance(saved, list) or len(saved) != len(into):
             found = f"{counted(len(saved), 'member')}" if isinstance(saved, list) else "something else"
             raise DistCheckpointError(
-                f"{path_text(path)} is to be {with_article(kind.__name__)} of {len(into)}, and was saved as {found}:"
-                " None in its place takes it as it was saved"
+                f"{path_text(path)} should be {with_article(kind.__name__)} of {len(into)}, and was saved as {found}:"
+                " put None there to load it as it was saved"
             )
         builders = [
             self.match(each, target, (*path, place))
@@ -323,7 +308,7 @@ class LoadPlanner:
             names = [[str(name) for name in (each["dict"] if isinstance(each, dict) else each)] for each in params]
         except (TypeError, KeyError, AttributeError):
             raise DistCheckpointError(
-                f"{path_text(path)} is to be an OptimizerState, but none was saved there"
+                f"{path_text(path)} should be an OptimizerState, but the saved value is not one"
             ) from None
         into.check_groups(names, path_text(path))
         shapes = {name: self._shapes(own) for name, own in entries.items()}

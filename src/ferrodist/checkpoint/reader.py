@@ -42,13 +42,7 @@ class _RowMajorRange:
 
 
 class CheckpointReader:
-    """Reads one checkpoint; safe for several threads.
-
-    Args:
-        storage: The checkpoint's folder.
-        manifest: The checkpoint's manifest.
-        verify: Whether to check hashes.
-    """
+    """Reads one checkpoint; safe for several threads."""
 
     def __init__(self, storage: Storage, manifest: Manifest, *, verify: bool) -> None:
         self._storage = storage
@@ -58,16 +52,7 @@ class CheckpointReader:
         self._lock = threading.Lock()
 
     def read_box(self, key: str, box: Box, target: torch.Tensor) -> None:
-        """Fill a tensor with a box of a saved one.
-
-        Args:
-            key: The saved tensor.
-            box: The elements to read.
-            target: A tensor of the box's shape; elements are converted to its dtype.
-
-        Raises:
-            DistCheckpointError: A file is missing, too short or damaged; names the file and the tensor.
-        """
+        """Fill a tensor with a box of a saved one."""
         tensor = self._manifest.tensors[key]
         missing = box.numel
         for shard in tensor.shards:
@@ -181,11 +166,7 @@ class CheckpointReader:
             self._checked.add(file_index)
 
     def check_header(self, file_index: int) -> None:
-        """Check the hash of a file's header.
-
-        Raises:
-            DistCheckpointError: The hash differs.
-        """
+        """Check the hash of a file's header."""
         file = self._manifest.files[file_index]
         header = bytearray(file.header_bytes)
         self._storage.read(file.name, 0, memoryview(header))
@@ -211,11 +192,7 @@ def _is_row_major_memory(tensor: torch.Tensor) -> bool:
 
 
 def put_elements(target: torch.Tensor, elements: torch.Tensor, key: str) -> None:
-    """Copy elements of a saved tensor into a tensor, which may be an inference tensor.
-
-    Raises:
-        DistCheckpointError: An element overflows the tensor's dtype.
-    """
+    """Copy elements of a saved tensor into a tensor, which may be an inference tensor."""
     with torch.inference_mode(target.is_inference()):  # such tensors may not be written outside of it
         target.copy_(elements)
     if _has_smaller_range(target.dtype, elements.dtype) and _has_overflow(elements, target.dtype):

@@ -37,11 +37,7 @@ _logger = logging.getLogger(__name__)
 
 
 def read_manifest(storage: Storage) -> Manifest:
-    """Read the manifest of the checkpoint in a folder.
-
-    Raises:
-        DistCheckpointError: The manifest is missing or damaged.
-    """
+    """Read the manifest of the checkpoint in a folder."""
     where = f"{storage.url}/{MANIFEST_NAME}"
     try:
         data = storage.get(MANIFEST_NAME)
@@ -98,18 +94,14 @@ def _explain_missing(storage: Storage) -> str:
 
 
 def check_owned(storage: Storage) -> None:
-    """Refuse to save into a folder with files of tensors that no save of ferrodist wrote.
-
-    Raises:
-        DistCheckpointError: The folder has such files.
-    """
+    """Refuse to save into a folder with files of tensors that no save of ferrodist wrote."""
     names = storage.list_names()
     if MANIFEST_NAME in names:
         return
     others = [name for name in names if name.endswith(".safetensors") and save_id_of(name) is None]
     if others:
         raise DistCheckpointError(
-            f"{storage.url} has {others[0]}, which is of no checkpoint of ferrodist: save to a folder of its own"
+            f"{storage.url} has {others[0]}, which no checkpoint of ferrodist wrote: save to a folder of its own"
         )
 
 
@@ -138,17 +130,13 @@ def next_commit_time_ns(storage: Storage) -> int:
     try:
         prefixes = storage.read_beside(MANIFEST_NAME, TIME_WITHIN_BYTES)
     except OSError as error:
-        _logger.warning("what is beside %s can't be looked through, and may have a later time: %s", storage.url, error)
+        _logger.warning("checkpoints beside %s can't be listed, and may have a later time: %s", storage.url, error)
         return now
     return max(now, *(time_ns + 1 for head in prefixes if (time_ns := find_commit_time(head)) is not None), 0)
 
 
 def remove_uncommitted(storage: Storage) -> None:
-    """Remove the leftovers of saves that were never committed, unless the folder has a checkpoint.
-
-    Raises:
-        OSError: The storage failed, or another save is being committed.
-    """
+    """Remove the leftovers of saves that were never committed, unless the folder has a checkpoint."""
     with storage.exclusive(Deadline(0.0)):
         if MANIFEST_NAME in storage.list_names():
             return
@@ -224,7 +212,7 @@ def list_checkpoints(
     try:
         return [found.path for found in _scan(storage.url, storage_options)]
     except OSError as error:
-        raise DistCheckpointError(f"{storage.url} can't be looked through for checkpoints: {error}") from error
+        raise DistCheckpointError(f"{storage.url} can't be searched for checkpoints: {error}") from error
 
 
 def find_latest(
@@ -255,7 +243,7 @@ def remove_old(
         others = [found for found in _scan(parent_path(saved), storage_options) if found.manifest.save_id != newest]
         others = [found for found in others if names is None or names.fullmatch(found.path.rpartition("/")[2])]
     except (OSError, DistCheckpointError) as error:
-        _logger.warning("checkpoints older than %s can't be looked for: %s", saved, error)
+        _logger.warning("checkpoints older than %s can't be listed: %s", saved, error)
         return
     for found in others[: max(0, len(others) + 1 - keep_last)]:
         _remove(found)

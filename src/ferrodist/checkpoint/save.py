@@ -70,30 +70,25 @@ def commit(storage: Storage, manifest: Manifest, deadline: Deadline, *, single_n
             except when the disk refused to sync the new manifest: then they see this one, complete.
     """
     with storage.exclusive(deadline):
-        _commit(storage, manifest, single_name)
-
-
-def _commit(storage: Storage, manifest: Manifest, single_name: str | None) -> None:
-    names = [file.name for file in manifest.files]
-    index = make_index(manifest)
-    try:
-        stale = _publish(storage, manifest, names, index)
-    except BaseException:
+        names = [file.name for file in manifest.files]
+        index = make_index(manifest)
         try:
-            _unpublish(storage, manifest.save_id, names)
-        except (OSError, DistCheckpointError) as second:
-            _logger.warning("what was published of a checkpoint at %s can't be removed: %s", storage.url, second)
-        raise
-    if single_name is not None and len(names) == 1:
+            stale = _publish(storage, manifest, names, index)
+        except BaseException:
+            try:
+                _unpublish(storage, manifest.save_id, names)
+            except (OSError, DistCheckpointError) as second:
+                _logger.warning("the published files of a failed save to %s can't be removed: %s", storage.url, second)
+            raise
+        if single_name is not None and len(names) == 1:
+            try:
+                stale, index = _rename_single(storage, manifest, single_name, stale), None
+            except OSError as error:  # some file systems have no links
+                _logger.warning("%s at %s is not called %s: %s", names[0], storage.url, single_name, error)
         try:
-            stale = _rename_single(storage, manifest, single_name, stale)
-            index = None
-        except OSError as error:  # some file systems have no links
-            _logger.warning("%s at %s is not called %s: %s", names[0], storage.url, single_name, error)
-    try:
-        _clean_up(storage, manifest, stale, index)
-    except (OSError, DistCheckpointError) as error:  # a load has all it needs, and the next save cleans up again
-        _logger.warning("the checkpoint at %s is saved, but its folder is not tidy: %s", storage.url, error)
+            _clean_up(storage, manifest, stale, index)
+        except (OSError, DistCheckpointError) as error:  # a load has all it needs, and the next save cleans up again
+            _logger.warning("the checkpoint at %s is saved, but its folder is not tidy: %s", storage.url, error)
 
 
 def _publish(storage: Storage, manifest: Manifest, names: Sequence[str], index: bytes | None) -> set[str]:
@@ -259,17 +254,7 @@ def open_and_collect(
 
 
 class Save:
-    """One save of a group: its ranks agree on a plan in the constructor, `run` writes and commits it.
-
-    Args:
-        collected: The state as `open_and_collect` returns it.
-        storage: The checkpoint's folder.
-        group: All ranks that hold a shard of the state.
-        max_file_bytes: The size from which files are split, between tensors.
-        check_replicas: Whether to compare replicas of a tensor.
-        shards: The sharding of plain tensors.
-        deadline: When all ranks must be done.
-    """
+    """One save of a group: its ranks agree on a plan in the constructor, `run` writes and commits it."""
 
     def __init__(
         self,
@@ -354,17 +339,7 @@ class Save:
         group: Backend | None = None,
         deadline: Deadline | None = None,
     ) -> None:
-        """Write this rank's files and commit with the other ranks.
-
-        Args:
-            get_data: As for `write`.
-            group: Another group of the same ranks, for a call from another thread; None is the group of the save.
-            deadline: When all ranks must be done; None is the save's.
-
-        Raises:
-            DistCheckpointError: On all ranks: one of them could not write. Nothing was committed.
-            DistributedError: A rank was lost or is late.
-        """
+        """Write this rank's files and commit with the other ranks."""
         self._deadline = deadline or self._deadline
         exchange = Rank0Exchange(self._storage.url, group or self._group, self._deadline)
         try:
@@ -393,9 +368,7 @@ class Save:
                     self._storage.remove([plan.name for plan in self.files])
                 self._storage.discard(self.save_id)
             except OSError as second:
-                _logger.warning(
-                    "what was written of a checkpoint at %s can't be removed: %s", self._storage.url, second
-                )
+                _logger.warning("the files of a failed save to %s can't be removed: %s", self._storage.url, second)
         is_lost = isinstance(error, DistributedError) and not isinstance(error, DistCheckpointError)
         if is_lost and self._group.rank != 0:
             remove_dead_saves(self._storage, self.save_id)  # rank 0 may have begun it before it died

@@ -32,11 +32,7 @@ if TYPE_CHECKING:
 
 
 def merge_trees(trees: Mapping[int, Node]) -> Node:
-    """Merge the ranks' state trees into one; dicts may have different keys, all else must be equal.
-
-    Raises:
-        DistCheckpointError: Ranks have different values at one path.
-    """
+    """Merge the ranks' state trees into one; dicts may have different keys, all else must be equal."""
     return _merge(dict(trees), ())
 
 
@@ -155,13 +151,7 @@ class FilePlan(msgspec.Struct, array_like=True):
 
 
 class SavePlan(msgspec.Struct):
-    """The plan of all ranks.
-
-    Args:
-        tree: The merged state tree.
-        tensors: Full tensors by key, without boxes.
-        files: Each rank's files.
-    """
+    """The plan of all ranks."""
 
     tree: Any
     tensors: dict[str, TensorReport]
@@ -169,16 +159,7 @@ class SavePlan(msgspec.Struct):
 
 
 def plan_save(reports: Sequence[StateReport], *, prefix: str, max_file_bytes: int) -> SavePlan:
-    """Assign each box to one rank that has it, and to a file.
-
-    Args:
-        reports: Each rank's report.
-        prefix: The beginning of file names.
-        max_file_bytes: The largest file, unless a single shard is larger.
-
-    Raises:
-        DistCheckpointError: The ranks' states don't fit together; names the tensor and the ranks.
-    """
+    """Assign each box to one rank that has it, and to a file."""
     tree = merge_trees({rank: report.tree for rank, report in enumerate(reports)})
     wanted = set(referenced_keys(tree))
     tensors: dict[str, TensorReport] = {}

@@ -71,7 +71,7 @@ class TensorShardSpec:
                 raise ValueError("it is a flat shard, and not contiguous: save contiguous() of it")
             tensor = tensor.view(-1)
         if tensor.shape != shape:
-            raise ValueError(f"it has shape {tuple(tensor.shape)} on rank {rank}, where shards says {shape}")
+            raise ValueError(f"it has shape {tuple(tensor.shape)} on rank {rank}, where shards has {shape}")
         offsets = [0] * len(shape)
         offsets[self.shard_dim] = offsets_of(self.shard_sizes)[rank]
         box = Box(tuple(offsets), shape)
@@ -142,7 +142,7 @@ class ShardMetadata:
         if spec is None:
             return local_shard(tensor)
         if isinstance(tensor, DTensor) or flat_shard_of(tensor) is not None:
-            raise ValueError(f"tensor {key!r} is in shards, and says itself how it is divided: leave it out")
+            raise ValueError(f"tensor {key!r} has a sharding of its own: leave it out of shards")
         try:
             return spec.part(tensor, rank)
         except ValueError as error:

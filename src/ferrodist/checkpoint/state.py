@@ -106,11 +106,7 @@ class OptimizerState:
         return {"state": state, "param_groups": groups}
 
     def targets(self, shapes: Mapping[str, Mapping[str, tuple[tuple[int, ...], torch.dtype]]]) -> dict[str, Any]:
-        """Allocate the tensors that saved ones are loaded into, also before the optimizer's first step.
-
-        Args:
-            shapes: The shapes and dtypes of each parameter's saved tensors, by names.
-        """
+        """Allocate the tensors that saved ones are loaded into, also before the optimizer's first step."""
         names = self._parameter_names()
         wholes = {name: full_shape(parameter) for parameter, name in names.items()}
         # For scalar parameters, shapes don't tell per-element state from scalars; other parameters' state does.
@@ -140,11 +136,7 @@ class OptimizerState:
         return [[names[parameter] for parameter in group["params"]] for group in self._optimizer.param_groups]
 
     def check_groups(self, saved: Sequence[Sequence[Any]], where: str) -> None:
-        """Check that the saved parameter groups are the optimizer's, or contain them if it has a part of the model.
-
-        Raises:
-            DistCheckpointError: The groups differ.
-        """
+        """Check that the saved parameter groups are the optimizer's, or contain them if it has a part of the model."""
         own = self._groups()
         if len(own) == len(saved) and all(
             set(mine) == set(theirs) or (self._is_partial and set(mine) <= set(theirs))
@@ -198,12 +190,7 @@ def collect_state(value: Any, path: tuple[object, ...] = ()) -> Any:
         value = _module_state_to_save(value)
     elif isinstance(value, Stateful) and not isinstance(value, type):
         return collect_state(value.state_dict(), (*path, "state_dict()"))
-    if isinstance(value, Mapping) and not isinstance(value, Counter):
-        return {key: collect_state(each, (*path, key)) for key, each in value.items()}
-    if isinstance(value, (list, tuple)) and not isinstance(value, torch.Size):
-        members = [collect_state(each, (*path, place)) for place, each in enumerate(value)]
-        return members if isinstance(value, list) else tuple(members)
-    return value
+    return map_members(value, lambda key, each: collect_state(each, (*path, key)))
 
 
 def reduce_partials(collected: Any) -> Any:
@@ -212,19 +199,24 @@ def reduce_partials(collected: Any) -> Any:
         return _reduce_partial(collected)
     if isinstance(collected, PerRank):
         return PerRank(reduce_partials(collected.value), resize=collected.resize)
-    if isinstance(collected, dict) and not isinstance(collected, Counter):
-        return {key: reduce_partials(each) for key, each in collected.items()}
-    if isinstance(collected, (list, tuple)) and not isinstance(collected, torch.Size):
-        members = [reduce_partials(each) for each in collected]
-        return members if isinstance(collected, list) else tuple(members)
-    return collected
+    return map_members(collected, lambda _, each: reduce_partials(each))
+
+
+def map_members(value: Any, function: Callable[[Any, Any], Any]) -> Any:
+    """Return a dict, list or tuple with the function's results for each key and member; other values as they are."""
+    if isinstance(value, Mapping) and not isinstance(value, Counter):
+        return {key: function(key, each) for key, each in value.items()}
+    if isinstance(value, (list, tuple)) and not isinstance(value, torch.Size):
+        members = [function(index, each) for index, each in enumerate(value)]
+        return members if isinstance(value, list) else tuple(members)
+    return value
 
 
 def refuse_optimizer(path: Sequence[object]) -> NoReturn:
     """Raise TypeError for an optimizer in a state."""
     raise TypeError(
         f"{path_text(path)} is an optimizer, which knows its parameters by numbers, and these are other ones when the"
-        " model is divided in another way: use OptimizerState(model, optimizer) in its place"
+        " model is sharded differently: use OptimizerState(model, optimizer) in its place"
     )
 
 

@@ -25,16 +25,7 @@ _WRITE_BYTES = 1 << 20
 
 
 class FileReport(msgspec.Struct, array_like=True):
-    """A written file.
-
-    Args:
-        name: The file's name.
-        size_bytes: The size of the file.
-        header_bytes: The size of the header; tensors begin there.
-        header_hash: The hash of the header.
-        starts: The first byte of each span.
-        hashes: The hashes of each span's blocks.
-    """
+    """A written file."""
 
     name: str
     size_bytes: int

@@ -1,17 +1,18 @@
-"""The commands ``ferrodist ckpt ...``; what needs torch is imported when one runs, for the launcher starts without."""
+"""The commands ``ferrodist ckpt ...``.
+
+Handlers import modules that need torch when they run, since the launcher starts without torch.
+"""
 
 from __future__ import annotations
 
 import contextlib
-import errno
 import importlib.util
 import json
-import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ferrodist.installation import how_to_install
-from ferrodist.launch.output import print_warning
+from ferrodist.launch.output import print_warning, write_stdout
 from ferrodist.wording import counted
 
 if TYPE_CHECKING:
@@ -20,7 +21,6 @@ if TYPE_CHECKING:
 
     from ferrodist.checkpoint.tools.reshard import RewriteOptions
 
-if TYPE_CHECKING:
     Progress = Callable[[int, int], None]
 
 
@@ -28,7 +28,7 @@ _FORMATS = ("ferrodist", "dcp", "torch", "hf")
 
 
 def add_ckpt_arguments(parser: argparse.ArgumentParser) -> list[argparse.ArgumentParser]:
-    """Declare the commands of ``ferrodist ckpt``; returns their parsers."""
+    """Declare the commands of ``ferrodist ckpt``; return their parsers."""
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
     inspect = _add(commands, "inspect", _inspect, "show what is in a checkpoint", "PATH")
     verify = _add(commands, "verify", _verify, "read all of a checkpoint and check it", "PATH")
@@ -37,14 +37,18 @@ def add_ckpt_arguments(parser: argparse.ArgumentParser) -> list[argparse.Argumen
     convert = _add(commands, "convert", _convert, "convert from and to checkpoints of others", "A", "B")
     for each in (inspect, verify, diff):
         each.add_argument("--json", action="store_true", help="print JSON")
-    reshard.add_argument("--ranks", type=int, required=True, metavar="N", help="as by how many ranks")
-    reshard.add_argument("--no-verify", action="store_true", help="don't compare what is read with its hashes")
+    reshard.add_argument("--ranks", type=int, required=True, metavar="N", help="the number of ranks to write for")
+    reshard.add_argument("--no-verify", action="store_true", help="don't check hashes")
     convert.add_argument("--from", dest="source", choices=_FORMATS, required=True, help="what A is")
     convert.add_argument("--to", dest="target", choices=_FORMATS, required=True, help="what B becomes")
     convert.add_argument("--part", metavar="KEYS", help="to hf: only this part of the state, as 'model'")
-    convert.add_argument("--ranks", type=int, metavar="N", help="to ferrodist: as by how many ranks (default 1)")
+    convert.add_argument(
+        "--ranks", type=int, metavar="N", help="to ferrodist: the number of ranks to write for (default 1)"
+    )
     for each in (reshard, convert):
-        each.add_argument("--dim", type=int, metavar="D", help="divide tensors along this dim (default: what suits)")
+        each.add_argument(
+            "--dim", type=int, metavar="D", help="shard tensors along this dim (default: chosen for each)"
+        )
         each.add_argument("--max-file-mib", type=int, metavar="N", help="split longer files (default 4768)")
         each.add_argument("--max-memory-mib", type=int, metavar="N", help="for tensors in memory (default 256)")
     return [inspect, verify, diff, reshard, convert]
@@ -55,8 +59,8 @@ def _add(
 ) -> argparse.ArgumentParser:
     sentence = f"{text[0].upper()}{text[1:]}."
     parser: argparse.ArgumentParser = commands.add_parser(name, help=text, description=sentence, allow_abbrev=False)
-    for path, place in zip(paths, ("path", "other"), strict=False):
-        parser.add_argument(place, metavar=path, help="a folder, or a URL as s3://bucket/folder")
+    for metavar, path in zip(paths, ("path", "other"), strict=False):
+        parser.add_argument(path, metavar=metavar, help="a folder, or a URL as s3://bucket/folder")
     parser.add_argument(
         "--storage-option",
         action="append",
@@ -76,7 +80,7 @@ def run_ckpt(arguments: argparse.Namespace) -> int:
 
     Raises:
         ValueError: An argument is wrong.
-        DistributedError: There is no such checkpoint, it is damaged, or something can't be written.
+        DistributedError: A checkpoint is missing or damaged, or something can't be written.
     """
     code: int = arguments.run(arguments)
     return code
@@ -92,11 +96,11 @@ def _inspect(arguments: argparse.Namespace) -> int:
 
     found = inspect_checkpoint(arguments.path, storage_options=_options(arguments, arguments.path))
     if arguments.json:
-        _say_json(found)
+        _print_json(found)
     else:
         from ferrodist.cli.checkpoint_display import render_inspection  # noqa: PLC0415 - needs the extra
 
-        _say(render_inspection(found))
+        write_stdout(render_inspection(found))
     return 1 if found.problems else 0
 
 
@@ -104,23 +108,23 @@ def _verify(arguments: argparse.Namespace) -> int:
     from ferrodist.checkpoint.tools.verify import verify  # noqa: PLC0415 - needs torch
 
     options = _options(arguments, arguments.path)
-    with _bar("verify") as progress:
+    with _progress_bar("verify") as progress:
         report = verify(arguments.path, storage_options=options, progress=progress)
     if arguments.json:
-        _say_json(report)
+        _print_json(report)
         return 0 if report.is_sound else 1
     for problem in report.problems:
-        _say(f"{problem}\n")
-    size = _facts(report.num_tensors, report.num_files, report.size_bytes)
+        write_stdout(f"{problem}\n")
+    size = _describe_size(report.num_tensors, report.num_files, report.size_bytes)
     count = counted(len(report.problems), "problem")
-    _say(f"{report.url}: sound, {size}\n" if report.is_sound else f"{report.url}: {count}, {size}\n")
+    write_stdout(f"{report.url}: sound, {size}\n" if report.is_sound else f"{report.url}: {count}, {size}\n")
     return 0 if report.is_sound else 1
 
 
 def _diff(arguments: argparse.Namespace) -> int:
     from ferrodist.checkpoint.tools.diff import compare  # noqa: PLC0415 - needs torch
 
-    with _bar("compare") as progress:
+    with _progress_bar("compare") as progress:
         found = compare(
             arguments.path,
             arguments.other,
@@ -129,16 +133,16 @@ def _diff(arguments: argparse.Namespace) -> int:
             progress=progress,
         )
     if arguments.json:
-        _say_json(found)
+        _print_json(found)
     else:
-        _say("".join(f"{each}\n" for each in found))
+        write_stdout("".join(f"{each}\n" for each in found))
     return 1 if found else 0
 
 
 def _reshard(arguments: argparse.Namespace) -> int:
     from ferrodist.checkpoint.tools.reshard import reshard  # noqa: PLC0415 - needs torch
 
-    with _bar("reshard") as progress:
+    with _progress_bar("reshard") as progress:
         options = _rewrite_options(arguments, progress)
         reshard(
             arguments.path,
@@ -152,7 +156,7 @@ def _reshard(arguments: argparse.Namespace) -> int:
             new_storage_options=_options(arguments, arguments.other),
             progress=progress,
         )
-    _say_written(arguments)
+    _print_written(arguments)
     return 0
 
 
@@ -166,17 +170,17 @@ def _convert(arguments: argparse.Namespace) -> int:
         takes = ("ferrodist", "hf") if option.startswith("max") else ("ferrodist",)
         if getattr(arguments, option) is not None and target not in takes:
             raise ValueError(f"--{option.replace('_', '-')} is for --to {' or '.join(takes)}")
-    with _bar("convert") as progress:
+    with _progress_bar("convert") as progress:
         if target == "ferrodist":
             _import(arguments, progress)
         else:
             _export(arguments, progress)
     if target in ("ferrodist", "hf"):
-        _say_written(arguments)
+        _print_written(arguments)
     else:
-        place = Path(arguments.other).absolute()
-        files = [file.stat().st_size for file in (place.rglob("*") if place.is_dir() else [place]) if file.is_file()]
-        _say(f"{place}: written, {counted(len(files), 'file')}, {counted(sum(files), 'byte')}\n")
+        path = Path(arguments.other).absolute()
+        files = [file.stat().st_size for file in (path.rglob("*") if path.is_dir() else [path]) if file.is_file()]
+        write_stdout(f"{path}: written, {counted(len(files), 'file')}, {counted(sum(files), 'byte')}\n")
     return 0
 
 
@@ -215,32 +219,28 @@ def _export(arguments: argparse.Namespace, progress: Progress | None) -> None:
 
 
 def _rewrite_options(arguments: argparse.Namespace, progress: Progress | None) -> RewriteOptions:
-    """What reshard and convert are told of the files to write.
-
-    Raises:
-        ValueError: An option is out of range; it is named.
-    """
+    """Return the options of reshard and convert for written files; ValueError names one that is out of range."""
     from ferrodist.checkpoint.tools.reshard import RewriteOptions  # noqa: PLC0415 - needs torch
 
     given = {"dim": arguments.dim, "progress": progress}
-    for option, field, least in (("ranks", "num_ranks", 1), ("max_file_mib", "max_file_bytes", 1)):
+    for option, field, minimum in (("ranks", "num_ranks", 1), ("max_file_mib", "max_file_bytes", 1)):
         value = getattr(arguments, option)
         if value is not None:
-            _check_least(option, value, least)
+            _check_minimum(option, value, minimum)
             given[field] = value if option == "ranks" else value << 20
     if arguments.max_memory_mib is not None:
-        _check_least("max_memory_mib", arguments.max_memory_mib, 16)
+        _check_minimum("max_memory_mib", arguments.max_memory_mib, 16)
         given["max_memory_bytes"] = arguments.max_memory_mib << 20
     return RewriteOptions(**given)
 
 
-def _check_least(option: str, value: int, least: int) -> None:
-    if value < least:
-        raise ValueError(f"--{option.replace('_', '-')} must be {least} or more, not {value}")
+def _check_minimum(option: str, value: int, minimum: int) -> None:
+    if value < minimum:
+        raise ValueError(f"--{option.replace('_', '-')} must be {minimum} or more, not {value}")
 
 
 def _options(arguments: argparse.Namespace, path: str) -> dict[str, Any] | None:
-    """What the file system of a URL is told; None for a local path."""
+    """Return the options of a URL's file system; None for a local path."""
     found = {}
     for option in arguments.storage_option:
         key, equals, value = option.partition("=")
@@ -254,8 +254,8 @@ def _options(arguments: argparse.Namespace, path: str) -> dict[str, Any] | None:
 
 
 @contextlib.contextmanager
-def _bar(title: str) -> Iterator[Progress | None]:
-    """A bar on a terminal, if there is rich to draw it."""
+def _progress_bar(title: str) -> Iterator[Progress | None]:
+    """Show a progress bar on a terminal, if rich is installed."""
     if not _has_rich():
         yield None
         return
@@ -269,31 +269,25 @@ def _has_rich() -> bool:
     return importlib.util.find_spec("rich") is not None
 
 
-def _say_written(arguments: argparse.Namespace) -> None:
-    """Say what the checkpoint has that was just written."""
+def _print_written(arguments: argparse.Namespace) -> None:
+    """Describe the checkpoint that was just written."""
     from ferrodist.checkpoint.retention import read_manifest  # noqa: PLC0415 - needs torch
     from ferrodist.checkpoint.storage import open_storage  # noqa: PLC0415 - needs torch
 
     storage = open_storage(arguments.other, _options(arguments, arguments.other))
     manifest = read_manifest(storage)
     sizes = [file.size_bytes for file in manifest.files]
-    _say(f"{storage.url}: written, {_facts(len(manifest.tensors), len(sizes), sum(sizes))}\n")
+    write_stdout(f"{storage.url}: written, {_describe_size(len(manifest.tensors), len(sizes), sum(sizes))}\n")
 
 
-def _facts(num_tensors: int, num_files: int, size_bytes: int) -> str:
+def _describe_size(num_tensors: int, num_files: int, size_bytes: int) -> str:
     return f"{counted(num_tensors, 'tensor')} in {counted(num_files, 'file')}, {counted(size_bytes, 'byte')}"
 
 
-def _say_json(value: Any) -> None:
+def _print_json(value: Any) -> None:
     import msgspec  # noqa: PLC0415 - only for this
 
     def plain(found: object) -> str:
         return str(getattr(found, "value", found))
 
-    _say(msgspec.json.format(msgspec.json.encode(value, enc_hook=plain)).decode() + "\n")
-
-
-def _say(text: str) -> None:
-    if sys.stdout is None:
-        raise OSError(errno.EBADF, "standard output is closed")
-    sys.stdout.write(text)
+    write_stdout(msgspec.json.format(msgspec.json.encode(value, enc_hook=plain)).decode() + "\n")

@@ -1,4 +1,4 @@
-"""What ``ferrodist ckpt`` shows with rich: the table of a checkpoint, and bars."""
+"""The displays of ``ferrodist ckpt`` with rich: the table of a checkpoint, and progress bars."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ if TYPE_CHECKING:
 
     from ferrodist.checkpoint.tools.inspect import Inspection, StateEntry
 
-_VALUE_CHARACTERS = 60
-_WIDEST = 100_000
+_MAX_VALUE_LENGTH = 60
+_MAX_WIDTH = 100_000
 
 
 @contextlib.contextmanager
 def show_bar(title: str) -> Iterator[Callable[[int, int], None] | None]:
-    """A bar on standard error, if that is a terminal; yields a callback for the bytes done and in total."""
+    """Show a progress bar on standard error, if that is a terminal; yields a callback for bytes done and total."""
     bars = None
     if sys.stderr is not None:
         bars = open_bars(
@@ -47,7 +47,7 @@ def show_bar(title: str) -> Iterator[Callable[[int, int], None] | None]:
 
 
 def render_inspection(inspection: Inspection) -> str:
-    """A table of the state, with what is to be said of all of it before and after."""
+    """Render a table of the state, with a summary before and problems after it."""
     table = Table(box=None, pad_edge=False, header_style="bold")
     for title in ("state", "value or shape", "dtype", "size", "placement", "parts"):
         table.add_column(title, justify="right" if title in ("size", "parts") else "left", overflow="fold")
@@ -55,8 +55,8 @@ def render_inspection(inspection: Inspection) -> str:
         table.add_row(*_row(entry))
     is_terminal = sys.stdout is not None and sys.stdout.isatty()
     console = Console(file=io.StringIO(), force_terminal=is_terminal, highlight=False)
-    if not is_terminal:  # what reads a pipe has no edge at which lines should be folded
-        console.width = console.measure(table, options=console.options.update(width=_WIDEST)).maximum
+    if not is_terminal:  # lines in a pipe are not folded
+        console.width = console.measure(table, options=console.options.update(width=_MAX_WIDTH)).maximum
     files = _count(len(inspection.files), "file")
     tensors = f"{_count(inspection.num_tensors, 'tensor')} of {_count(inspection.num_elements, 'element')}"
     ranks = _count(inspection.world_size, "rank")
@@ -82,20 +82,20 @@ def _row(entry: StateEntry) -> tuple[Text, ...]:
             value = (
                 f"PerRank of {counted(int(value), 'rank')}" if entry.kind == "per_rank" else f"{entry.kind} of {value}"
             )
-        shown = value if len(value) <= _VALUE_CHARACTERS else f"{value[:_VALUE_CHARACTERS]}..."
+        shown = value if len(value) <= _MAX_VALUE_LENGTH else f"{value[:_MAX_VALUE_LENGTH]}..."
         return Text(name), Text(shown, style="dim"), Text(), Text(), Text(), Text()
-    facts = entry.tensor
-    if facts is None:
+    tensor = entry.tensor
+    if tensor is None:
         return Text(name), Text("missing", style="red"), Text(), Text(), Text(), Text()
-    shape = str(list(facts.shape))
-    dtype = facts.dtype if entry.kind == "tensor" else f"{facts.dtype} (NumPy)"
+    shape = str(list(tensor.shape))
+    dtype = tensor.dtype if entry.kind == "tensor" else f"{tensor.dtype} (NumPy)"
     return (
         Text(name),
         Text(shape),
         Text(dtype),
-        Text(_size(facts.size_bytes)),
-        Text(facts.placement),
-        Text(str(facts.num_shards)),
+        Text(_size(tensor.size_bytes)),
+        Text(tensor.placement),
+        Text(str(tensor.num_shards)),
     )
 
 

@@ -1,8 +1,8 @@
-"""``ferrodist doctor``: what is there for ferrodist on this machine, in which versions, and why something is not.
+"""``ferrodist doctor``: the backends, libraries and devices of this machine, with reasons for missing ones.
 
-Each probe is a function that looks at one thing and says whether it is there, and in words what it found; `PROBES`
-lists them. A probe that fails itself is a finding, too. Libraries are loaded, which is how one learns whether they can
-be, but not started: no MPI is initialized.
+Each probe is a function that checks one thing and returns whether it is available, and a description; `PROBES` lists
+them. A failing probe is a finding, too. Libraries are loaded, which is the only way to know that they can be, but not
+started: no MPI is initialized.
 """
 
 from __future__ import annotations
@@ -18,14 +18,13 @@ from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING
 
 from ferrodist.errors import BackendUnavailable, describe_error
-from ferrodist.launch.output import say
+from ferrodist.launch.output import write_stdout
 from ferrodist.wording import counted
 
 if TYPE_CHECKING:
     import argparse
     from collections.abc import Callable, Mapping
 
-if TYPE_CHECKING:
     Probe = Callable[[], tuple[bool, str]]
 
 
@@ -34,12 +33,12 @@ _MIN_COLUMNS = 30  # for what is found, in a narrow terminal
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Finding:
-    """What a probe has found.
+    """The result of a probe.
 
     Args:
-        name: Of what it looked for.
-        is_there: Whether it can be used.
-        detail: Versions and the like; of what is not there, why, and what to do.
+        name: The name of the component.
+        is_there: Whether the component can be used.
+        detail: Versions and the like; for a missing component the reason and the remedy.
     """
 
     name: str
@@ -53,37 +52,39 @@ def add_doctor_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run_doctor(arguments: argparse.Namespace) -> int:
-    """Print what is there, a line each, which a terminal gets broken to its width.
+    """Print one line per finding, wrapped to the width of a terminal.
 
     Returns:
-        0, whatever is not there: that is no failure of the look.
+        0, also with missing components.
     """
     found = findings()
     if arguments.json:
-        say(json.dumps([asdict(finding) for finding in found], indent=2) + "\n")
+        write_stdout(json.dumps([asdict(finding) for finding in found], indent=2) + "\n")
         return 0
     columns = shutil.get_terminal_size().columns if sys.stdout is not None and sys.stdout.isatty() else None
     width = max(len(finding.name) for finding in found)
     for finding in found:
-        say(_line(f"{'yes' if finding.is_there else 'no '}  {finding.name:<{width}}  ", finding.detail, columns))
+        write_stdout(
+            _format_line(f"{'yes' if finding.is_there else 'no '}  {finding.name:<{width}}  ", finding.detail, columns)
+        )
     return 0
 
 
-def _line(head: str, detail: str, columns: int | None) -> str:
-    """What is found, behind its name; broken into lines of so many columns, or else one line."""
+def _format_line(prefix: str, detail: str, columns: int | None) -> str:
+    """Format a finding, wrapped to a number of columns, or else as one line."""
     if columns is None:
-        return f"{head}{detail}\n"
-    columns = max(columns, len(head) + _MIN_COLUMNS)
-    lines = textwrap.wrap(detail, columns - len(head), break_long_words=False, break_on_hyphens=False)
-    return head + f"\n{' ' * len(head)}".join(lines) + "\n"
+        return f"{prefix}{detail}\n"
+    columns = max(columns, len(prefix) + _MIN_COLUMNS)
+    lines = textwrap.wrap(detail, columns - len(prefix), break_long_words=False, break_on_hyphens=False)
+    return prefix + f"\n{' ' * len(prefix)}".join(lines) + "\n"
 
 
 def findings() -> list[Finding]:
-    """What all probes find."""
-    return [_run(name, probe) for name, probe in PROBES.items()]
+    """Run all probes."""
+    return [_run_probe(name, probe) for name, probe in PROBES.items()]
 
 
-def _run(name: str, probe: Probe) -> Finding:
+def _run_probe(name: str, probe: Probe) -> Finding:
     try:
         is_there, detail = probe()
     except BackendUnavailable as error:
@@ -181,7 +182,7 @@ PROBES: Mapping[str, Probe] = {
     "ucc backend": _ucc,
     "chosen": _choice,
 }
-"""By name of what each looks for, in the order in which they are printed."""
+"""Probes by component, in printing order."""
 
 
 def _version(distribution: str) -> str | None:

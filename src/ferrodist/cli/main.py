@@ -1,7 +1,7 @@
 """The ``ferrodist`` command.
 
-Each subcommand is one small function that adds a parser and names its handler; `_COMMANDS` lists them. What
-needs torch is imported by the handler that needs it, so that ``run`` and ``secret`` start without torch.
+`_COMMANDS` lists the subcommands. Their functions import modules that need torch when they run, so that ``run`` and
+``secret`` start without torch.
 """
 
 from __future__ import annotations
@@ -10,7 +10,8 @@ import argparse
 import difflib
 import importlib.metadata
 import sys
-from typing import TYPE_CHECKING, NoReturn
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, NoReturn, TypeVar
 
 from ferrodist.bench import add_bench_arguments, bench_options, run_bench
 from ferrodist.cli.checkpoint import add_ckpt_arguments, run_ckpt
@@ -18,7 +19,7 @@ from ferrodist.cli.doctor import add_doctor_arguments, run_doctor
 from ferrodist.demo import add_demo_arguments, demo_options, run_demo
 from ferrodist.errors import DistributedError
 from ferrodist.launch.launcher import add_run_arguments, launch, spec_from_arguments
-from ferrodist.launch.output import discard, print_warning, say
+from ferrodist.launch.output import discard_buffer, print_warning, write_stdout
 from ferrodist.rendezvous.secret import make_secret
 
 if TYPE_CHECKING:
@@ -26,8 +27,7 @@ if TYPE_CHECKING:
 
     from _typeshed import SupportsWrite
 
-if TYPE_CHECKING:
-    Subcommands = argparse._SubParsersAction["_Parser"]  # noqa: SLF001 - argparse has no public name for it
+_T = TypeVar("_T")
 
 
 class UsageError(Exception):
@@ -35,36 +35,36 @@ class UsageError(Exception):
 
 
 class _Parser(argparse.ArgumentParser):
-    """Answers wrong usage in one line instead of a page, and fails where its output can't be written."""
+    """Reports wrong usage in one line instead of a page, and fails if its output can't be written."""
 
     def error(self, message: str) -> NoReturn:
         print_warning(f"{self.prog}: {message} (see '{self.prog} --help')\n")
         raise SystemExit(2)
 
     def _print_message(self, message: str, file: SupportsWrite[str] | None = None) -> None:
-        """Where argparse prints help and version; its own form takes no notice of a failure."""
+        """Print help and version; argparse's own method ignores write errors."""
         if message:
-            say(message, file)
+            write_stdout(message, file)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command.
 
     Returns:
-        The process's exit code: the command's own; 1 for a failure, also to write (quietly, if the reader of the
-        output has left); 2 for wrong usage; 130 for Ctrl-C.
+        The process's exit code: the command's own; 1 for a failure, also to write (quietly, if the reader of the output
+        has left); 2 for wrong usage; 130 for Ctrl-C.
     """
     try:
         try:
             return _run_command(argv)
         finally:
             if sys.stdout is not None:  # None: started with standard output closed
-                sys.stdout.flush()  # here, where a failure can be told; at exit it would be a traceback
+                sys.stdout.flush()  # here, where a failure can be reported; at exit it would be a traceback
     except BrokenPipeError:
-        discard(sys.stdout)
+        discard_buffer(sys.stdout)
         return 1
     except OSError as error:
-        discard(sys.stdout)
+        discard_buffer(sys.stdout)
         print_warning(f"ferrodist: {error}\n")
         return 1
     except KeyboardInterrupt:
@@ -86,7 +86,7 @@ def _run_command(argv: Sequence[str] | None) -> int:
 
 
 def _unrecognized(parser: argparse.ArgumentParser, unknown: Sequence[str]) -> str:
-    """What is said of arguments that a command does not have, with its own options that look like them."""
+    """Return the message for unknown arguments, with similar options of the command."""
     options = [option for option in parser._option_string_actions if option.startswith("--")]  # noqa: SLF001 - as above
     likely: list[str] = []
     for given in (each.partition("=")[0] for each in unknown if each.startswith("--")):
@@ -97,13 +97,21 @@ def _unrecognized(parser: argparse.ArgumentParser, unknown: Sequence[str]) -> st
 
 
 def build_parser() -> argparse.ArgumentParser:
-    """The parser with every subcommand on it."""
+    """Build the parser with all subcommands."""
     # No abbreviations: they would claim a script's own options, and break scripts when an option is added.
     parser = _Parser(prog="ferrodist", description="Distributed training for PyTorch.", allow_abbrev=False)
     parser.add_argument("--version", action="version", version=f"ferrodist {_version()}")
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True, parser_class=_Parser)
-    for add_command in _COMMANDS:
-        add_command(commands)
+    for command in _COMMANDS:
+        subparser = commands.add_parser(
+            command.name,
+            help=command.help,
+            description=command.description,
+            usage=command.usage,
+            allow_abbrev=False,
+        )
+        for leaf in command.add_arguments(subparser) or [subparser]:
+            leaf.set_defaults(handler=command.run, parser=leaf)
     return parser
 
 
@@ -114,116 +122,75 @@ def _version() -> str:
         return "(not installed: run from its source tree)"
 
 
-def _add_run(commands: Subcommands) -> None:
-    parser = commands.add_parser(
-        "run",
-        help="start a program as several ranks",
-        description="Start a program as several ranks, with torchrun's options and variables.",
-        usage="%(prog)s [options] [-m | --no-python] program [arguments ...]",
-        allow_abbrev=False,
-    )
-    add_run_arguments(parser)
-    parser.set_defaults(handler=_run, parser=parser)
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Command:
+    """A subcommand; ``add_arguments`` returns its own subcommands' parsers, if it has any."""
+
+    name: str
+    help: str
+    description: str
+    usage: str | None = None
+    add_arguments: Callable[[argparse.ArgumentParser], Sequence[argparse.ArgumentParser] | None]
+    run: Callable[[argparse.Namespace], int]
 
 
-def _run(arguments: argparse.Namespace) -> int:
+def _usage_errors(function: Callable[[argparse.Namespace], _T], arguments: argparse.Namespace) -> _T:
     try:
-        spec = spec_from_arguments(arguments)
+        return function(arguments)
     except ValueError as error:
         raise UsageError(str(error)) from None
-    return launch(spec)
 
 
-def _add_secret(commands: Subcommands) -> None:
-    parser = commands.add_parser(
-        "secret",
-        help="print a new job secret",
-        description="Print a new secret; set FERRODIST_SECRET to it on every host of a job.",
-        allow_abbrev=False,
-    )
-    parser.set_defaults(handler=_secret, parser=parser)
-
-
-def _secret(_arguments: argparse.Namespace) -> int:
-    say(make_secret() + "\n")
+def _print_secret(_arguments: argparse.Namespace) -> int:
+    write_stdout(make_secret() + "\n")
     return 0
 
 
-def _add_demo(commands: Subcommands) -> None:
-    parser = commands.add_parser(
-        "demo",
+_COMMANDS = (
+    _Command(
+        name="run",
+        help="start a program as several ranks",
+        description="Start a program as several ranks, with torchrun's options and variables.",
+        usage="%(prog)s [options] [-m | --no-python] program [arguments ...]",
+        add_arguments=add_run_arguments,
+        run=lambda arguments: launch(_usage_errors(spec_from_arguments, arguments)),
+    ),
+    _Command(
+        name="secret",
+        help="print a new job secret",
+        description="Print a new secret; set FERRODIST_SECRET to it on every host of a job.",
+        add_arguments=lambda _: None,
+        run=_print_secret,
+    ),
+    _Command(
+        name="demo",
         help="train a small network on several ranks",
         description="Train a small network on 1 rank and on several, compare, and plot. Needs the extra 'demo'.",
-        allow_abbrev=False,
-    )
-    add_demo_arguments(parser)
-    parser.set_defaults(handler=_demo, parser=parser)
-
-
-def _demo(arguments: argparse.Namespace) -> int:
-    try:
-        options = demo_options(arguments)
-    except ValueError as error:
-        raise UsageError(str(error)) from None
-    return run_demo(options)
-
-
-def _add_bench(commands: Subcommands) -> None:
-    parser = commands.add_parser(
-        "bench",
+        add_arguments=add_demo_arguments,
+        run=lambda arguments: run_demo(_usage_errors(demo_options, arguments)),
+    ),
+    _Command(
+        name="bench",
         help="measure it beside gloo, MPICH and Open MPI",
         description="Measure collectives, messages, asynchronous operations and group making beside gloo, MPICH and"
         " Open MPI, on one host and on two that are emulated; or over the MPI, UCC or NCCL of this machine. Needs the"
         " extra 'bench'.",
-        allow_abbrev=False,
-    )
-    add_bench_arguments(parser)
-    parser.set_defaults(handler=_bench, parser=parser)
-
-
-def _bench(arguments: argparse.Namespace) -> int:
-    try:
-        options = bench_options(arguments)
-    except ValueError as error:
-        raise UsageError(str(error)) from None
-    return run_bench(options)
-
-
-def _add_ckpt(commands: Subcommands) -> None:
-    parser = commands.add_parser(
-        "ckpt",
+        add_arguments=add_bench_arguments,
+        run=lambda arguments: run_bench(_usage_errors(bench_options, arguments)),
+    ),
+    _Command(
+        name="ckpt",
         help="look at checkpoints, check, compare, reshard and convert them",
         description="Look at checkpoints, check and compare them, write them for other numbers of ranks, convert them.",
-        allow_abbrev=False,
-    )
-    for subparser in add_ckpt_arguments(parser):
-        subparser.set_defaults(handler=_ckpt, parser=subparser)
-
-
-def _ckpt(arguments: argparse.Namespace) -> int:
-    try:
-        return run_ckpt(arguments)
-    except ValueError as error:
-        raise UsageError(str(error)) from None
-
-
-def _add_doctor(commands: Subcommands) -> None:
-    parser = commands.add_parser(
-        "doctor",
+        add_arguments=add_ckpt_arguments,
+        run=lambda arguments: _usage_errors(run_ckpt, arguments),
+    ),
+    _Command(
+        name="doctor",
         help="show which backends this machine has, and why not others",
         description="Show what is there for ferrodist on this machine: backends, engines and GPUs, their versions, and"
         " why something can't be used.",
-        allow_abbrev=False,
-    )
-    add_doctor_arguments(parser)
-    parser.set_defaults(handler=run_doctor, parser=parser)
-
-
-_COMMANDS: tuple[Callable[[Subcommands], None], ...] = (
-    _add_run,
-    _add_secret,
-    _add_demo,
-    _add_bench,
-    _add_ckpt,
-    _add_doctor,
+        add_arguments=add_doctor_arguments,
+        run=run_doctor,
+    ),
 )

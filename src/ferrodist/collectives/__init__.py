@@ -1,1 +1,1 @@
-"""What ranks say together: reduce operations, collectives, point-to-point, pending work."""
+"""Collectives and point-to-point operations: what users call, and the engines that run it."""

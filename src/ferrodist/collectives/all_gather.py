@@ -1,4 +1,4 @@
-"""all_gather and reduce_scatter: each is the other's gradient."""
+"""all_gather and reduce_scatter, which are each other's gradient."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import struct
 from functools import partial
 from typing import TYPE_CHECKING
 
+from ferrodist.backends.collective_op import CollectiveKind, CollectiveOp
 from ferrodist.collectives.arguments import (
     attach,
     check_dim,
@@ -19,18 +20,18 @@ from ferrodist.collectives.arguments import (
     prepare_out,
     records_history,
 )
-from ferrodist.collectives.engines.host import host_engine_of
+from ferrodist.collectives.engines.host import share_bytes
 from ferrodist.collectives.engines.select import engine_of
-from ferrodist.collectives.facts import check_sizes, read_facts
 from ferrodist.collectives.fast_path import (
-    quick_all_gather,
-    quick_reduce_scatter,
+    fast_all_gather,
+    fast_reduce_scatter,
     start_all_gather,
     start_reduce_scatter,
 )
+from ferrodist.collectives.payloads import check_sizes, unpack_payloads
 from ferrodist.collectives.profiling import is_recorded, profiled, record
 from ferrodist.collectives.reduce_op import Op, PremultipliedSum, ReduceOp, check_reduction, is_linear, widen
-from ferrodist.collectives.work import Operation, refuse_in_coalesce, run_later, run_now
+from ferrodist.collectives.work import PreparedCall, execute, refuse_in_coalesce, submit
 from ferrodist.deadline import Deadline
 from ferrodist.errors import CollectiveMismatchError
 from ferrodist.torch_private.profiling import is_profiling
@@ -54,15 +55,15 @@ def all_gather(
     out: torch.Tensor | None = None,
     timeout: float | None = None,
 ) -> torch.Tensor:
-    """Join the ranks' tensors along ``dim``, in rank order, on every rank.
+    """Concatenate the ranks' tensors along ``dim``, in rank order, on every rank.
 
     Args:
-        tensor: Of equal shape and dtype on all ranks; any strides. Zero-dimensional ones count as shape (1,). Ranks
-            compare the dtype, ``dim`` and the number of elements, not the shape: with as many elements in another
-            shape a rank's part comes as if it had the shape of this rank's.
-        dim: The dim to join along.
+        tensor: The input, of equal shape and dtype on all ranks; any strides. A zero-dimensional tensor counts as shape
+            (1,). Ranks compare the dtype, ``dim`` and the number of elements, not the shape: another rank's elements
+            are taken as of the shape of this rank's tensor.
+        dim: The dim to concatenate along.
         group: The group, on all of whose ranks this is called; None is the default group.
-        out: Where the result goes; None makes a fresh tensor.
+        out: The output tensor; None makes a fresh one.
         timeout: Seconds; None takes the group's.
 
     Returns:
@@ -70,13 +71,13 @@ def all_gather(
 
     Raises:
         IndexError: ``tensor`` has no such ``dim``.
-        TypeError, ValueError, RuntimeError: ``tensor`` or ``out`` won't do, as for `allreduce`.
+        TypeError, ValueError, RuntimeError: ``tensor`` or ``out`` is invalid, as for `allreduce`.
         CollectiveMismatchError, DistributedTimeoutError, PeerLostError: As for `allreduce`.
     """
     if is_profiling() and not is_recorded():
         return record(all_gather, tensor, dim, group=group, out=out, timeout=timeout)
-    result = quick_all_gather(tensor, dim, group, out) if timeout is None else None
-    return run_now(_all_gather(tensor, dim, group, out, timeout)) if result is None else result
+    result = fast_all_gather(tensor, dim, group, out) if timeout is None else None
+    return execute(_all_gather(tensor, dim, group, out, timeout)) if result is None else result
 
 
 @profiled
@@ -90,7 +91,7 @@ def async_all_gather(
 ) -> PendingCollective[torch.Tensor]:
     """Start `all_gather`."""
     pending = start_all_gather(tensor, dim, group, out) if timeout is None else None
-    return run_later(_all_gather(tensor, dim, group, out, timeout)) if pending is None else pending
+    return submit(_all_gather(tensor, dim, group, out, timeout)) if pending is None else pending
 
 
 @profiled
@@ -104,21 +105,21 @@ def all_gather_uneven(
 ) -> torch.Tensor:
     """`all_gather` of tensors that differ in the size of ``dim``, and in no other.
 
-    Costs one more agreement, in which the ranks learn each other's sizes.
+    Costs one more agreement, in which the ranks share their sizes.
 
     Args:
-        tensor: Of equal dtype, and equal shape but for ``dim``, on all ranks; empty ones are all right. Ranks compare
+        tensor: The input, of equal dtype, and equal shape but for ``dim``, on all ranks; may be empty. Ranks compare
             the dtype, ``dim``, the number of dims, and the result's number of elements.
-        dim: The dim to join along.
+        dim: The dim to concatenate along.
         group: The group, on all of whose ranks this is called; None is the default group.
-        out: Where the result goes; None makes a fresh tensor.
+        out: The output tensor; None makes a fresh one.
         timeout: Seconds; None takes the group's.
 
     Returns:
         ``out``, or a fresh tensor whose ``dim`` has the sizes of all ranks. Differentiable.
 
     Raises:
-        ValueError: ``out`` has another shape, which is known only when the ranks' sizes are: this rank takes part
+        ValueError: ``out`` has another shape, which is known only after the sizes were shared: this rank takes part
             first, and the others get their results. Or as for `all_gather`.
         IndexError, TypeError, RuntimeError: As for `all_gather`.
         CollectiveMismatchError, DistributedTimeoutError, PeerLostError: As for `allreduce`.
@@ -130,24 +131,23 @@ def all_gather_uneven(
     check_out(out, tensor, dtype=tensor.dtype)
     deadline = Deadline(limit)
     sizes = share_sizes("all_gather_uneven", tensor, dim, chosen, limit)
-    return run_now(_all_gather(tensor, dim, chosen, out, deadline.remaining(), sizes))
+    return execute(_all_gather(tensor, dim, chosen, out, deadline.remaining(), sizes))
 
 
-_PLACES = ("on the CPU", "on a GPU")
+_DEVICES = ("on the CPU", "on a GPU")
 
 
 def share_sizes(operation: str, tensor: torch.Tensor, dim: int, group: Backend, timeout: float) -> list[int]:
-    """Learn every rank's size along a dim, which must be the same dim of as many on all ranks."""
+    """Share the sizes along a dim, which must be the same dim, of as many, on all ranks."""
     refuse_in_coalesce(operation)
-    engine_of(group, tensor.device)  # or an error, before the others count on this rank
-    engine = host_engine_of(group)
+    engine_of(group, tensor.device)  # raises before other ranks wait for this one
     payload = _SIZE.pack(tensor.shape[dim], dim, tensor.dim(), tensor.is_cuda)
-    payloads = engine.share(operation, payload, timeout=timeout, sequence=engine.reserve())
-    heads = read_facts(_SIZE, payloads, group, operation)
+    payloads = share_bytes(group, operation, payload, timeout)
+    heads = unpack_payloads(_SIZE, payloads, group, operation)
     differing = tuple(rank for rank, head in enumerate(heads) if head[1:] != heads[0][1:])
     if differing:
         said = "; ".join(
-            f"rank {rank} joins along dim {heads[rank][1]} of {heads[rank][2]}, {_PLACES[heads[rank][3]]}"
+            f"rank {rank} joins along dim {heads[rank][1]} of {heads[rank][2]}, {_DEVICES[heads[rank][3]]}"
             for rank in (0, differing[0])
         )
         error = CollectiveMismatchError(
@@ -161,14 +161,14 @@ def share_sizes(operation: str, tensor: torch.Tensor, dim: int, group: Backend, 
     return [head[0] for head in heads]
 
 
-def _all_gather(  # noqa: PLR0917 - the public signature, by position
+def _all_gather(  # noqa: PLR0917 - the public signature
     tensor: torch.Tensor,
     dim: int,
     group: Backend | None,
     out: torch.Tensor | None,
     timeout: float | None,
     sizes: Sequence[int] | None = None,
-) -> Operation[torch.Tensor]:
+) -> PreparedCall[torch.Tensor]:
     check_tensor(tensor)
     tensor = tensor.unsqueeze(0) if tensor.dim() == 0 else tensor
     dim = check_dim(tensor, dim)
@@ -177,12 +177,9 @@ def _all_gather(  # noqa: PLR0917 - the public signature, by position
     prepare = prepare_out if sizes is None else prepare_late_out
     sizes = [tensor.shape[dim]] * chosen.world_size if sizes is None else sizes
     source = flatten(tensor.detach().movedim(dim, 0))
-    join = ConcatSpec(tensor, dim, sizes)
-    target = prepare(out, join.shape, tensor.dtype, tensor, dim=dim)
+    concat = ConcatSpec(tensor, dim, sizes)
+    target = prepare(out, concat.shape, tensor.dtype, tensor, dim=dim)
     recorded = records_history(tensor) and out is None
-
-    def run(sequence: int) -> None:
-        engine.all_gather(target.flat, source, join.counts, dim=dim, timeout=limit, sequence=sequence)
 
     def finish() -> torch.Tensor:
         result = target.finish()
@@ -190,13 +187,14 @@ def _all_gather(  # noqa: PLR0917 - the public signature, by position
             return result
         return attach(tensor, result, partial(reduce_scatter_with_sizes, sizes=sizes, dim=dim, group=chosen))
 
-    return Operation(
-        name="all_gather", group=chosen, engine=engine, device=tensor.device, timeout=limit, run=run, finish=finish
+    call = CollectiveOp(
+        kind=CollectiveKind.ALL_GATHER, source=source, out=target.flat, counts=concat.counts, dim=dim, timeout=limit
     )
+    return PreparedCall(op=call, group=chosen, engine=engine, finish=finish)
 
 
 class ConcatSpec:
-    """What parts become that join along a dim: the whole's ``shape``, and ``counts``, the elements of each part."""
+    """A concatenation along a dim: the result's ``shape``, and ``counts``, the number of elements of each part."""
 
     def __init__(self, part: torch.Tensor, dim: int, sizes: Sequence[int]) -> None:
         row = math.prod([*part.shape[:dim], *part.shape[dim + 1 :]])
@@ -213,16 +211,16 @@ def reduce_scatter(
     out: torch.Tensor | None = None,
     timeout: float | None = None,
 ) -> torch.Tensor:
-    """Fold a tensor over all ranks and divide the result over them along ``dim``.
+    """Fold a tensor over all ranks and scatter the result along ``dim``.
 
     Sizes that the world size doesn't divide follow `compute_shard_sizes`: the first ranks get one more.
 
     Args:
-        tensor: Of equal shape and dtype on all ranks, compared as for `all_gather`; any strides.
-        op: How elements become one, folded in rank order.
+        tensor: The input, of equal shape and dtype on all ranks, compared as for `all_gather`; any strides.
+        op: The reduction, folded in rank order.
         dim: The dim to divide.
         group: The group, on all of whose ranks this is called; None is the default group.
-        out: Where this rank's part goes; None makes a fresh tensor.
+        out: The output tensor for this rank's part; None makes a fresh one.
         timeout: Seconds; None takes the group's.
 
     Returns:
@@ -230,13 +228,13 @@ def reduce_scatter(
 
     Raises:
         IndexError: ``tensor`` has no such ``dim``.
-        TypeError, ValueError, RuntimeError: ``tensor``, ``op`` or ``out`` won't do, as for `allreduce`.
+        TypeError, ValueError, RuntimeError: ``tensor``, ``op`` or ``out`` is invalid, as for `allreduce`.
         CollectiveMismatchError, DistributedTimeoutError, PeerLostError: As for `allreduce`.
     """
     if is_profiling() and not is_recorded():
         return record(reduce_scatter, tensor, op, dim=dim, group=group, out=out, timeout=timeout)
-    result = quick_reduce_scatter(tensor, op, dim, group, out) if timeout is None else None
-    return run_now(_reduce_scatter(tensor, op, dim, group, out, timeout)) if result is None else result
+    result = fast_reduce_scatter(tensor, op, dim, group, out) if timeout is None else None
+    return execute(_reduce_scatter(tensor, op, dim, group, out, timeout)) if result is None else result
 
 
 @profiled
@@ -251,7 +249,7 @@ def async_reduce_scatter(
 ) -> PendingCollective[torch.Tensor]:
     """Start `reduce_scatter`."""
     pending = start_reduce_scatter(tensor, op, dim, group, out) if timeout is None else None
-    return run_later(_reduce_scatter(tensor, op, dim, group, out, timeout)) if pending is None else pending
+    return submit(_reduce_scatter(tensor, op, dim, group, out, timeout)) if pending is None else pending
 
 
 @profiled
@@ -270,18 +268,18 @@ def reduce_scatter_tensor(
 def all_gather_with_sizes(
     tensor: torch.Tensor, sizes: Sequence[int], *, dim: int, group: Backend, timeout: float | None = None
 ) -> torch.Tensor:
-    """`all_gather_uneven` of tensors of which rank r's has ``sizes[r]`` of ``dim``, as all ranks know."""
-    return run_now(_all_gather(tensor, dim, group, None, timeout, sizes))
+    """`all_gather_uneven` with known sizes: rank r's tensor has ``sizes[r]`` along ``dim``."""
+    return execute(_all_gather(tensor, dim, group, None, timeout, sizes))
 
 
 def reduce_scatter_with_sizes(
     tensor: torch.Tensor, sizes: Sequence[int], op: Op = ReduceOp.SUM, *, dim: int, group: Backend
 ) -> torch.Tensor:
-    """`reduce_scatter` that gives rank r ``sizes[r]`` of ``dim``: with SUM the gradient of a gathering."""
-    return run_now(_reduce_scatter(tensor, op, dim, group, None, None, sizes))
+    """`reduce_scatter` with given sizes: rank r gets ``sizes[r]`` along ``dim``. SUM is the gradient of all_gather."""
+    return execute(_reduce_scatter(tensor, op, dim, group, None, None, sizes))
 
 
-def _reduce_scatter(  # noqa: PLR0917 - the public signature, by position
+def _reduce_scatter(  # noqa: PLR0917 - the public signature
     tensor: torch.Tensor,
     op: Op,
     dim: int,
@@ -289,7 +287,7 @@ def _reduce_scatter(  # noqa: PLR0917 - the public signature, by position
     out: torch.Tensor | None,
     timeout: float | None,
     sizes: Sequence[int] | None = None,
-) -> Operation[torch.Tensor]:
+) -> PreparedCall[torch.Tensor]:
     check_tensor(tensor)
     check_reduction(tensor.dtype, op)
     dim = check_dim(tensor, dim)
@@ -303,17 +301,20 @@ def _reduce_scatter(  # noqa: PLR0917 - the public signature, by position
     target = prepare_out(out, shape, tensor.dtype, tensor, dim=dim)
     recorded = records_history(tensor) and out is None
 
-    def run(sequence: int) -> None:
-        counts = [size * row for size in sizes]
-        engine.reduce_scatter(target.flat, source, counts, op, dim=dim, timeout=limit, sequence=sequence)
-
     def finish() -> torch.Tensor:
         result = target.finish()
         return attach(tensor, result, partial(_reduce_scatter_backward, op, sizes, dim, chosen)) if recorded else result
 
-    return Operation(
-        name="reduce_scatter", group=chosen, engine=engine, device=tensor.device, timeout=limit, run=run, finish=finish
+    call = CollectiveOp(
+        kind=CollectiveKind.REDUCE_SCATTER,
+        source=source,
+        out=target.flat,
+        op=op,
+        counts=[size * row for size in sizes],
+        dim=dim,
+        timeout=limit,
     )
+    return PreparedCall(op=call, group=chosen, engine=engine, finish=finish)
 
 
 def _reduce_scatter_backward(
@@ -325,7 +326,7 @@ def _reduce_scatter_backward(
 
 
 def scale_gradient(grad: torch.Tensor, op: Op, group: Backend) -> torch.Tensor:
-    """What flows back to this rank through a linear fold: its share of the result's gradient, rounded once."""
+    """The gradient of this rank's input of a linear reduction: its share of the result's, rounded once."""
     if op is ReduceOp.MEAN:
         return (widen(grad) / group.world_size).to(grad.dtype)
     return (widen(grad) * op.factor).to(grad.dtype) if isinstance(op, PremultipliedSum) else grad

@@ -1,4 +1,4 @@
-"""all_to_all, its own gradient; and the barrier, which moves nothing."""
+"""all_to_all, which is its own gradient, and barrier."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, overload
 import torch
 
 from ferrodist.arguments import check_int
+from ferrodist.backends.collective_op import CollectiveKind, CollectiveOp
 from ferrodist.backends.cuda import record_use_on_streams
 from ferrodist.collectives.arguments import (
     attach,
@@ -23,9 +24,9 @@ from ferrodist.collectives.arguments import (
 )
 from ferrodist.collectives.engines.host import host_engine_of
 from ferrodist.collectives.engines.select import engine_of
-from ferrodist.collectives.fast_path import quick_all_to_all, quick_barrier, start_all_to_all
+from ferrodist.collectives.fast_path import fast_all_to_all, fast_barrier, start_all_to_all
 from ferrodist.collectives.profiling import is_recorded, profiled, record
-from ferrodist.collectives.work import Operation, run_later, run_now
+from ferrodist.collectives.work import PreparedCall, execute, submit
 from ferrodist.torch_private.profiling import is_profiling
 from ferrodist.wording import counted
 
@@ -45,29 +46,23 @@ def barrier(group: Backend | None = None, *, timeout: float | None = None) -> No
 
     Raises:
         CollectiveMismatchError: On all ranks, when one called something else.
-        DistributedTimeoutError: On all ranks, naming every rank that is late.
+        DistributedTimeoutError: On all ranks, naming all stragglers.
         PeerLostError: On all ranks, when one died.
     """
     if is_profiling() and not is_recorded():
         record(barrier, group, timeout=timeout)
         return
-    if timeout is None and quick_barrier(group):
+    if timeout is None and fast_barrier(group):
         return
     chosen, limit = group_and_timeout(group, timeout)
 
-    engine = host_engine_of(chosen)
-
-    def run(sequence: int) -> None:
-        engine.barrier(timeout=limit, sequence=sequence)
-
-    run_now(
-        Operation(name="barrier", group=chosen, engine=engine, device=None, timeout=limit, run=run, finish=lambda: None)
-    )
+    op = CollectiveOp(kind=CollectiveKind.BARRIER, timeout=limit)
+    execute(PreparedCall(op=op, group=chosen, engine=host_engine_of(chosen), finish=lambda: None))
 
 
 @profiled
 def monitored_barrier(group: Backend | None = None, *, timeout: float | None = None) -> None:
-    """`barrier`, under the name it has in torch: every barrier here names all the ranks that are late."""
+    """`barrier`, under torch's name: every barrier names all stragglers."""
     barrier(group, timeout=timeout)
 
 
@@ -97,32 +92,32 @@ def all_to_all(
     """Send a tensor to each rank and receive one from each.
 
     Args:
-        tensors: One tensor a rank, all of one shape and dtype, on all ranks; ``tensors[r]`` goes to rank r. Or one
-            tensor that is divided evenly along dim 0, of equal size on all ranks. Ranks compare the dtype and the
-            number of elements that go to a rank.
+        tensors: One tensor for each rank, all of one shape and dtype, on all ranks; ``tensors[r]`` goes to rank r. Or
+            one tensor that is divided evenly along dim 0, of equal size on all ranks. Ranks compare the dtype and the
+            number of elements for each rank.
         group: The group, on all of whose ranks this is called; None is the default group.
-        out: Where the result goes: a tensor, or one tensor a rank when ``tensors`` are. They may be ``tensors``. None
-            makes fresh ones.
+        out: The output: a tensor, or one tensor for each rank if ``tensors`` is a list. May be ``tensors``. None makes
+            fresh tensors.
         timeout: Seconds; None takes the group's.
 
     Returns:
-        What the ranks sent here, in rank order: a list of tensors with memory of their own, or joined along dim 0 when
-            one tensor was given. Differentiable.
+        The received tensors in rank order: a list of tensors with memory of their own, or their concatenation along dim
+            0 if one tensor was given. Differentiable.
 
     Raises:
         ValueError: The tensors differ in shape, or there is not one for each rank: use `all_to_all_single_uneven`. Or
             ``out`` has another shape, or elements that share memory.
-        TypeError, RuntimeError: ``tensors`` or ``out`` won't do, as for `allreduce`.
+        TypeError, RuntimeError: ``tensors`` or ``out`` is invalid, as for `allreduce`.
         CollectiveMismatchError, DistributedTimeoutError, PeerLostError: As for `allreduce`.
     """
     if is_profiling() and not is_recorded():
         return record(all_to_all, tensors, group=group, out=out, timeout=timeout)
     if timeout is None and isinstance(tensors, torch.Tensor) and (out is None or isinstance(out, torch.Tensor)):
-        result: torch.Tensor | None = quick_all_to_all(tensors, group, out)
+        result: torch.Tensor | None = fast_all_to_all(tensors, group, out)
         if result is not None:
             return result
-    operation, finish = _all_to_all(tensors, group, out, timeout)
-    return finish(run_now(operation))
+    call, finish = _all_to_all(tensors, group, out, timeout)
+    return finish(execute(call))
 
 
 @profiled
@@ -138,18 +133,8 @@ def async_all_to_all(
         pending: PendingCollective[torch.Tensor | list[torch.Tensor]] | None = start_all_to_all(tensors, group, out)
         if pending is not None:
             return pending
-    operation, finish = _all_to_all(tensors, group, out, timeout)
-    return run_later(
-        Operation(
-            name=operation.name,
-            group=operation.group,
-            engine=operation.engine,
-            device=operation.device,
-            timeout=operation.timeout,
-            run=operation.run,
-            finish=lambda: finish(operation.finish()),
-        )
-    )
+    call, finish = _all_to_all(tensors, group, out, timeout)
+    return submit(PreparedCall(op=call.op, group=call.group, engine=call.engine, finish=lambda: finish(call.finish())))
 
 
 def _all_to_all(
@@ -157,7 +142,7 @@ def _all_to_all(
     group: Backend | None,
     out: torch.Tensor | Sequence[torch.Tensor] | None,
     timeout: float | None,
-) -> tuple[Operation[torch.Tensor], Callable[[torch.Tensor], torch.Tensor | list[torch.Tensor]]]:
+) -> tuple[PreparedCall[torch.Tensor], Callable[[torch.Tensor], torch.Tensor | list[torch.Tensor]]]:
     chosen, limit = group_and_timeout(group, timeout)
     size = chosen.world_size
     if isinstance(tensors, torch.Tensor):
@@ -171,17 +156,15 @@ def _all_to_all(
                 " use all_to_all_single_uneven"
             )
         rows = [tensors.shape[0] // size] * size
-        operation = _all_to_all_rows(
-            tensors, rows, rows, unit=tensors.numel() // size, group=chosen, out=out, timeout=limit
-        )
-        return operation, lambda joined: joined
+        call = _all_to_all_rows(tensors, rows, rows, unit=tensors.numel() // size, group=chosen, out=out, timeout=limit)
+        return call, lambda joined: joined
     parts = list(tensors)
     _check_parts(parts)
     if len(parts) != size:
         raise ValueError(f"all_to_all needs one tensor for each of the {counted(size, 'rank')}, not {len(parts)}")
     outs = None if out is None else _check_outs(out, parts)
     ones = [1] * size
-    operation = _all_to_all_rows(
+    call = _all_to_all_rows(
         torch.stack(parts), ones, ones, unit=parts[0].numel(), group=chosen, out=None, timeout=limit
     )
 
@@ -192,18 +175,18 @@ def _all_to_all(
 
     def take(joined: torch.Tensor) -> list[torch.Tensor]:
         if outs is None:
-            # Not views of one tensor, which autograd doesn't let users write to, and which would keep all of it alive.
+            # Not views of one tensor: autograd forbids writes to these, and each would keep all of it alive.
             return [received.clone() for received in joined.unbind(0)]
         for mine, received in zip(outs, joined, strict=True):
             with writing_to(mine):
                 mine.copy_(received)
         return outs
 
-    return operation, finish
+    return call, finish
 
 
 def _check_parts(parts: Sequence[torch.Tensor]) -> None:
-    """Raise unless the tensors can travel and are alike."""
+    """Raise unless the tensors are supported and of one shape, dtype and device."""
     for i, part in enumerate(parts):
         check_tensor(part, f"tensors[{i}]")
         if part.device != parts[0].device:
@@ -218,7 +201,7 @@ def _check_parts(parts: Sequence[torch.Tensor]) -> None:
 
 
 def _check_outs(out: torch.Tensor | Sequence[torch.Tensor], parts: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """The tensors of ``out``, where each of ``parts`` has its counterpart."""
+    """Return ``out`` as a list; raises unless its tensors match ``parts``."""
     if isinstance(out, torch.Tensor):
         raise TypeError("out must be a list of tensors, as tensors is")
     outs = list(out)
@@ -245,24 +228,25 @@ def all_to_all_single_uneven(
     """Send rows of a tensor to each rank and receive rows from each.
 
     Args:
-        tensor: Its first ``send_counts[0]`` rows (of dim 0) go to rank 0, the next ``send_counts[1]`` to rank 1, ...
-        send_counts: Rows for each rank; together all rows of ``tensor``.
-        recv_counts: Rows from each rank: what its ``send_counts`` says for this one. Ranks compare the dtype and the
-            number of elements in a row.
+        tensor: The input, whose first ``send_counts[0]`` rows (of dim 0) go to rank 0, the next ``send_counts[1]`` to
+            rank 1, and so on.
+        send_counts: The number of rows for each rank; together all rows of ``tensor``.
+        recv_counts: The number of rows from each rank, equal to its ``send_counts`` for this one. Ranks compare the
+            dtype and the number of elements of a row.
         group: The group, on all of whose ranks this is called; None is the default group.
-        out: Where the rows received go, which may be ``tensor``; None makes a fresh tensor.
+        out: The output tensor, which may be ``tensor``; None makes a fresh one.
         timeout: Seconds; None takes the group's.
 
     Returns:
-        ``out``, or a fresh tensor: the rows received, in rank order. Differentiable.
+        ``out``, or a fresh tensor: the received rows, in rank order. Differentiable.
 
     Raises:
         ValueError: The counts don't fit the tensor or the group, or ``out`` is not of ``sum(recv_counts)`` rows or has
             elements that share memory.
-        TypeError: ``send_counts`` or ``recv_counts`` has what is no integer.
-        TypeError, RuntimeError: ``tensor`` or ``out`` won't do, as for `allreduce`.
-        SizeMismatchError: A rank's ``recv_counts`` is not what another sends. The group has failed; a rank whose own
-            counts fit may hear of it at its next call.
+        TypeError: A member of ``send_counts`` or ``recv_counts`` is not an integer.
+        TypeError, RuntimeError: ``tensor`` or ``out`` is invalid, as for `allreduce`.
+        SizeMismatchError: A rank's ``recv_counts`` does not match another's ``send_counts``. The group has failed; a
+            rank whose own counts match may raise this only at its next call.
         CollectiveMismatchError, DistributedTimeoutError, PeerLostError: As for `allreduce`.
     """
     check_tensor(tensor)
@@ -278,11 +262,11 @@ def all_to_all_single_uneven(
             f" {recv_counts[chosen.rank]}"
         )
     unit = math.prod(tensor.shape[1:])
-    return run_now(_all_to_all_rows(tensor, send_counts, recv_counts, unit=unit, group=chosen, out=out, timeout=limit))
+    return execute(_all_to_all_rows(tensor, send_counts, recv_counts, unit=unit, group=chosen, out=out, timeout=limit))
 
 
 def _check_counts(counts: Sequence[int], name: str, group: Backend) -> list[int]:
-    """``counts`` as a list of ints, one for each rank."""
+    """Return ``counts`` as a list of ints, one for each rank."""
     checked = [check_int(f"{name}[{rank}]", count) for rank, count in enumerate(counts)]
     if len(checked) != group.world_size or any(count < 0 for count in checked):
         raise ValueError(f"{name} needs a number of rows for each rank, {group.world_size} in all, not {checked}")
@@ -298,26 +282,15 @@ def _all_to_all_rows(
     group: Backend,
     out: torch.Tensor | None,
     timeout: float,
-) -> Operation[torch.Tensor]:
+) -> PreparedCall[torch.Tensor]:
     row = math.prod(tensor.shape[1:])
     engine = engine_of(group, tensor.device)
     source = flatten(tensor)
     target = prepare_out(out, (sum(receive_rows), *tensor.shape[1:]), tensor.dtype, tensor)
     recorded = records_history(tensor) and out is None
 
-    def run(sequence: int) -> None:
-        engine.all_to_all(
-            target.flat,
-            source,
-            [rows * row for rows in send_rows],
-            [rows * row for rows in receive_rows],
-            unit=unit,
-            timeout=timeout,
-            sequence=sequence,
-        )
-
     def backward(grad: torch.Tensor) -> torch.Tensor:
-        return run_now(
+        return execute(
             _all_to_all_rows(grad, receive_rows, send_rows, unit=unit, group=group, out=None, timeout=group.timeout)
         )
 
@@ -325,6 +298,13 @@ def _all_to_all_rows(
         result = target.finish()
         return attach(tensor, result, backward) if recorded else result
 
-    return Operation(
-        name="all_to_all", group=group, engine=engine, device=tensor.device, timeout=timeout, run=run, finish=finish
+    op = CollectiveOp(
+        kind=CollectiveKind.ALL_TO_ALL,
+        source=source,
+        out=target.flat,
+        counts=[rows * row for rows in send_rows],
+        recv_counts=[rows * row for rows in receive_rows],
+        unit=unit,
+        timeout=timeout,
     )
+    return PreparedCall(op=op, group=group, engine=engine, finish=finish)

@@ -1,25 +1,19 @@
-"""Autograd through collectives: the gradient of a collective is a collective.
+"""From a user's arguments to an engine's, and back: checks, flat tensors, output buffers, autograd history.
 
-The loss is the sum of what all ranks differentiate, so the gradient of a rank's input is the sum over ranks of what
-flows back through every output it has a part in. A result records history when this rank's input requires grad (and
-grad mode is on); every rank of the group must then run backward through it, for backward is a collective too, with
-the group's timeout.
+The checks raise before anything is sent. `flatten` and `prepare_out` make the flat, contiguous tensors that engines
+take, `OutputBuffer.finish` brings the result to the user's tensor, and `attach` records its history.
+
+The gradient of a collective is a collective. The loss is the sum of all ranks' losses, so the gradient of a rank's
+input is the sum over the ranks of the gradients of all outputs that depend on it. A result records history when this
+rank's input requires grad (and grad mode is on); then every rank of the group must run backward through it, which is a
+collective with the group's timeout.
 
 [Note: gradients out of step]
-A gradient's collective is compared like any other: operation, dtype, reduction, number of elements, root and dim. Where
-one of them differs from what a rank out of step calls, all raise `CollectiveMismatchError`. That a call is a gradient's
-is not among them: when one rank is in the backward of an allreduce and another makes a forward allreduce of as many
-elements of that dtype and reduction, they are joined, and both get a fold of what doesn't belong together. So ranks
-must run the same forwards and backwards in the same order. DDP tells its buckets apart from all else by marks of their
-own.
-
-How elements are divided over ranks.
-
-Tensors as bytes.
-
-What users pass, turned into what engines take: flat, contiguous tensors, where the user's are.
-
-numpy's scalars as the Python values that are equal to them.
+A gradient's collective is compared like any other: operation, dtype, reduction, number of elements, root and dim. If a
+rank out of step calls another one, all ranks raise `CollectiveMismatchError`. Whether a call is a gradient's is not
+compared: if one rank is in the backward of an allreduce and another makes a forward allreduce of as many elements of
+that dtype and reduction, they match, and both get a meaningless result. So ranks must run the same forwards and
+backwards in the same order. DDP's buckets have fingerprints of their own.
 """
 
 from __future__ import annotations
@@ -54,7 +48,7 @@ if TYPE_CHECKING:
 
 
 class _Attached(torch.autograd.Function):
-    """Joins a result that was computed elsewhere to the graph of its input."""
+    """Attaches a result that was computed elsewhere to the graph of its input."""
 
     @staticmethod
     def forward(
@@ -67,7 +61,7 @@ class _Attached(torch.autograd.Function):
         ctx.backward_of = backward
         ctx.source_shape = source.shape
         ctx.save_for_backward(*saved)
-        return computed[0]  # in a list: as an argument it would come out as a view, which users may not write to
+        return computed[0]  # in a list: else it would come out as a view, which users may not write to
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:
@@ -76,7 +70,7 @@ class _Attached(torch.autograd.Function):
 
 
 class _AttachedOnce(_Attached):
-    """The same, for a gradient that has no gradient."""
+    """`_Attached` for a gradient that is not differentiable."""
 
     @staticmethod
     @once_differentiable
@@ -85,18 +79,22 @@ class _AttachedOnce(_Attached):
 
 
 def records_history(source: torch.Tensor | None) -> bool:
-    """Whether a result that depends on ``source`` belongs in the autograd graph."""
+    """True if the result of a call on ``source`` records history."""
     return source is not None and source.requires_grad and torch.is_grad_enabled()
 
 
 def attach(
     source: torch.Tensor, result: torch.Tensor, backward: Backward, *saved: torch.Tensor, once: bool = False
 ) -> torch.Tensor:
-    """``result`` with ``backward(gradient of result, *saved) -> gradient of source`` as its history.
+    """Give a result its autograd history.
 
-    What ``backward`` needs of ``source`` and ``result`` goes through ``saved``, so that autograd finds writes to them.
-    ``once`` refuses a second derivative: of operations with a root, for only there it would have a history, and the
-    other ranks would not take part.
+    Args:
+        source: The input of the collective.
+        result: The result.
+        backward: ``backward(gradient of result, *saved)`` returns the gradient of ``source``.
+        saved: The tensors that ``backward`` needs; autograd detects later writes to them.
+        once: Whether a second derivative is refused: of collectives with a root it would have a history on the root
+            only, and the other ranks would not take part.
     """
     function = _AttachedOnce if once else _Attached
     attached = function.apply(source, [result], backward, saved)  # type: ignore[no-untyped-call]
@@ -113,12 +111,12 @@ def compute_shard_sizes(total: int, world_size: int) -> list[int]:
 
 
 def offsets_of(sizes: Sequence[int]) -> list[int]:
-    """Where each part starts when parts of these sizes lie one after the other; one entry more, for the end."""
+    """The offsets of concatenated parts of these sizes, and the end as one more."""
     return [0, *itertools.accumulate(sizes)]
 
 
 def bytes_of(tensor: torch.Tensor) -> memoryview:
-    """The memory of a contiguous CPU tensor as a flat, writable view of bytes; it keeps the memory alive."""
+    """The memory of a contiguous CPU tensor as a flat, writable memoryview, which keeps it alive."""
     if not tensor.numel():  # whose strides may be anything
         return memoryview(bytearray())
     # As strided: a single element may have any stride, such as the 0 of an expanded one.
@@ -127,7 +125,7 @@ def bytes_of(tensor: torch.Tensor) -> memoryview:
 
 
 def shares_memory(one: torch.Tensor, other: torch.Tensor) -> bool:
-    """Whether the memory that two tensors span overlaps, whoever owns it."""
+    """True if the memory ranges of two tensors overlap, whoever owns them."""
     if not one.numel() or not other.numel():
         return False
     (start, stop), (other_start, other_stop) = _span(one), _span(other)
@@ -135,7 +133,7 @@ def shares_memory(one: torch.Tensor, other: torch.Tensor) -> bool:
 
 
 def elements_overlap(*tensors: torch.Tensor) -> bool:
-    """Whether two elements, of one tensor or of two, share memory: exact for any strides."""
+    """True if any two elements, of one tensor or of several, share memory; exact for any strides."""
     ordered = sorted((tensor for tensor in tensors if tensor.numel()), key=torch.Tensor.data_ptr)
     clusters: list[list[torch.Tensor]] = []
     end = 0
@@ -146,11 +144,11 @@ def elements_overlap(*tensors: torch.Tensor) -> bool:
         else:
             clusters.append([tensor])
         end = max(end, stop)
-    return any(_meet(cluster) for cluster in clusters if len(cluster) > 1 or not _is_nested(cluster[0]))
+    return any(_collide(cluster) for cluster in clusters if len(cluster) > 1 or not _has_nested_strides(cluster[0]))
 
 
-def _is_nested(tensor: torch.Tensor) -> bool:
-    """Whether each dim steps over all elements of the dims with smaller steps: true of whatever slicing makes."""
+def _has_nested_strides(tensor: torch.Tensor) -> bool:
+    """True if each dim steps over all elements of the dims with smaller strides, as in all slices."""
     reach = 0
     for stride, size in sorted(_steps(tensor)):
         if stride <= reach:
@@ -159,8 +157,8 @@ def _is_nested(tensor: torch.Tensor) -> bool:
     return True
 
 
-def _meet(tensors: list[torch.Tensor]) -> bool:
-    """Whether two elements meet, by marking every byte: at the cost of the memory that the tensors span."""
+def _collide(tensors: list[torch.Tensor]) -> bool:
+    """Detect elements that share memory by marking bytes; takes as much memory as the tensors span."""
     start, stop = min(_span(tensor)[0] for tensor in tensors), max(_span(tensor)[1] for tensor in tensors)
     total = sum(tensor.nbytes for tensor in tensors)
     if total > stop - start or any(stride == 0 for tensor in tensors for stride, _ in _steps(tensor)):
@@ -174,7 +172,7 @@ def _meet(tensors: list[torch.Tensor]) -> bool:
 
 
 def _steps(tensor: torch.Tensor) -> list[tuple[int, int]]:
-    """Stride and size of the dims that have steps."""
+    """Stride and size of the dims of more than one element."""
     return [(stride, size) for stride, size in zip(tensor.stride(), tensor.shape, strict=True) if size > 1]
 
 
@@ -188,13 +186,13 @@ _DEVICE_TYPES = ("cpu", "cuda")
 
 
 def group_and_timeout(group: Backend | None, timeout: float | None) -> tuple[Backend, float]:
-    """The group and the seconds that a call means."""
+    """The group and the timeout of a call, from its arguments."""
     chosen = resolve_group(group)
     return chosen, chosen.timeout if timeout is None else check_timeout(timeout)
 
 
 def check_root(group: Backend, rank: int, name: str) -> int:
-    """``rank`` as an int; raises unless it is a rank of ``group``."""
+    """Return ``rank`` as an int; raises unless it is a rank of ``group``."""
     return check_rank(group, rank, f"{name}={rank!r}")
 
 
@@ -205,7 +203,7 @@ def check_out_of_root(group: Backend, root: int, out: object) -> None:
 
 
 def check_dim(tensor: torch.Tensor, dim: int) -> int:
-    """``dim`` as a number from 0; raises IndexError outside of the tensor's dims, ValueError for a 0-dim tensor."""
+    """Return ``dim`` counted from 0; raises IndexError for an invalid dim, ValueError for a 0-dim tensor."""
     dim = check_int("dim", dim)
     if tensor.dim() == 0:
         raise ValueError("a zero-dimensional tensor has no dim to divide or join along: reshape it to (1,) first")
@@ -215,7 +213,7 @@ def check_dim(tensor: torch.Tensor, dim: int) -> int:
 
 
 def check_layout(tensor: torch.Tensor, name: str = "tensor") -> None:
-    """Raise UnsupportedOpError unless ``tensor`` has one shape, and its elements at strides."""
+    """Raise UnsupportedOpError for nested and sparse tensors."""
     if tensor.is_nested:
         raise UnsupportedOpError(
             f"{name} is a nested tensor, which has no one shape: pass its parts ({name}.unbind()), or one padded tensor"
@@ -229,10 +227,10 @@ def check_tensor(tensor: torch.Tensor, name: str = "tensor") -> None:
     """Raise unless collectives can carry ``tensor``.
 
     Raises:
-        TypeError: It is no dense tensor of a known dtype on the CPU or a GPU. Whether a group carries what is on a GPU
-            is `engine_of`'s question.
-        NotImplementedError: It carries a forward-mode tangent, or this is inside of a functorch transform or
-            of make_fx.
+        TypeError: ``tensor`` is not a dense tensor of a supported dtype on the CPU or a GPU. `engine_of` checks whether
+            the group supports the device.
+        NotImplementedError: ``tensor`` carries a forward-mode tangent, or the call is inside a functorch transform or
+            make_fx.
     """
     if not isinstance(tensor, torch.Tensor):
         raise TypeError(f"{name} must be a torch.Tensor, not {type(tensor).__name__}")
@@ -261,42 +259,42 @@ def check_tensor(tensor: torch.Tensor, name: str = "tensor") -> None:
 
 
 def _is_traced() -> bool:
-    """Whether `make_fx` records what this thread does with tensors; the tensors themselves don't show it."""
+    """True if `make_fx` records this thread's operations, which the tensors don't show."""
     if not is_in_torch_dispatch_mode():
         return False
-    from torch.fx.experimental.proxy_tensor import get_proxy_mode  # noqa: PLC0415 - loads much, and is here by now
+    from torch.fx.experimental.proxy_tensor import get_proxy_mode  # noqa: PLC0415 - large, and loaded by now
 
     return get_proxy_mode() is not None
 
 
 def _has_memory(tensor: torch.Tensor) -> bool:
-    """Whether a tensor's elements are in memory; of one without elements, whether they could be."""
+    """True if a tensor's elements are in memory, or could be if it has none."""
     try:
-        # Not the tensor's own memory: a transform also wraps what is made from tensors that it did not wrap.
+        # `detach` first: a transform also wraps results of tensors that it did not wrap.
         return tensor.detach().data_ptr() != 0 or not tensor.numel()
     except RuntimeError:
         return False
 
 
 def flatten(tensor: torch.Tensor) -> torch.Tensor:
-    """The elements in order, as one dimension: the tensor's own memory when it is contiguous, else a copy."""
+    """The elements in order, in one dim: the tensor's own memory if it is contiguous, else a copy."""
     return tensor.detach().resolve_conj().resolve_neg().contiguous().view(-1)
 
 
 def writing_to(tensor: torch.Tensor) -> AbstractContextManager[object]:
-    """Inside of this, elements may be written to a tensor: no history is recorded, and inference tensors take it."""
+    """A context for writing to a tensor without history, also to an inference tensor."""
     return torch.inference_mode() if tensor.is_inference() else torch.no_grad()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OutputBuffer:
-    """Where a result goes.
+    """The output of a call.
 
     Args:
-        flat: What the engine writes: the result's elements in order, with the dim that is joined or divided first.
-        result: What the user gets, with the result's shape.
-        view: ``result`` with that dim first, when ``flat`` is not its memory.
-        refusal: Why the user gets an error in place of the result.
+        flat: The tensor that the engine writes: the elements in order, with the joined or divided dim first.
+        result: The user's result.
+        view: ``result`` with that dim first, if ``flat`` is not its memory.
+        refusal: An error to raise in place of returning the result.
     """
 
     flat: torch.Tensor
@@ -305,7 +303,7 @@ class OutputBuffer:
     refusal: Exception | None = None
 
     def finish(self) -> torch.Tensor:
-        """Bring what the engine wrote to the user's tensor."""
+        """Copy the engine's output to the user's tensor if needed, and return that."""
         if self.refusal is not None:
             raise self.refusal
         if self.view is not None:
@@ -313,7 +311,7 @@ class OutputBuffer:
                 self.view.copy_(self.flat.view(self.view.shape))
             record_use_on_streams(self.flat)
         elif not self.result.is_inference():
-            # The engine wrote raw memory: autograd must learn that what it may have saved has changed.
+            # The engine wrote raw memory: a tensor that autograd may have saved has changed.
             torch.autograd.graph.increment_version(self.result)
         return self.result
 
@@ -325,7 +323,7 @@ def check_out(
     shape: Sequence[int] | None = None,
     dtype: torch.dtype | None = None,
 ) -> None:
-    """Raise for an ``out`` that can't be, as far as shape and dtype are known; see `prepare_out`."""
+    """Check ``out`` as far as shape and dtype are known; see `prepare_out`."""
     if out is None:
         return
     if out is not source:  # which was checked
@@ -357,12 +355,12 @@ def prepare_out(
     """Make or check the tensor a result goes to.
 
     Args:
-        out: The user's, or None for a fresh one.
+        out: The user's tensor, or None for a fresh one.
         shape: The result's shape.
         dtype: The result's dtype.
         source: The call's input, if any.
-        device: Where a fresh tensor is made; None makes it where ``source`` is, or on the CPU.
-        dim: The dim that is joined or divided, from 0.
+        device: The device of a fresh tensor; None is ``source``'s, or the CPU.
+        dim: The joined or divided dim, counted from 0.
         in_place: Whether the engine may write to its input, when that is ``out``.
 
     Raises:
@@ -391,10 +389,9 @@ def prepare_late_out(
     device: torch.device | None = None,
     dim: int = 0,
 ) -> OutputBuffer:
-    """`prepare_out` for a result whose shape was learned from other ranks, which are in the call already.
+    """`prepare_out` for a result whose shape came from other ranks, which are in the call already.
 
-    They count on this rank, so it takes part with a tensor of its own, and raises what is wrong with ``out`` when it
-    has: the group goes on.
+    This rank must take part, so with an invalid ``out`` it does with a fresh tensor, and raises afterwards.
     """
     try:
         return prepare_out(out, shape, dtype, source, device=device, dim=dim)
@@ -404,16 +401,16 @@ def prepare_late_out(
 
 
 def _same(one: torch.Tensor, other: torch.Tensor) -> bool:
-    """Whether two contiguous tensors have their elements in the same places."""
+    """True if two contiguous tensors are the same memory in the same shape."""
     return one.data_ptr() == other.data_ptr() and one.shape == other.shape
 
 
-_KINDS = frozenset("biufSU")
-"""Booleans, integers, floats, bytes and text. A time or a record has no equal among plain values."""
+_NUMPY_KINDS = frozenset("biufSU")
+"""NumPy's kinds of booleans, integers, floats, bytes and text; times and records have no Python equal."""
 
 
 def python_value(value: Any) -> Any:
-    """A numpy scalar as a bool, int, float, bytes or str; anything else unchanged, as a float of more than 64 bits."""
-    if isinstance(value, np.generic) and value.dtype.kind in _KINDS:
+    """Convert a NumPy scalar to the equal bool, int, float, bytes or str; other values stay, also long doubles."""
+    if isinstance(value, np.generic) and value.dtype.kind in _NUMPY_KINDS:
         return value.item()
     return value

@@ -1,4 +1,4 @@
-"""Several collectives as one: what is started inside the block travels when the block ends."""
+"""`coalesce`: collectives that are started inside a block run fused when it ends."""
 
 from __future__ import annotations
 
@@ -9,13 +9,15 @@ from typing import TYPE_CHECKING, TypeAlias
 
 import torch
 
+from ferrodist.backends.collective_op import CollectiveKind, CollectiveOp
 from ferrodist.backends.cuda import record_use_on_streams
 from ferrodist.backends.process_group import resolve_group
 from ferrodist.backends.signature import MAX_PAYLOAD
 from ferrodist.backends.verification import left_reason
 from ferrodist.collectives.arguments import shares_memory, writing_to
 from ferrodist.collectives.engines.host import host_engine_of
-from ferrodist.collectives.work import Operation, PendingCollective, QueuedCollective, collector, run_later
+from ferrodist.collectives.reduce_op import PremultipliedSum
+from ferrodist.collectives.work import PendingCollective, PreparedCall, QueuedCollective, collector, run_at, submit
 from ferrodist.errors import CollectiveMismatchError, DistributedError
 
 if TYPE_CHECKING:
@@ -24,28 +26,28 @@ if TYPE_CHECKING:
     from ferrodist.backends.base import Backend
 
 if TYPE_CHECKING:
-    _Collected: TypeAlias = tuple[Operation[object], QueuedCollective[object]]
+    _Collected: TypeAlias = tuple[PreparedCall[object], QueuedCollective[object]]
 
 
 @contextlib.contextmanager
 def coalesce(group: Backend | None = None) -> Iterator[None]:
-    """Gather the collectives that are started inside the block and send them together when it ends.
+    """Collect the collectives that are started inside the block, and run them fused when it ends.
 
-    Neighbouring allreduces of one dtype and operation, or broadcasts of one dtype and root, become one on their
-    elements laid end to end: one agreement and one set of messages for any number of small tensors, and the same
-    bits as without. The smallest of their timeouts holds for all of them. What shares memory with another's result is
-    not joined, so tensors that share memory on one rank must on all.
+    Consecutive allreduces of one dtype and reduction, or broadcasts of one dtype and root, are fused into one on their
+    concatenated elements: one agreement and one set of messages for any number of small tensors, with the same bits as
+    without. The smallest of their timeouts holds for all. Collectives whose tensors share memory with another's result
+    are not fused, so tensors that share memory on one rank must share it on all.
     Other collectives start one after the other, in the order in which they were called.
 
-    First the ranks compare what they have collected, within the smallest timeout in the block. When their blocks
-    differ, or a rank does not come to its own, all pending operations raise that.
+    First the ranks compare their blocks, within the smallest timeout in the block. When the blocks differ, or a rank
+    does not reach the end of its block, all pending collectives raise that error.
 
-    Inside the block use the ``async_*`` forms; each gives its `PendingCollective`, which starts when the block ends.
-    When the block raises, nothing is sent and the pending operations fail with that error. Copies of the block's
-    context, as asyncio tasks made inside run in, are of no use for collectives after its end.
+    Inside the block use the ``async_*`` functions; each returns a `PendingCollective`, which starts when the block
+    ends. When the block raises, nothing is sent and the pending collectives fail with that error. Copies of the block's
+    context, such as those of asyncio tasks made inside, can't be used for collectives after its end.
 
     Args:
-        group: The group of all operations in the block; None is the default group.
+        group: The group of all collectives in the block; None is the default group.
 
     Raises:
         RuntimeError: A blocking collective was called inside the block, or one of another group, or blocks were nested;
@@ -73,7 +75,7 @@ def coalesce(group: Backend | None = None) -> Iterator[None]:
 
 
 class _Block:
-    """What the operations inside go to; see `Collector`."""
+    """The `CoalescingContext` of one block."""
 
     def __init__(self, group: Backend) -> None:
         self._group = group
@@ -81,16 +83,17 @@ class _Block:
         self._collected: list[_Collected] = []
         self._has_ended = False
 
-    def collect(self, operation: Operation[object]) -> PendingCollective[object]:
-        if operation.group is not self._group:
+    def collect(self, call: PreparedCall[object]) -> PendingCollective[object]:
+        name = call.op.operation
+        if call.group is not self._group:
             raise RuntimeError(
-                f"{operation.name} on group {operation.group.name!r} inside coalesce() of group {self._group.name!r}:"
+                f"{name} on group {call.group.name!r} inside coalesce() of group {self._group.name!r}:"
                 " a block is for one group"
             )
-        pending: QueuedCollective[object] = QueuedCollective(operation.name, self._group.name)
-        with self._lock:  # another thread, in a copy of the context, may come when the block ends
-            self.check_open(operation.name)
-            self._collected.append((operation, pending.hold()))
+        pending: QueuedCollective[object] = QueuedCollective(name, self._group.name)
+        with self._lock:  # another thread, in a copy of the context, may call while the block ends
+            self.check_open(name)
+            self._collected.append((call, pending.hold()))
         return pending
 
     def check_open(self, name: str) -> None:
@@ -101,53 +104,64 @@ class _Block:
             )
 
     def end(self) -> list[_Collected]:
-        """Take nothing more, and give what was collected."""
+        """Refuse further calls, and return those that were collected."""
         with self._lock:
             self._has_ended = True
             return self._collected
 
 
 def _start(collected: list[_Collected], group: Backend) -> None:
-    """Compare what the ranks collected, join what can be joined, and start all of it."""
+    """Compare the ranks' blocks, fuse what can be fused, and start all calls."""
     runs = _runs(collected)
-    run_later(_comparison(runs, group))
+    submit(_comparison(runs, group))
     for members in runs:
-        joined = run_later(_fused(members))
+        joined = submit(_fused(members))
         for _, pending in members:
-            pending.follow(joined)  # which knows when it is done on a GPU, too
+            pending.follow(joined)  # which is done only when it is done on the GPU, too
             pending.start()
 
 
 def _runs(collected: list[_Collected]) -> list[list[_Collected]]:
-    """Divide into runs that can be joined: neighbours of one kind that don't touch each other's results."""
+    """Group consecutive calls of one kind that can be fused: none touches another's result."""
     runs: list[list[_Collected]] = []
+    last_key: tuple[object, ...] | None = None
     for item in collected:
-        part = item[0].fusible
-        last = [other.fusible for other, _ in runs[-1]] if runs else []
-        joins = part is not None and all(
-            other is not None
-            and other.key == part.key
-            and not shares_memory(other.out, part.source)
-            and not shares_memory(other.out, part.out)
-            for other in last
-        )
-        if joins and last:
+        op, key = item[0].op, _fusion_key(item[0])
+        if (
+            key is not None
+            and key == last_key
+            and not any(
+                shares_memory(other.op.out, op.source) or shares_memory(other.op.out, op.out) for other, _ in runs[-1]
+            )
+        ):
             runs[-1].append(item)
         else:
             runs.append([item])
+        last_key = key
     return runs
 
 
-def _comparison(runs: list[list[_Collected]], group: Backend) -> Operation[None]:
-    """The first operation of a block: ranks that collected or joined other operations would mix up elements."""
-    text = ", ".join("+".join(_describe(operation) for operation, _ in members) for members in runs)
-    timeout = min(operation.timeout for members in runs for operation, _ in members)
+def _fusion_key(call: PreparedCall[object]) -> tuple[object, ...] | None:
+    """A key that is equal for calls that can be fused; None for other calls."""
+    op = call.op
+    if call.run is not None or op.kind not in (CollectiveKind.ALLREDUCE, CollectiveKind.BROADCAST):
+        return None
+    if isinstance(op.op, PremultipliedSum):  # a rank whose factors happen to be equal would fuse what others can't
+        return None
+    return op.kind, op.tensor.dtype, op.device, op.op, op.root
+
+
+def _comparison(runs: list[list[_Collected]], group: Backend) -> PreparedCall[None]:
+    """The first call of a block, which compares the blocks: ranks with different ones would mix up elements."""
+    text = ", ".join("+".join(_describe(call) for call, _ in members) for members in runs)
+    timeout = min(call.op.timeout for members in runs for call, _ in members)
     digest = hashlib.blake2b(text.encode(), digest_size=16).digest()
     payload = digest + text.encode()[: MAX_PAYLOAD - len(digest)]
+    engine = host_engine_of(group)
+    op = CollectiveOp(kind=CollectiveKind.SHARE, name="coalesce", payload=payload, timeout=timeout)
 
     def run(sequence: int) -> None:
-        engine = host_engine_of(group)
-        payloads = engine.share("coalesce", payload, timeout=timeout, sequence=sequence)
+        payloads = engine.run(op, sequence) or []
         differing = [rank for rank, other in enumerate(payloads) if other[:16] != payloads[0][:16]]
         if differing:
             said = "; ".join(
@@ -161,64 +175,55 @@ def _comparison(runs: list[list[_Collected]], group: Backend) -> Operation[None]
             group.abort(error)
             raise error
 
-    return Operation(
-        name="coalesce",
-        group=group,
-        engine=host_engine_of(group),
-        device=None,
-        timeout=timeout,
-        run=run,
-        finish=lambda: None,
-    )
+    return PreparedCall(op=op, group=group, engine=engine, run=run, finish=lambda: None)
 
 
-def _describe(operation: Operation[object]) -> str:
-    count = f"[{operation.fusible.source.numel()}]" if operation.fusible else ""
-    place = "" if operation.device is None or operation.device.type == "cpu" else f" on {operation.device.type}"
-    return f"{operation.name}{count}{place}"
+def _describe(call: PreparedCall[object]) -> str:
+    op = call.op
+    count = "" if _fusion_key(call) is None else f"[{op.tensor.numel()}]"
+    place = "" if op.device is None or op.device.type == "cpu" else f" on {op.device.type}"
+    return f"{op.operation}{count}{place}"
 
 
-def _fused(members: list[_Collected]) -> Operation[None]:
-    """One operation that does what all of ``members`` do and ends their pending handles."""
-    operations = [operation for operation, _ in members]
-    first = operations[0]
-    parts = [operation.fusible for operation in operations if operation.fusible is not None]
-    timeout = min(operation.timeout for operation in operations)
+def _fused(members: list[_Collected]) -> PreparedCall[None]:
+    """One call that does the work of ``members`` and ends their handles."""
+    calls = [call for call, _ in members]
+    first = calls[0]
+    ops = [call.op for call in calls]
+    timeout = min(op.timeout for op in ops)
+    enqueues = getattr(first.engine, "enqueue", False)
+    pieces: list[torch.Tensor] = []
 
     def run(sequence: int) -> None:
         try:
-            if len(parts) > 1:
-                out = torch.cat([part.source for part in parts])
-                parts[0].run(out, out, timeout, sequence)
-                pieces.extend(torch.split(out, [part.out.numel() for part in parts]))
+            if len(ops) > 1:
+                joined = torch.cat([op.source for op in ops])
+                first.engine.run(ops[0].replace(source=joined, out=joined, timeout=timeout), sequence)
+                pieces.extend(torch.split(joined, [op.out.numel() for op in ops]))
                 if not enqueues:
-                    take_pieces()
+                    copy_pieces()
             else:
-                first.run(sequence)
+                run_at(first, sequence)
         except BaseException as error:
             for _, pending in members:
                 pending.fail(error)
-            if not isinstance(error, DistributedError):  # as of memory that is short: the others would wait for us
-                first.group.abort(left_reason(first.group.rank, f"a coalesced {first.name}", error))
+            if not isinstance(error, DistributedError):  # such as no memory: other ranks would wait for this one
+                first.group.abort(left_reason(first.group.rank, f"a coalesced {first.op.operation}", error))
             raise
-        for operation, pending in members:
-            pending.succeed(operation.finish)
+        for call, pending in members:
+            pending.succeed(call.finish)
 
-    def take_pieces() -> None:
-        for part, piece in zip(parts, pieces, strict=False):  # there are none of a run of one
-            with writing_to(part.out):
-                part.out.copy_(piece)
-            record_use_on_streams(part.out)
+    def copy_pieces() -> None:
+        for op, piece in zip(ops, pieces, strict=False):  # no pieces if there is one call
+            with writing_to(op.out):
+                op.out.copy_(piece)
+            record_use_on_streams(op.out)
             record_use_on_streams(piece)
 
-    pieces: list[torch.Tensor] = []
-    enqueues = getattr(first.engine, "enqueue", False)
-    return Operation(
-        name=first.name,
+    return PreparedCall(
+        op=first.op,
         group=first.group,
         engine=first.engine,
-        device=first.device,
-        timeout=timeout,
         run=run,
-        finish=take_pieces if enqueues else lambda: None,  # else in the order of the stream of who waits
+        finish=copy_pieces if enqueues else lambda: None,  # in the order of the waiting thread's stream
     )

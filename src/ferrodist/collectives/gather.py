@@ -1,4 +1,4 @@
-"""gather and scatter: each is the other's gradient."""
+"""gather and scatter, which are each other's gradient."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from ferrodist.arguments import check_int
+from ferrodist.backends.collective_op import CollectiveKind, CollectiveOp
 from ferrodist.collectives.all_gather import ConcatSpec, share_sizes
 from ferrodist.collectives.arguments import (
     OutputBuffer,
@@ -25,12 +26,12 @@ from ferrodist.collectives.arguments import (
     prepare_out,
     records_history,
 )
-from ferrodist.collectives.engines.host import host_engine_of
+from ferrodist.collectives.engines.host import share_bytes
 from ferrodist.collectives.engines.select import engine_of
-from ferrodist.collectives.facts import check_sizes, dtype_at, protocol_error, read_facts
+from ferrodist.collectives.payloads import check_sizes, dtype_at, protocol_error, unpack_payloads
 from ferrodist.collectives.profiling import profiled
 from ferrodist.collectives.reduce_op import DTYPES
-from ferrodist.collectives.work import Operation, refuse_in_coalesce, run_now
+from ferrodist.collectives.work import PreparedCall, execute, refuse_in_coalesce
 from ferrodist.deadline import Deadline
 from ferrodist.errors import CollectiveMismatchError
 
@@ -41,7 +42,7 @@ if TYPE_CHECKING:
 
 _MAX_SCATTER_DIMS = 12
 
-# Every rank's dim and src; of the root also: dtype's place in DTYPES, records history, is on a GPU, dims, shape.
+# Every rank's dim and src; the root's also has: dtype's index in DTYPES, records history, is on a GPU, num dims, shape.
 _SCATTER_CALL = struct.Struct("<ii")
 _SCATTER_HEAD = struct.Struct(f"<iiB??B{_MAX_SCATTER_DIMS}q")
 
@@ -56,26 +57,26 @@ def gather(
     out: torch.Tensor | None = None,
     timeout: float | None = None,
 ) -> torch.Tensor:
-    """Join the ranks' tensors along ``dim``, in rank order, on rank ``dst``.
+    """Concatenate the ranks' tensors along ``dim``, in rank order, on rank ``dst``.
 
     Args:
-        tensor: Of equal dtype on all ranks, and equal shape but for ``dim``, compared as for `all_gather_uneven`; any
-            strides.
+        tensor: The input, of equal dtype on all ranks, and equal shape but for ``dim``, compared as for
+            `all_gather_uneven`; any strides.
         dst: The rank that gets the result, the same on all ranks.
-        dim: The dim to join along.
+        dim: The dim to concatenate along.
         group: The group, on all of whose ranks this is called; None is the default group.
-        out: On rank ``dst``: where the result goes; None makes a fresh tensor. Refused elsewhere.
+        out: The output tensor on rank ``dst``; None makes a fresh one. Refused elsewhere.
         timeout: Seconds; None takes the group's.
 
     Returns:
-        On ``dst`` the joined tensor; elsewhere an empty one, through which backward runs. Differentiable once.
+        On ``dst`` the concatenation; elsewhere an empty tensor, through which backward runs. Differentiable once.
 
     Raises:
         ValueError: ``out`` is given on another rank than ``dst``, has elements that share memory, or another shape.
-            The shape is known only when the ranks' sizes are, so ``dst`` takes part first, and the group goes on.
+            The shape is known only after the sizes were shared, so ``dst`` takes part first, and the group goes on.
         InvalidRankError: ``dst`` is not a rank of the group.
         IndexError: ``tensor`` has no such ``dim``.
-        TypeError, RuntimeError: ``tensor`` or ``out`` won't do, as for `allreduce`.
+        TypeError, RuntimeError: ``tensor`` or ``out`` is invalid, as for `allreduce`.
         CollectiveMismatchError, DistributedTimeoutError, PeerLostError: As for `allreduce`.
     """
     check_tensor(tensor)
@@ -100,20 +101,16 @@ def gather_with_sizes(
     out: torch.Tensor | None = None,
     timeout: float,
 ) -> torch.Tensor:
-    """`gather` of parts of which rank r's has ``sizes[r]`` of ``dim``, as all ranks know."""
+    """`gather` with known sizes: rank r's part has ``sizes[r]`` along ``dim``."""
     is_root = group.rank == dst
     engine = engine_of(group, part.device)
-    join = ConcatSpec(part, dim, sizes)
+    concat = ConcatSpec(part, dim, sizes)
     source = flatten(part.detach().movedim(dim, 0))
     if is_root:
-        target = prepare_late_out(out, join.shape, part.dtype, part, dim=dim)
+        target = prepare_late_out(out, concat.shape, part.dtype, part, dim=dim)
     else:
         target = prepare_out(None, (0,), part.dtype, device=part.device)
     recorded = records_history(part) and out is None
-
-    def run(sequence: int) -> None:
-        flat = target.flat if is_root else None
-        engine.gather(flat, source, join.counts, dst, timeout=timeout, sequence=sequence)
 
     def backward(grad: torch.Tensor) -> torch.Tensor:
         fresh = prepare_out(None, part.shape, part.dtype, device=part.device, dim=dim)
@@ -124,11 +121,15 @@ def gather_with_sizes(
         result = target.finish()
         return attach(part, result, backward, once=True) if recorded else result
 
-    return run_now(
-        Operation(
-            name="gather", group=group, engine=engine, device=part.device, timeout=timeout, run=run, finish=finish
-        )
+    call = CollectiveOp(
+        kind=CollectiveKind.GATHER,
+        source=source,
+        out=target.flat if is_root else None,
+        counts=concat.counts,
+        root=dst,
+        timeout=timeout,
     )
+    return execute(PreparedCall(op=call, group=group, engine=engine, finish=finish))
 
 
 @profiled
@@ -141,35 +142,35 @@ def scatter(
     out: torch.Tensor | None = None,
     timeout: float | None = None,
 ) -> torch.Tensor:
-    """Divide rank ``src``'s tensor over the ranks along ``dim``.
+    """Scatter rank ``src``'s tensor over the ranks along ``dim``.
 
-    Sizes that the world size doesn't divide follow `compute_shard_sizes`. The other ranks learn shape and dtype from
-    ``src``, and whether it is on a GPU, at the cost of one more agreement. An ``out`` that doesn't fit they find only
-    then: they take part before they raise, and the group goes on.
+    Sizes that the world size doesn't divide follow `compute_shard_sizes`. The other ranks get shape, dtype and kind of
+    device from ``src``, at the cost of one more agreement. If ``out`` does not fit, they take part before they raise,
+    and the group goes on.
 
-    Backward is a collective of all ranks. ``loss.backward()`` comes through here by itself. ``torch.autograd.grad``
-    goes only where one of its inputs lies: for it the other ranks pass an empty tensor that requires grad, as `gather`
-    returns one, and name it among the inputs.
+    Backward is a collective of all ranks. ``loss.backward()`` runs it everywhere. ``torch.autograd.grad`` runs it only
+    on ranks with one of its inputs: for it the other ranks pass an empty tensor that requires grad, as `gather` returns
+    one, and name it among the inputs.
 
     Args:
-        tensor: On rank ``src`` the tensor, of at most 12 dims. Elsewhere None, or a tensor without elements, whose
-            gradient leads through here.
-        src: The rank that has it, the same on all ranks.
+        tensor: The input on rank ``src``, of at most 12 dims. Elsewhere None, or an empty tensor, through which
+            backward runs.
+        src: The rank that has the input, the same on all ranks.
         dim: The dim to divide.
         group: The group, on all of whose ranks this is called; None is the default group.
-        out: Where this rank's part goes; None makes a fresh tensor.
+        out: The output tensor for this rank's part; None makes a fresh one.
         timeout: Seconds; None takes the group's.
 
     Returns:
-        ``out``, or a fresh tensor: this rank's part, where ``tensor`` is, or on the current device of the kind of
-        ``src``'s. Differentiable once, when ``src``'s tensor requires grad: on all ranks.
+        ``out``, or a fresh tensor: this rank's part, on the device of ``tensor``, or on the current device of the kind
+        of ``src``'s. Differentiable once, if ``src``'s tensor requires grad: on all ranks.
 
     Raises:
         ValueError: ``tensor`` is missing on ``src``, has elements elsewhere, or has no dim or too many; ``out`` has
             another shape, or elements that share memory.
-        TypeError: ``tensor`` can't travel, ``out`` has another dtype, or ``dim`` is no integer.
+        TypeError: ``tensor`` is not supported, ``out`` has another dtype, or ``dim`` is not an integer.
         RuntimeError: ``out`` is given where gradients would be lost.
-        IndexError: ``tensor`` has no such ``dim``, or elsewhere: no tensor that scatter takes has.
+        IndexError: ``dim`` is out of range: of ``tensor`` on ``src``, elsewhere of any tensor that scatter takes.
         InvalidRankError: ``src`` is not a rank of the group.
         CollectiveMismatchError, DistributedTimeoutError, PeerLostError: As for `allreduce`.
     """
@@ -199,8 +200,7 @@ def scatter(
             raise ValueError(f"rank {src} scatters: pass None on rank {chosen.rank}, or a tensor without elements")
     deadline = Deadline(limit)
     refuse_in_coalesce("scatter")
-    engine = host_engine_of(chosen)
-    heads = engine.share("scatter", head, timeout=limit, sequence=engine.reserve())
+    heads = share_bytes(chosen, "scatter", head, limit)
     _compare_scatters(heads, chosen)
     dim, _, place, recorded, is_cuda, num_dims, *shape = _SCATTER_HEAD.unpack(heads[src])
     check_sizes(shape, chosen, src, "scatter")
@@ -210,7 +210,7 @@ def scatter(
     whole = tensor
     is_elsewhere = whole is not None and whole.device != device
     if whole is None or is_elsewhere or (recorded and not whole.requires_grad):
-        whole = torch.empty(0, requires_grad=recorded, device=device)  # so that backward comes through here too
+        whole = torch.empty(0, requires_grad=recorded, device=device)  # so that backward runs through here too
     with torch.enable_grad() if recorded else torch.no_grad():
         target = prepare_late_out(out, _part_shape(shape[:num_dims], dim, chosen), dtype, whole, dim=dim)
         if is_elsewhere:
@@ -218,8 +218,8 @@ def scatter(
         return scatter_with_sizes(whole, target, sizes, src, dim=dim, group=chosen, timeout=deadline.remaining())
 
 
-def _device_of_part(is_cuda: bool, *given: torch.Tensor | None) -> torch.device:  # noqa: FBT001 - read from a head
-    """Where this rank's part is to be: where what it has given is, if that is a device of the root's kind."""
+def _device_of_part(is_cuda: bool, *given: torch.Tensor | None) -> torch.device:  # noqa: FBT001 - read from a header
+    """The device of this rank's part: that of a given tensor, if it is of the root's kind."""
     kind = "cuda" if is_cuda else "cpu"
     found = next((tensor.device for tensor in given if tensor is not None and tensor.device.type == kind), None)
     if found is not None:
@@ -233,8 +233,8 @@ def _part_shape(shape: Sequence[int], dim: int, group: Backend) -> list[int]:
 
 
 def _compare_scatters(heads: Sequence[bytes], group: Backend) -> None:
-    """Raise, the same on every rank, unless all ranks scatter the tensor of one rank along one dim."""
-    said = read_facts(_SCATTER_CALL, heads, group, "scatter")
+    """Raise the same error on every rank unless all ranks have the same src and dim."""
+    said = unpack_payloads(_SCATTER_CALL, heads, group, "scatter")
     root = said[0][1]
     if len({src for _, src in said}) == 1:
         if len(heads[root]) != _SCATTER_HEAD.size:
@@ -262,16 +262,13 @@ def scatter_with_sizes(
     group: Backend,
     timeout: float,
 ) -> torch.Tensor:
-    """Give rank r ``sizes[r]`` of ``dim`` of the tensor of ``src``; this rank's part goes to ``target``."""
+    """`scatter` with known sizes: rank r gets ``sizes[r]`` along ``dim``, this rank into ``target``."""
     is_root = group.rank == src
     part = target.result
     whole = tensor if tensor is not None else part.new_empty(0)
     engine = engine_of(group, part.device)
     source = flatten(whole.detach().movedim(dim, 0)) if is_root else None
     counts = ConcatSpec(part, dim, sizes).counts
-
-    def run(sequence: int) -> None:
-        engine.scatter(target.flat, source, counts, src, timeout=timeout, sequence=sequence)
 
     def backward(grad: torch.Tensor) -> torch.Tensor:
         joined = gather_with_sizes(grad, sizes, src, dim=dim, group=group, timeout=group.timeout)
@@ -281,8 +278,7 @@ def scatter_with_sizes(
         result = target.finish()
         return attach(whole, result, backward, once=True) if records_history(whole) else result
 
-    return run_now(
-        Operation(
-            name="scatter", group=group, engine=engine, device=part.device, timeout=timeout, run=run, finish=finish
-        )
+    call = CollectiveOp(
+        kind=CollectiveKind.SCATTER, source=source, out=target.flat, counts=counts, root=src, timeout=timeout
     )
+    return execute(PreparedCall(op=call, group=group, engine=engine, finish=finish))

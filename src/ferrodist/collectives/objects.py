@@ -1,21 +1,17 @@
-"""Python objects between ranks: msgpack by default, pickle only when asked for by name.
+"""Collectives and point-to-point of Python objects, encoded by msgpack, or by pickle if allowed.
 
-msgpack carries None, bool, int (64 bits), float, str, bytes, list, dict, tuples as lists, and dataclasses and msgspec
-structs as dicts; all else is refused before anything is sent. `plain_data` has the whole table. Decoding it runs no
-code.
-
-What msgpack carries so that it comes back as itself, or as a plainer form that is written down here.
+Decoding msgpack runs no code. It carries plain data, and all else is refused before anything is sent:
 
     sent                                     arrives as
     None, bool, int, float, str, bytes       itself
     list, dict                               itself; a subclass as a list or a dict
     tuple                                    a list; as a key of a dict a tuple
-    numpy scalar                             the bool, int, float, str or bytes that is equal to it
+    NumPy scalar                             the equal bool, int, float, str or bytes
     dataclass, msgspec struct                a dict of the fields that are set; an ``array_like`` struct as a list
 
-An int has 64 bits, with or without sign. A key of a dict is None, bool, int, float, str, bytes or a tuple of these.
-All else raises TypeError: msgspec would also encode times, UUIDs, Decimals, Enums, sets and byte arrays, as text,
-values and lists that don't say what they were.
+An int has 64 bits, signed or unsigned. A key of a dict is None, bool, int, float, str, bytes or a tuple of these. All
+else raises TypeError, also times, UUIDs, Decimals, Enums, sets and byte arrays, which msgspec would encode as text,
+values and lists.
 """
 
 from __future__ import annotations
@@ -33,10 +29,10 @@ import torch
 from ferrodist.backends.signature import MAX_PAYLOAD
 from ferrodist.collectives.all_gather import all_gather_with_sizes, share_sizes
 from ferrodist.collectives.arguments import check_root, check_tensor, group_and_timeout, prepare_out, python_value
-from ferrodist.collectives.engines.host import host_engine_of
-from ferrodist.collectives.facts import check_sizes, protocol_error, read_facts
+from ferrodist.collectives.engines.host import share_bytes
 from ferrodist.collectives.gather import gather_with_sizes, scatter_with_sizes
 from ferrodist.collectives.p2p import recv, send
+from ferrodist.collectives.payloads import check_sizes, protocol_error, unpack_payloads
 from ferrodist.collectives.profiling import profiled
 from ferrodist.collectives.reduce import broadcast
 from ferrodist.collectives.work import refuse_in_coalesce
@@ -56,13 +52,12 @@ def encode_plain(value: Any) -> bytes:
     """Encode plain data as msgpack.
 
     Raises:
-        TypeError: A part of it would not come back as the table above says.
-        RecursionError: It is nested too deeply, or holds itself.
+        TypeError: A part of the value would not arrive as in the module's table.
+        RecursionError: The value is nested too deeply, or contains itself.
     """
     try:
-        data = msgspec.msgpack.encode(
-            value, enc_hook=_replace
-        )  # first: what it can encode ends, so the walk below does
+        # First: the walk below ends only for values that are not nested in themselves.
+        data = msgspec.msgpack.encode(value, enc_hook=_replace)
     except (OverflowError, ValueError) as error:
         raise TypeError(str(error)) from error
     _check_values([value])
@@ -70,7 +65,7 @@ def encode_plain(value: Any) -> bytes:
 
 
 def _replace(value: Any) -> Any:
-    """What is encoded for a value that msgspec does not know."""
+    """Return the replacement of a value that msgspec does not know."""
     replacement = python_value(value)
     if isinstance(replacement, np.generic) or replacement is value:
         raise TypeError(f"Encoding objects of type {type(value).__name__} is unsupported")
@@ -78,7 +73,7 @@ def _replace(value: Any) -> Any:
 
 
 def _check_values(values: Iterable[Any]) -> None:
-    """Raise TypeError for what msgspec encodes and `msgspec.msgpack.decode` doesn't give back."""
+    """Raise TypeError for values that msgspec encodes, but that would be decoded as something else."""
     left = [values]
     while left:
         members = list(left.pop())
@@ -123,11 +118,10 @@ def all_gather_object(
         timeout: Seconds; None takes the group's.
 
     Raises:
-        TypeError: msgpack can't carry the object, or not so that it comes back as what it is; raised before anything is
-            sent.
+        TypeError: msgpack can't encode the object, or would change its type; raised before anything is sent.
         ValueError: The object is nested too deeply; raised before anything is sent.
-        ProtocolError: What came can't be decoded; the group has failed with that. Or it is a pickle that may not run,
-            or no object; then the group goes on.
+        ProtocolError: The received bytes can't be decoded; the group has failed. Or they are a pickle that is not
+            allowed, or not an object; then the group goes on.
         CollectiveMismatchError, DistributedTimeoutError, PeerLostError: As for `allreduce`.
     """
     chosen, limit = group_and_timeout(group, timeout)
@@ -147,14 +141,14 @@ def broadcast_object(
     allow_pickle: bool = False,
     timeout: float | None = None,
 ) -> Any:
-    """Give every rank the root's object; ``value`` is not read elsewhere. See `all_gather_object`.
+    """Copy the root's object to every rank; ``value`` is not read elsewhere. See `all_gather_object`.
 
     Raises:
         InvalidRankError: ``root`` is not a rank of the group. Or as for `all_gather_object`.
     """
     chosen, limit = group_and_timeout(group, timeout)
     root = check_root(chosen, root, "root")
-    encoded = _encode(value, allow_pickle) if chosen.rank == root else _nothing()
+    encoded = _encode(value, allow_pickle) if chosen.rank == root else _no_object()
     deadline = Deadline(limit)
     (size,) = _sizes_of_root("broadcast_object", [encoded.numel()], root, chosen, deadline)
     if chosen.rank != root:
@@ -172,7 +166,7 @@ def gather_object(
     allow_pickle: bool = False,
     timeout: float | None = None,
 ) -> list[Any] | None:
-    """Give rank ``dst`` the objects of all ranks, in rank order; None elsewhere. See `all_gather_object`.
+    """Gather the objects of all ranks, in rank order, on rank ``dst``; None elsewhere. See `all_gather_object`.
 
     Raises:
         InvalidRankError: ``dst`` is not a rank of the group. Or as for `all_gather_object`.
@@ -197,9 +191,9 @@ def scatter_object(
     allow_pickle: bool = False,
     timeout: float | None = None,
 ) -> Any:
-    """Give rank r the object ``values[r]`` of rank ``src``; elsewhere ``values`` is not read. See `all_gather_object`.
+    """Scatter ``values`` of rank ``src``, which are not read elsewhere, to the ranks. See `all_gather_object`.
 
-    Where there are more than 13 ranks, their sizes take one more message.
+    With more than 13 ranks the sizes take one more message.
 
     Raises:
         ValueError: ``src`` has not one object for each rank.
@@ -207,7 +201,7 @@ def scatter_object(
     """
     chosen, limit = group_and_timeout(group, timeout)
     src = check_root(chosen, src, "src")
-    parts = [_nothing()] * chosen.world_size
+    parts = [_no_object()] * chosen.world_size
     if chosen.rank == src:
         if values is None or len(values) != chosen.world_size:
             raise ValueError(f"rank {src} scatters: pass one object for each rank there, {chosen.world_size} in all")
@@ -267,8 +261,8 @@ def recv_object(
 ) -> Any:
     """Receive an object from one rank, or `ANY_SOURCE`.
 
-    With ``return_source`` it returns a tuple of the object and the rank that sent it. See `recv` and
-    `all_gather_object`; what can't be decoded is lost, and the group goes on.
+    With ``return_source`` it returns a tuple of the object and the sending rank. See `recv` and `all_gather_object`; an
+    object that can't be decoded is lost, and the group goes on.
     """
     data, source = recv(None, torch.uint8, src, tag=tag, group=group, timeout=timeout, return_source=True)
     value = _decode(data, allow_pickle)
@@ -280,19 +274,19 @@ _MSGPACK, _PICKLE = b"m", b"p"
 _ROOT = struct.Struct("<i")
 
 
-def _nothing() -> torch.Tensor:
-    """What a rank has that gives no object; refused where collectives are, before anything is sent."""
-    nothing = prepare_out(None, (0,), torch.uint8).flat
-    check_tensor(nothing, "the object")
-    return nothing
+def _no_object() -> torch.Tensor:
+    """The encoded object of a rank without one; raises where collectives are refused."""
+    empty = prepare_out(None, (0,), torch.uint8).flat
+    check_tensor(empty, "the object")
+    return empty
 
 
 def _sizes_of_root(
     operation: str, sizes: Sequence[int], root: int, group: Backend, deadline: Deadline, *, root_name: str = "root"
 ) -> tuple[int, ...]:
-    """Learn the sizes that the root has; as many are passed elsewhere, and not read.
+    """Share the root's sizes; the other ranks pass as many, which are not read.
 
-    They travel with the call, under the name that the program knows, as far as they fit.
+    They travel in the payload of a `share` if they fit, else in a broadcast.
 
     Raises:
         CollectiveMismatchError: On all ranks, when they name different roots. The group has failed.
@@ -303,9 +297,8 @@ def _sizes_of_root(
     payload = _ROOT.pack(root)
     if fits and group.rank == root:
         payload += numbers.pack(*sizes)
-    engine = host_engine_of(group)
-    heads = engine.share(operation, payload, timeout=deadline.remaining(), sequence=engine.reserve())
-    roots = [root for (root,) in read_facts(_ROOT, heads, group, operation)]
+    heads = share_bytes(group, operation, payload, deadline.remaining())
+    roots = [root for (root,) in unpack_payloads(_ROOT, heads, group, operation)]
     if len(set(roots)) > 1:
         calls = "; ".join(f"rank {rank} called {operation}({root_name}={r})" for rank, r in enumerate(roots))
         error = CollectiveMismatchError(
@@ -317,12 +310,12 @@ def _sizes_of_root(
     if fits:
         if len(heads[root]) != _ROOT.size + numbers.size:
             raise protocol_error(group, root, f"sent no sizes with its {operation}")
-        told = numbers.unpack_from(heads[root], _ROOT.size)
+        shared = numbers.unpack_from(heads[root], _ROOT.size)
     else:
         mine = torch.tensor(sizes, device="cpu")
-        told = tuple(broadcast(mine, root, group=group, timeout=deadline.remaining()).tolist())
-    check_sizes(told, group, root, operation)
-    return told
+        shared = tuple(broadcast(mine, root, group=group, timeout=deadline.remaining()).tolist())
+    check_sizes(shared, group, root, operation)
+    return shared
 
 
 def _encode(value: Any, allow_pickle: bool) -> torch.Tensor:  # noqa: FBT001 - the user's keyword, passed on
@@ -348,13 +341,13 @@ def _to_msgpack(value: Any) -> bytes:
 
 
 def _decode_all(parts: Mapping[int, torch.Tensor], allow_pickle: bool, group: Backend) -> list[Any]:  # noqa: FBT001
-    """The objects of a collective, by sender."""
+    """Decode the objects of a collective, by sender."""
     bodies = {rank: _unwrap(part, allow_pickle) for rank, part in parts.items()}
     return [_load_or_abort(rank, codec, body, group) for rank, (codec, body) in bodies.items()]
 
 
 def _load_or_abort(sender: int, codec: bytes, body: bytes, group: Backend) -> Any:
-    """An object of a collective. When it can't be decoded here the group ends, for other ranks may go on with it."""
+    """Decode an object of a collective; aborts the group on failure, for other ranks may go on with theirs."""
     try:
         return _load(codec, body)
     except Exception as error:
@@ -375,7 +368,7 @@ def _decode(data: torch.Tensor, allow_pickle: bool) -> Any:  # noqa: FBT001 - th
 
 
 def _unwrap(data: torch.Tensor, allow_pickle: bool) -> tuple[bytes, bytes]:  # noqa: FBT001 - the user's keyword
-    """The codec and the encoded object; raises unless this rank may decode it."""
+    """Split codec and encoded object; raises unless this rank may decode it."""
     raw = data.numpy().tobytes()
     codec, body = raw[:1], raw[1:]
     if codec not in (_MSGPACK, _PICKLE):

@@ -1,8 +1,8 @@
-"""Tensors from rank to rank.
+"""Point-to-point operations on tensors: send, recv, recv_into, sendrecv, batch.
 
-A tensor travels as two messages: a head that says what it is, under the user's tag, and its elements, under a number
-that the head names. So a receiver finds a wrong shape or dtype before it takes the elements, and tensors with one
-tag stay in order however many threads send or receive them.
+A tensor travels as two messages: a header with dtype and shape, under the user's tag, and the payload, under an id in
+the header. So a receiver finds a wrong shape or dtype before it receives the payload, and tensors with one tag stay in
+order however many threads send or receive them.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from ferrodist.arguments import check_int
 from ferrodist.backends.base import check_peer
 from ferrodist.backends.tags import check_user_tag
 from ferrodist.collectives.arguments import check_out, check_tensor, group_and_timeout
-from ferrodist.collectives.engines.select import messages_of
-from ferrodist.collectives.fast_path import NOT_BEGUN, Progress, quick_recv, quick_recv_into, quick_send, quick_sendrecv
+from ferrodist.collectives.engines.select import device_p2p_of
+from ferrodist.collectives.fast_path import NOT_STARTED, Progress, fast_recv, fast_recv_into, fast_send, fast_sendrecv
 from ferrodist.collectives.profiling import is_recorded, profiled, record
 from ferrodist.collectives.reduce_op import check_dtype
 from ferrodist.collectives.tensor_protocol import (
@@ -55,35 +55,35 @@ def send(
     """Send a tensor to one rank, which calls `recv`, `recv_into`, `sendrecv` or `batch`.
 
     Args:
-        tensor: Of at most 12 dims; any strides. It may be changed when the call returns. What is received has no
-            autograd history.
+        tensor: The tensor, of at most 12 dims and any strides. It may be changed when the call returns. The received
+            tensor has no autograd history.
         dst: The receiving rank.
-        tag: From 0 to 2**56-1; only a receive with the same tag gets it.
+        tag: A number from 0 to 2**56-1; only a receive with the same tag matches.
         group: The group; None is the default group.
         timeout: Seconds; None takes the group's.
 
     Raises:
-        TypeError: ``tensor`` can't travel: no dense tensor of a known dtype, or on a GPU in a group that carries none
-            there.
+        TypeError: ``tensor`` can't be sent: it is not a dense tensor of a supported dtype, or on a GPU without an
+            engine in this group.
         ValueError: ``tensor`` has more than 12 dims, or ``tag`` is out of range.
         SelfSendError, InvalidRankError: ``dst`` is this rank, or not in the group.
-        DistributedTimeoutError: A large tensor was not received in time; it will not be.
+        DistributedTimeoutError: A large tensor was not received in time; the send is cancelled.
         PeerLostError: ``dst`` died or left.
     """
     if is_profiling() and not is_recorded():
         record(send, tensor, dst, tag=tag, group=group, timeout=timeout)
         return
-    begun = quick_send(tensor, dst, tag, group, timeout)
-    if begun is None:
+    progress = fast_send(tensor, dst, tag, group, timeout)
+    if progress is None:
         return
     chosen, limit = group_and_timeout(group, timeout)
     _check(Send(tensor, dst, tag), chosen)
-    messages = messages_of(chosen, tensor.device)
-    if messages is not None:
-        messages.exchange([Send(tensor, dst, tag)], timeout=limit)
+    device_p2p = device_p2p_of(chosen, tensor.device)
+    if device_p2p is not None:
+        device_p2p.exchange([Send(tensor, dst, tag)], timeout=limit)
         return
-    requests = _continue_send(chosen, Send(tensor, dst, tag), begun)
-    wait_for(requests, Deadline(limit, elapsed=begun.seconds), chosen, f"send to {peer_name(dst)}")
+    requests = _continue_send(chosen, Send(tensor, dst, tag), progress)
+    wait_for(requests, Deadline(limit, elapsed=progress.seconds), chosen, f"send to {peer_name(dst)}")
 
 
 @overload
@@ -124,49 +124,49 @@ def recv(
     """Receive a tensor.
 
     Args:
-        shape: Its shape, which is compared with what was sent; None takes what comes.
-        dtype: Its dtype, compared too; None takes what comes.
+        shape: The expected shape; None accepts any.
+        dtype: The expected dtype; None accepts any.
         src: The sending rank, or `ANY_SOURCE`.
-        tag: The tag it is sent with.
+        tag: The tag that the tensor is sent with.
         group: The group; None is the default group.
         timeout: Seconds; None takes the group's.
-        device: Where it is made, which is where the sender's is: a GPU, for which shape and dtype must be given; None
-            is the CPU.
-        return_source: Return the rank that sent it too, for `ANY_SOURCE`.
+        device: The device of the tensor, of the same kind as the sender's; on a GPU, shape and dtype must be given.
+            None is the CPU.
+        return_source: Whether to return the sending rank, too, for `ANY_SOURCE`.
 
     Returns:
-        The tensor; with ``return_source`` a tuple of it and the sending rank.
+        The tensor; with ``return_source`` a tuple of the tensor and the sending rank.
 
     Raises:
-        SizeMismatchError: A tensor of another shape or dtype came. It is lost.
-        DistributedTimeoutError: None came in time. The call may be made again.
-        ProtocolError: What came is no tensor.
-        TypeError: ``shape`` is no sequence of integers, or collectives and messages don't carry ``dtype``.
+        SizeMismatchError: A tensor of another shape or dtype came, and is lost.
+        DistributedTimeoutError: No tensor came in time. The call may be made again.
+        ProtocolError: The message is not a tensor.
+        TypeError: ``shape`` is not a sequence of integers, or ``dtype`` is not supported.
         ValueError: ``shape`` has a size below 0 or more than 12 dims, or ``tag`` is out of range.
         SelfSendError, InvalidRankError, PeerLostError: As for `send`.
     """
     if is_profiling() and not is_recorded():
         options = {"tag": tag, "group": group, "timeout": timeout, "return_source": return_source}
         return record(recv, shape, dtype, src, device=device, **options)
-    place = _HOST if device is None else torch.device(device)
-    begun = NOT_BEGUN
-    if place.type == "cpu":
-        result = quick_recv(shape, dtype, src, tag=tag, group=group, timeout=timeout)
+    target_device = _HOST if device is None else torch.device(device)
+    progress = NOT_STARTED
+    if target_device.type == "cpu":
+        result = fast_recv(shape, dtype, src, tag=tag, group=group, timeout=timeout)
         if not isinstance(result, Progress):
             return result if return_source else result[0]
-        begun = result
+        progress = result
     chosen, limit = group_and_timeout(group, timeout)
     if dtype is not None:
         check_dtype(dtype)
     shape = None if shape is None else _check_shape(shape)
-    messages = messages_of(chosen, place)
-    if messages is not None:
-        incoming = _recv_on(place, shape, dtype, src, tag)
+    device_p2p = device_p2p_of(chosen, target_device)
+    if device_p2p is not None:
+        incoming = _recv_on(target_device, shape, dtype, src, tag)
         _check(incoming, chosen)
-        (peer,) = messages.exchange([incoming], timeout=limit)
+        (peer,) = device_p2p.exchange([incoming], timeout=limit)
         return (incoming.tensor, peer) if return_source else incoming.tensor
     receive = TensorReceive(chosen, src, tag, shape=shape, dtype=dtype)
-    wait_for([receive], Deadline(limit, elapsed=begun.seconds), chosen, f"recv from {peer_name(src)}")
+    wait_for([receive], Deadline(limit, elapsed=progress.seconds), chosen, f"recv from {peer_name(src)}")
     return (receive.finish(), receive.peer) if return_source else receive.finish()
 
 
@@ -180,20 +180,19 @@ def recv_into(
 ) -> int:
     """Receive a tensor into one of the same shape and dtype; returns the rank that sent it.
 
-    ``tensor`` may have any strides, but no elements that share memory, and at most 12 dims: else ValueError is raised.
-    All else is as for `recv`.
+    ``tensor`` may have any strides and at most 12 dims; its elements must not share memory. Otherwise as `recv`.
     """
     if is_profiling() and not is_recorded():
         return record(recv_into, tensor, src, tag=tag, group=group, timeout=timeout)
-    result = quick_recv_into(tensor, src, tag, group, timeout)
+    result = fast_recv_into(tensor, src, tag, group, timeout)
     if not isinstance(result, Progress):
         return result
     chosen, limit = group_and_timeout(group, timeout)
     incoming = Recv(tensor, src, tag)
     _check(incoming, chosen)
-    messages = messages_of(chosen, tensor.device)
-    if messages is not None:
-        return messages.exchange([incoming], timeout=limit)[0]
+    device_p2p = device_p2p_of(chosen, tensor.device)
+    if device_p2p is not None:
+        return device_p2p.exchange([incoming], timeout=limit)[0]
     receive = receive_into(chosen, incoming)
     wait_for([receive], Deadline(limit, elapsed=result.seconds), chosen, f"recv_into from {peer_name(src)}")
     receive.finish()
@@ -238,17 +237,17 @@ def sendrecv(
     """Send a tensor to ``dst`` and receive one from ``src`` at the same time, so that rings of ranks don't block.
 
     Args:
-        tensor: What to send.
-        dst: The rank to send it to.
-        shape: Shape of what comes, in ``tensor``'s dtype; None takes what comes.
+        tensor: The tensor to send.
+        dst: The receiving rank.
+        shape: The shape of the other tensor, which has ``tensor``'s dtype; None accepts any.
         src: The rank to receive from, or `ANY_SOURCE`.
-        tag: Tag of both.
+        tag: The tag of both.
         group: The group; None is the default group.
         timeout: Seconds for both together; None takes the group's.
-        return_source: Return the rank that sent what came too, for `ANY_SOURCE`.
+        return_source: Whether to return the sending rank, too, for `ANY_SOURCE`.
 
     Returns:
-        The tensor that came; with ``return_source`` a tuple of it and the rank that sent it.
+        The received tensor; with ``return_source`` a tuple of the tensor and the sending rank.
 
     Raises:
         As `send` and `recv`.
@@ -256,18 +255,18 @@ def sendrecv(
     if is_profiling() and not is_recorded():
         options = {"tag": tag, "group": group, "timeout": timeout, "return_source": return_source}
         return record(sendrecv, tensor, dst, shape, src, **options)
-    result = quick_sendrecv(tensor, dst, shape, src, tag=tag, group=group, timeout=timeout)
+    result = fast_sendrecv(tensor, dst, shape, src, tag=tag, group=group, timeout=timeout)
     if not isinstance(result, Progress):
         return result if return_source else result[0]
     chosen, limit = group_and_timeout(group, timeout)
     outgoing = Send(tensor, dst, tag)
     _check(outgoing, chosen)
     shape = None if shape is None else _check_shape(shape)
-    messages = messages_of(chosen, tensor.device)
-    if messages is not None:
+    device_p2p = device_p2p_of(chosen, tensor.device)
+    if device_p2p is not None:
         incoming = _recv_on(tensor.device, shape, tensor.dtype, src, tag)
         _check(incoming, chosen)
-        _, peer = messages.exchange([outgoing, incoming], timeout=limit)
+        _, peer = device_p2p.exchange([outgoing, incoming], timeout=limit)
         return (incoming.tensor, peer) if return_source else incoming.tensor
     receive = TensorReceive(chosen, src, tag, shape=shape, dtype=tensor.dtype)
     requests: list[Request] = [receive]
@@ -285,19 +284,19 @@ def sendrecv(
 def batch(
     operations: Iterable[Send | Recv], *, group: Backend | None = None, timeout: float | None = None
 ) -> list[int]:
-    """Do several sends and receives at the same time; returns when all are done.
+    """Run several sends and receives at the same time; returns when all are done.
 
     Args:
-        operations: `Send` and `Recv` values, in any order; those with the same peer and tag keep theirs.
+        operations: `Send` and `Recv` values, in any order; those with the same peer and tag stay in order.
         group: The group; None is the default group.
         timeout: Seconds for all together; None takes the group's.
 
     Returns:
-        The other rank of each operation, in their order: who got it, or who sent it.
+        The peer of each operation, in order: the receiver, or the sender.
 
     Raises:
-        TypeError: A member is neither, or its tensor can't travel.
-        As `send` and `recv_into`; when one operation fails the others are given up.
+        TypeError: A member is not a Send or Recv, or its tensor can't be sent.
+        As `send` and `recv_into`; when one operation fails the others are cancelled.
     """
     chosen, limit = group_and_timeout(group, timeout)
     operations = list(operations)
@@ -308,9 +307,9 @@ def batch(
                 f"batch has tensors on {operations[0].tensor.device} and on {operation.tensor.device}: pass tensors of"
                 " one device"
             )
-    messages = messages_of(chosen, operations[0].tensor.device if operations else _HOST)
-    if messages is not None:
-        return messages.exchange(operations, timeout=limit)
+    device_p2p = device_p2p_of(chosen, operations[0].tensor.device if operations else _HOST)
+    if device_p2p is not None:
+        return device_p2p.exchange(operations, timeout=limit)
     return batch_on_host(operations, chosen, limit)
 
 
@@ -324,21 +323,21 @@ def _recv_on(
 
 
 def _check_shape(shape: Sequence[int]) -> tuple[int, ...]:
-    """``shape`` as a tuple of ints, or an error: no tensor would fit a wrong one."""
+    """Return ``shape`` as a tuple of ints."""
     try:
         sizes = tuple(shape)
     except TypeError:
         raise TypeError(f"shape must be a sequence of integers or None, not {shape!r}") from None
     checked = tuple(check_int(f"shape[{dim}]", size) for dim, size in enumerate(sizes))
     if any(size < 0 for size in checked):
-        raise ValueError(f"shape has a size below 0: {checked}; pass None to take what comes")
+        raise ValueError(f"shape has a size below 0: {checked}; pass None to accept any")
     if len(checked) > MAX_DIMS:
         raise ValueError(f"shape has {counted(len(checked), 'dim')}, a tensor that is sent has at most {MAX_DIMS}")
     return checked
 
 
 def _check(operation: Send | Recv, group: Backend) -> None:
-    """Raise for a wrong send or receive, before anything has gone out."""
+    """Raise for an invalid send or receive, before anything is sent."""
     if not isinstance(operation, (Send, Recv)):
         raise TypeError(f"batch takes Send(...) and Recv(...), not {type(operation).__name__}")
     tensor = operation.tensor
@@ -354,19 +353,19 @@ def _check(operation: Send | Recv, group: Backend) -> None:
             check_out(tensor)
 
 
-def begin_send(tensor: torch.Tensor, dst: int, *, tag: int = 0, group: Backend) -> list[Request]:
-    """Start `send` of a tensor that can travel, and return at once what is to be waited for; often nothing.
+def start_tensor_send(tensor: torch.Tensor, dst: int, *, tag: int = 0, group: Backend) -> list[Request]:
+    """Start `send` of a checked tensor; returns the requests to wait for, often none.
 
-    ``tensor`` must not be changed until all of it is done.
+    ``tensor`` must not be changed until all of them are done.
     """
-    begun = quick_send(tensor, dst, tag, group, 0.0)
-    return [] if begun is None else _continue_send(group, Send(tensor, dst, tag), begun)
+    progress = fast_send(tensor, dst, tag, group, 0.0)
+    return [] if progress is None else _continue_send(group, Send(tensor, dst, tag), progress)
 
 
-def _continue_send(group: Backend, operation: Send, begun: Progress) -> list[Request]:
-    """Start what is left of a send that the short way has begun."""
-    if begun.is_sent:
+def _continue_send(group: Backend, operation: Send, progress: Progress) -> list[Request]:
+    """Start the rest of a send that the fast path has progress."""
+    if progress.is_sent:
         return []
-    if begun.number is not None:
-        return start_payload(group, operation.tensor, operation.dst, begun.number)
+    if progress.payload_id is not None:
+        return start_payload(group, operation.tensor, operation.dst, progress.payload_id)
     return start_send(group, operation.tensor, operation.dst, operation.tag)

@@ -1,8 +1,8 @@
-"""Calls of collectives and messages as torch's profiler shows them: ``ferrodist:allreduce``, on the thread that calls.
+"""Collectives and messages in torch's profiler: ``ferrodist:allreduce``, in the calling thread.
 
-Of an asynchronous one it is the start, by the same name. Functions that small tensors go through in a few microseconds
-ask inline whether a profiler is active, and then call themselves by `record`; others are decorated by `profiled`, which
-takes several times as long.
+An asynchronous call is shown by the same name, while it is started. Functions that take a few microseconds check inline
+for an active profiler, and then call themselves through `record`; others are decorated by `profiled`, which takes
+several times as long.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _Result = TypeVar("_Result")
 
 
 class _Here(threading.local):
-    """Whether this thread is in a recorded call: those that it makes are part of it."""
+    """The state of a thread: calls inside a recorded call are part of it."""
 
     is_recorded = False
 
@@ -33,12 +33,12 @@ _here = _Here()
 
 
 def is_recorded() -> bool:
-    """Whether this thread is in a recorded call."""
+    """True if this thread is in a recorded call."""
     return _here.is_recorded
 
 
 def record(function: Callable[..., _Result], *arguments: Any, **options: Any) -> _Result:
-    """Call a function so that torch's profiler sees it."""
+    """Call a function and show it in torch's profiler."""
     _here.is_recorded = True
     try:
         with record_function(f"ferrodist:{function.__name__.removeprefix('async_')}"):
@@ -48,7 +48,7 @@ def record(function: Callable[..., _Result], *arguments: Any, **options: Any) ->
 
 
 def profiled(function: Callable[_Arguments, _Result]) -> Callable[_Arguments, _Result]:
-    """Have torch's profiler see the calls of a function."""
+    """Decorate a function to be shown in torch's profiler."""
 
     @functools.wraps(function)
     def call(*arguments: _Arguments.args, **options: _Arguments.kwargs) -> _Result:

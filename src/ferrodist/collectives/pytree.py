@@ -1,14 +1,15 @@
-"""Nested values, taken apart into tensors and a plan of how these were nested.
+"""Nested values as a list of tensors and a tree spec, which travels between ranks as plain data.
 
-in the value                                     in the plan
-tensor                                           its number; one that is there twice has one
-tuple, list, dict                                the same, of plans
+in the value                                     in the spec
+tensor                                           its index; a tensor that occurs twice has one
+tuple, list, dict                                tuple, list, dict of specs
 None, bool, int, float, str, bytes               itself
-what an `LeafCodec` knows                        the plan of what it makes of that
+a leaf that a `LeafCodec` encodes                the spec of the encoded leaf
 
-What is of a subclass of these arrives as these: a named tuple as a tuple. A numpy scalar arrives as the bool, int,
-float, str or bytes that is equal to it. An int has 64 bits, with or without sign. Nothing is nested deeper than
-`MAX_LEVELS`.
+A value of a subclass arrives as the base class: a named tuple as a tuple. A NumPy scalar arrives as the equal bool,
+int, float, str or bytes. An int has 64 bits, signed or unsigned. Values are nested at most `MAX_LEVELS` deep.
+
+`torch.utils._pytree` is not used: a spec from another rank is checked before it is followed, and errors name the place.
 """
 
 from __future__ import annotations
@@ -25,11 +26,11 @@ from ferrodist.collectives.arguments import python_value
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-Plan = list[Any]
-"""Plain data: a mark, and what belongs to it."""
+TreeSpec = list[Any]
+"""Plain data: a tag and its content."""
 
 MAX_LEVELS = 100
-"""Of tuples, lists and dicts in each other."""
+"""The maximum depth of nested tuples, lists and dicts."""
 
 _TENSOR, _TUPLE, _LIST, _DICT, _PLAIN = "tensor", "tuple", "list", "dict", "plain"
 _LEAST_INT, _MOST_INT = -(1 << 63), (1 << 64) - 1
@@ -37,51 +38,52 @@ _LEAST_INT, _MOST_INT = -(1 << 63), (1 << 64) - 1
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LeafCodec:
-    """One more kind of values.
+    """An additional type of leaf.
 
     Args:
-        mark: Its name in plans, the same on all ranks.
-        take_apart: Called with a value that is none of the table's; gives what stands for it, or None for what is not
-            of this kind. Raises TypeError for what can't travel, which says why: "is ...", after the place.
-        put_together: The reverse. Raises ValueError for what nothing was taken apart into.
+        tag: The type's name in specs, the same on all ranks.
+        encode: Called with a leaf of a type that is not in the table; returns a nested value that represents it, or
+            None for leaves of other types. Raises TypeError for a leaf that can't travel, with a message that follows
+            the leaf's place: "is ...".
+        decode: The inverse of ``encode``. Raises ValueError for a value that ``encode`` never returns.
     """
 
-    mark: str
-    take_apart: Callable[[Any], Any]
-    put_together: Callable[[Any], Any]
+    tag: str
+    encode: Callable[[Any], Any]
+    decode: Callable[[Any], Any]
 
 
 class _MisfitError(TypeError):
-    """Something that has no plan: what is wrong with it, and where it is, from the inside out."""
+    """A value without a spec: its problem, and its path, which callers extend from the inside out."""
 
-    def __init__(self, wrong: str) -> None:
-        super().__init__(wrong)
-        self.wrong = wrong
-        self.place = ""
+    def __init__(self, problem: str) -> None:
+        super().__init__(problem)
+        self.problem = problem
+        self.path = ""
 
 
 class _Flattening:
-    """One value on its way into a plan."""
+    """The state of one `flatten`."""
 
-    def __init__(self, extensions: Sequence[LeafCodec], check: Callable[[torch.Tensor], None] | None) -> None:
+    def __init__(self, codecs: Sequence[LeafCodec], check: Callable[[torch.Tensor], None] | None) -> None:
         self.tensors: dict[int, torch.Tensor] = {}
-        self.marks: set[str] = set()
-        self._numbers: dict[int, int] = {}
-        self._extensions = extensions
+        self.tags: set[str] = set()
+        self._indices: dict[int, int] = {}
+        self._codecs = codecs
         self._check = check
 
-    def plan_of(self, value: Any, levels: int) -> Plan:
+    def spec_of(self, value: Any, levels: int) -> TreeSpec:
         if isinstance(value, torch.Tensor):
             if id(value) not in self.tensors:
                 self._add(value)
-            return [_TENSOR, self._numbers[id(value)]]
+            return [_TENSOR, self._indices[id(value)]]
         if not isinstance(value, (tuple, list, Mapping)):
-            return self._of_one(value, levels)
+            return self._leaf(value, levels)
         self._check_levels(levels)
         if isinstance(value, Mapping):
             return [_DICT, [self._pair(key, each, levels - 1) for key, each in value.items()]]
-        mark = _TUPLE if isinstance(value, tuple) else _LIST
-        return [mark, [self._member(place, each, levels - 1) for place, each in enumerate(value)]]
+        tag = _TUPLE if isinstance(value, tuple) else _LIST
+        return [tag, [self._member(index, each, levels - 1) for index, each in enumerate(value)]]
 
     def _add(self, tensor: torch.Tensor) -> None:
         if self._check is not None:
@@ -89,14 +91,14 @@ class _Flattening:
                 self._check(tensor)
             except TypeError as error:
                 raise _MisfitError(str(error)) from None
-        self._numbers[id(tensor)] = len(self._numbers)
+        self._indices[id(tensor)] = len(self._indices)
         self.tensors[id(tensor)] = tensor
 
-    def _member(self, place: object, value: Any, levels: int) -> Plan:
+    def _member(self, key: object, value: Any, levels: int) -> TreeSpec:
         try:
-            return self.plan_of(value, levels)
+            return self.spec_of(value, levels)
         except _MisfitError as misfit:
-            misfit.place = f"[{place!r}]{misfit.place}"
+            misfit.path = f"[{key!r}]{misfit.path}"
             raise
 
     def _pair(self, key: Any, value: Any, levels: int) -> list[Any]:
@@ -105,16 +107,16 @@ class _Flattening:
             raise _MisfitError(f"has the key {key!r}: keys of what goes from rank to rank are text or numbers")
         return [_plain(key), self._member(key, value, levels)]
 
-    def _of_one(self, value: Any, levels: int) -> Plan:
-        for extension in self._extensions:
+    def _leaf(self, value: Any, levels: int) -> TreeSpec:
+        for codec in self._codecs:
             try:
-                inner = extension.take_apart(value)
+                inner = codec.encode(value)
             except TypeError as error:
                 raise _MisfitError(str(error)) from None
             if inner is not None:
                 self._check_levels(levels)
-                self.marks.add(extension.mark)
-                return [extension.mark, self.plan_of(inner, levels - 1)]
+                self.tags.add(codec.tag)
+                return [codec.tag, self.spec_of(inner, levels - 1)]
         return [_PLAIN, _plain(value)]
 
     def _check_levels(self, levels: int) -> None:
@@ -125,34 +127,37 @@ class _Flattening:
 def flatten(
     value: Any,
     what: str,
-    extensions: Sequence[LeafCodec] = (),
+    codecs: Sequence[LeafCodec] = (),
     check: Callable[[torch.Tensor], None] | None = None,
-    marks: set[str] | None = None,
-) -> tuple[Plan, list[torch.Tensor]]:
-    """Take a value apart.
+    tags: set[str] | None = None,
+) -> tuple[TreeSpec, list[torch.Tensor]]:
+    """Flatten a nested value.
 
     Args:
-        value: Nested as the table above says.
-        what: What it is, for errors.
-        extensions: What else may be in it.
-        check: Called with each tensor; raises TypeError as `LeafCodec.take_apart` does.
-        marks: Those of what else is in it are added to these.
+        value: A value as in the module's table.
+        what: The value's name, for errors.
+        codecs: Additional types of leaves.
+        check: Called with each tensor; raises TypeError as `LeafCodec.encode` does.
+        tags: A set to which the tags of the codecs that were used are added.
+
+    Returns:
+        The spec, and the tensors in order of their indices.
 
     Raises:
-        TypeError: It holds something else; the place is named.
+        TypeError: The value has a leaf of another type; the message names its path.
     """
-    flattening = _Flattening(extensions, check)
+    flattening = _Flattening(codecs, check)
     try:
-        plan = flattening.plan_of(value, MAX_LEVELS)
+        spec = flattening.spec_of(value, MAX_LEVELS)
     except _MisfitError as misfit:
-        raise TypeError(f"{what}{misfit.place} {misfit.wrong}") from None
-    if marks is not None:
-        marks |= flattening.marks
-    return plan, list(flattening.tensors.values())
+        raise TypeError(f"{what}{misfit.path} {misfit.problem}") from None
+    if tags is not None:
+        tags |= flattening.tags
+    return spec, list(flattening.tensors.values())
 
 
 def is_encodable(text: str) -> bool:
-    """Whether a text can be written as UTF-8."""
+    """Whether a text can be encoded as UTF-8: it has no lone surrogates."""
     try:
         text.encode()
     except UnicodeEncodeError:
@@ -184,72 +189,72 @@ def _plain(value: Any) -> Any:
     )
 
 
-def check_plan(plan: Any, num_tensors: int, marks: Sequence[str] = (), *, levels: int = MAX_LEVELS) -> None:
-    """See that `unflatten` can follow a plan that another rank sent.
+def check_spec(spec: Any, num_tensors: int, tags: Sequence[str] = (), *, levels: int = MAX_LEVELS) -> None:
+    """Check that `unflatten` can follow a spec from another rank.
 
     Args:
-        plan: It.
-        num_tensors: How many come with it.
-        marks: Of extensions.
-        levels: How deep it may be nested.
+        spec: The spec.
+        num_tensors: The number of tensors that come with it.
+        tags: The tags of the codecs that may occur.
+        levels: The maximum depth.
 
     Raises:
-        ValueError: It can't.
+        ValueError: The spec is malformed.
     """
-    if not (isinstance(plan, list) and len(plan) == 2 and levels >= 0):
-        raise ValueError("a plan has no two parts, or is nested too deeply")
-    mark, content = plan
-    if mark == _PLAIN and (content is None or isinstance(content, (bool, int, float, str, bytes))):
+    if not (isinstance(spec, list) and len(spec) == 2 and levels >= 0):
+        raise ValueError("a tree spec has no two parts, or is nested too deeply")
+    tag, content = spec
+    if tag == _PLAIN and (content is None or isinstance(content, (bool, int, float, str, bytes))):
         return
-    if mark == _TENSOR and isinstance(content, int) and 0 <= content < num_tensors:
+    if tag == _TENSOR and isinstance(content, int) and 0 <= content < num_tensors:
         return
-    if mark in (_TUPLE, _LIST) and isinstance(content, list):
+    if tag in (_TUPLE, _LIST) and isinstance(content, list):
         for each in content:
-            check_plan(each, num_tensors, marks, levels=levels - 1)
-    elif mark == _DICT and isinstance(content, list):
+            check_spec(each, num_tensors, tags, levels=levels - 1)
+    elif tag == _DICT and isinstance(content, list):
         for pair in content:
             if not (isinstance(pair, list) and len(pair) == 2 and isinstance(pair[0], (str, int))):
-                raise ValueError("a plan has what is no pair of a key and a value")
-            check_plan(pair[1], num_tensors, marks, levels=levels - 1)
-    elif isinstance(mark, str) and mark in marks:
-        check_plan(content, num_tensors, marks, levels=levels - 1)
+                raise ValueError("a tree spec has an entry of a dict that is not a key and a value")
+            check_spec(pair[1], num_tensors, tags, levels=levels - 1)
+    elif isinstance(tag, str) and tag in tags:
+        check_spec(content, num_tensors, tags, levels=levels - 1)
     else:
-        raise ValueError(f"a plan has the mark {mark!r}, or what does not belong to it")
+        raise ValueError(f"a tree spec has the tag {tag!r}, or content that does not belong to it")
 
 
-def unflatten(plan: Plan, tensors: Sequence[Any], extensions: Sequence[LeafCodec] = ()) -> Any:
-    """Put a value together again, with something in the place of each tensor.
+def unflatten(spec: TreeSpec, tensors: Sequence[Any], codecs: Sequence[LeafCodec] = ()) -> Any:
+    """Rebuild a value from its spec, with ``tensors[i]`` in the place of tensor i.
 
-    Each part that is an extension's is put together once, also where another one raises: it may be counted.
+    Each encoded leaf is decoded once, also after another has raised: decoding may count references.
 
     Raises:
-        ValueError: An extension says so.
+        ValueError: A codec can't decode a leaf.
     """
-    mark, content = plan
-    match mark:
+    tag, content = spec
+    match tag:
         case "tensor":
             return tensors[content]
         case "plain":
             return content
         case "tuple":
-            return tuple(_unflatten_all(content, tensors, extensions))
+            return tuple(_unflatten_all(content, tensors, codecs))
         case "list":
-            return _unflatten_all(content, tensors, extensions)
+            return _unflatten_all(content, tensors, codecs)
         case "dict":
-            values = _unflatten_all([each for _, each in content], tensors, extensions)
+            values = _unflatten_all([each for _, each in content], tensors, codecs)
             return {key: value for (key, _), value in zip(content, values, strict=True)}
-    extension = next(each for each in extensions if each.mark == mark)
-    return extension.put_together(unflatten(content, tensors, extensions))
+    codec = next(each for each in codecs if each.tag == tag)
+    return codec.decode(unflatten(content, tensors, codecs))
 
 
-def _unflatten_all(plans: Sequence[Plan], tensors: Sequence[Any], extensions: Sequence[LeafCodec]) -> list[Any]:
-    found: list[Any] = []
+def _unflatten_all(specs: Sequence[TreeSpec], tensors: Sequence[Any], codecs: Sequence[LeafCodec]) -> list[Any]:
+    values: list[Any] = []
     try:
-        for plan in plans:
-            found.append(unflatten(plan, tensors, extensions))  # noqa: PERF401 - what is found so far is to be known
+        for spec in specs:
+            values.append(unflatten(spec, tensors, codecs))  # noqa: PERF401 - the number of values so far is needed
     except Exception:
-        for plan in plans[len(found) + 1 :]:
+        for spec in specs[len(values) + 1 :]:
             with contextlib.suppress(Exception):
-                unflatten(plan, tensors, extensions)
+                unflatten(spec, tensors, codecs)
         raise
-    return found
+    return values

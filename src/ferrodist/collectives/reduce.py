@@ -1,6 +1,6 @@
-"""allreduce; reduce and broadcast, of which each is the other's gradient.
+"""allreduce, reduce and broadcast; reduce and broadcast are each other's gradient.
 
-Collectives for tensors on GPUs alone, under the names that they have in the crate.
+`gpu_allreduce` and `gpu_broadcast` take tensors on GPUs only.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from ferrodist.backends.collective_op import CollectiveKind, CollectiveOp
 from ferrodist.collectives.all_gather import all_gather, scale_gradient
 from ferrodist.collectives.arguments import (
     attach,
@@ -22,10 +23,10 @@ from ferrodist.collectives.arguments import (
     records_history,
 )
 from ferrodist.collectives.engines.select import engine_of
-from ferrodist.collectives.fast_path import quick_allreduce, quick_broadcast, start_allreduce, start_broadcast
+from ferrodist.collectives.fast_path import fast_allreduce, fast_broadcast, start_allreduce, start_broadcast
 from ferrodist.collectives.profiling import is_recorded, profiled, record
 from ferrodist.collectives.reduce_op import Op, PremultipliedSum, ReduceOp, check_reduction, is_linear, widen
-from ferrodist.collectives.work import FusionSpec, Operation, run_later, run_now
+from ferrodist.collectives.work import PreparedCall, execute, submit
 from ferrodist.errors import UnsupportedOpError
 from ferrodist.torch_private.profiling import is_profiling
 
@@ -45,11 +46,11 @@ def allreduce(
     """Fold a tensor over all ranks; every rank gets the result.
 
     Args:
-        tensor: Of equal shape and dtype on all ranks; any strides. Ranks compare the dtype and the number of elements:
-            a shape (2, 3) and a shape (3, 2) are joined as elements in order, and each rank's result has its own shape.
-        op: How elements become one, folded in rank order.
+        tensor: The input, of equal shape and dtype on all ranks; any strides. Ranks compare the dtype and the number
+            of elements: shapes (2, 3) and (3, 2) match, element by element, and each rank's result has its own shape.
+        op: The reduction, folded in rank order.
         group: The group, on all of whose ranks this is called; None is the default group.
-        out: Where the result goes, which may be ``tensor``; None makes a fresh tensor.
+        out: The output tensor, which may be ``tensor``; None makes a fresh one.
         timeout: Seconds; None takes the group's.
 
     Returns:
@@ -59,8 +60,8 @@ def allreduce(
         TypeError: ``op`` is not defined for the dtype, or ``out`` is of another one; raised before anything is sent.
         ValueError: ``out`` has another shape, or elements that share memory; raised before anything is sent.
         RuntimeError: ``out`` is given where gradients would be lost; raised before anything is sent.
-        NotImplementedError: ``tensor`` or ``out`` carries a tangent of forward-mode differentiation, or this is inside
-            of a functorch transform (vmap, torch.func.grad) or of make_fx; raised before anything is sent.
+        NotImplementedError: ``tensor`` or ``out`` carries a tangent of forward-mode differentiation, or the call is
+            inside a functorch transform (vmap, torch.func.grad) or make_fx; raised before anything is sent.
         UnsupportedOpError: ``tensor`` is on a GPU, and the group has no engine for it; raised before anything is sent.
         CollectiveMismatchError: On all ranks, when one called something else.
         DistributedTimeoutError: On all ranks, when one is late.
@@ -68,8 +69,8 @@ def allreduce(
     """
     if is_profiling() and not is_recorded():
         return record(allreduce, tensor, op, group=group, out=out, timeout=timeout)
-    result = quick_allreduce(tensor, op, group, out) if timeout is None else None
-    return run_now(_allreduce(tensor, op, group, out, timeout)) if result is None else result
+    result = fast_allreduce(tensor, op, group, out) if timeout is None else None
+    return execute(_allreduce(tensor, op, group, out, timeout)) if result is None else result
 
 
 @profiled
@@ -83,12 +84,12 @@ def async_allreduce(
 ) -> PendingCollective[torch.Tensor]:
     """Start `allreduce`."""
     pending = start_allreduce(tensor, op, group, out) if timeout is None else None
-    return run_later(_allreduce(tensor, op, group, out, timeout)) if pending is None else pending
+    return submit(_allreduce(tensor, op, group, out, timeout)) if pending is None else pending
 
 
 def _allreduce(
     tensor: torch.Tensor, op: Op, group: Backend | None, out: torch.Tensor | None, timeout: float | None
-) -> Operation[torch.Tensor]:
+) -> PreparedCall[torch.Tensor]:
     check_tensor(tensor)
     check_reduction(tensor.dtype, op)
     chosen, limit = group_and_timeout(group, timeout)
@@ -96,30 +97,17 @@ def _allreduce(
     target = prepare_out(out, tensor.shape, tensor.dtype, tensor, in_place=True)
     source = target.flat if out is tensor and target.view is None else flatten(tensor)
 
-    def on(target: torch.Tensor, flat: torch.Tensor, timeout: float, sequence: int) -> None:
-        engine.allreduce(target, flat, op, timeout=timeout, sequence=sequence)
-
     def finish() -> torch.Tensor:
         result = target.finish()
         return _attach_reduction(tensor, result, op, chosen) if recorded and out is None else result
 
     recorded = records_history(tensor)
-    # Ranks whose factors happen to be equal would join premultiplied sums that other ranks can't.
-    fusible = FusionSpec(key=("allreduce", tensor.dtype, tensor.device, op), source=source, out=target.flat, run=on)
-    return Operation(
-        name="allreduce",
-        group=chosen,
-        engine=engine,
-        device=tensor.device,
-        timeout=limit,
-        run=partial(on, target.flat, source, limit),
-        finish=finish,
-        fusible=None if isinstance(op, PremultipliedSum) else fusible,
-    )
+    call = CollectiveOp(kind=CollectiveKind.ALLREDUCE, source=source, out=target.flat, op=op, timeout=limit)
+    return PreparedCall(op=call, group=chosen, engine=engine, finish=finish)
 
 
 def _attach_reduction(tensor: torch.Tensor, result: torch.Tensor, op: Op, group: Backend) -> torch.Tensor:
-    """The gradient of allreduce: every rank's output depends on every rank's input."""
+    """Attach the gradient of allreduce: every rank's output depends on every rank's input."""
     if op in (ReduceOp.SUM, ReduceOp.MEAN):
         return attach(tensor, result, lambda grad: allreduce(grad, op, group=group))
     if isinstance(op, PremultipliedSum):
@@ -138,14 +126,14 @@ def _attach_reduction(tensor: torch.Tensor, result: torch.Tensor, op: Op, group:
 
 
 def _share_of_extremum(own: torch.Tensor, extremum: torch.Tensor, grad: torch.Tensor, group: Backend) -> torch.Tensor:
-    """The gradient goes to the ranks that have the extremum, in equal parts, as torch's amin and amax divide it."""
+    """The gradient of this rank: equal shares for the ranks that have the extremum, as in torch's amin and amax."""
     own, extremum, wide = own.detach(), extremum.detach(), widen(grad)
     mine = ((own == extremum) | (own.isnan() & extremum.isnan())).to(wide.dtype)
     return (wide * mine / allreduce(mine, group=group)).to(grad.dtype)
 
 
 def _times_other_factors(own: torch.Tensor, grad: torch.Tensor, group: Backend) -> torch.Tensor:
-    """The product of the other ranks' elements: gathered, not divided out, so that zeros are right."""
+    """The gradient times the product of the other ranks' elements, which are gathered so that zeros are right."""
     everyone = all_gather(own.unsqueeze(0), group=group)
     others = widen(torch.cat([everyone[: group.rank], everyone[group.rank + 1 :]]))
     return (widen(grad) * others.prod(dim=0).conj()).to(grad.dtype)
@@ -164,11 +152,11 @@ def reduce(
     """Fold a tensor over all ranks; rank ``dst`` gets the result.
 
     Args:
-        tensor: Of equal shape and dtype on all ranks, compared as for `allreduce`; any strides.
+        tensor: The input, of equal shape and dtype on all ranks, compared as for `allreduce`; any strides.
         dst: The rank that gets the result, the same on all ranks.
-        op: How elements become one, folded in rank order.
+        op: The reduction, folded in rank order.
         group: The group, on all of whose ranks this is called; None is the default group.
-        out: On rank ``dst``: where the result goes, which may be ``tensor``. Refused elsewhere.
+        out: The output tensor on rank ``dst``, which may be ``tensor``; refused elsewhere.
         timeout: Seconds; None takes the group's.
 
     Returns:
@@ -191,9 +179,6 @@ def reduce(
     source = flatten(tensor)
     recorded = records_history(tensor) and out is None
 
-    def run(sequence: int) -> None:
-        engine.reduce(target.flat if is_root else None, source, op, dst, timeout=limit, sequence=sequence)
-
     def finish() -> torch.Tensor:
         result = target.finish()
         saved = () if is_linear(op) else (tensor,) if op is ReduceOp.PRODUCT else (tensor, result)
@@ -203,17 +188,21 @@ def reduce(
             else result
         )
 
-    return run_now(
-        Operation(
-            name="reduce", group=chosen, engine=engine, device=tensor.device, timeout=limit, run=run, finish=finish
-        )
+    call = CollectiveOp(
+        kind=CollectiveKind.REDUCE,
+        source=source,
+        out=target.flat if is_root else None,
+        op=op,
+        root=dst,
+        timeout=limit,
     )
+    return execute(PreparedCall(op=call, group=chosen, engine=engine, finish=finish))
 
 
 def _reduce_backward(
     shape: torch.Size, op: Op, dst: int, group: Backend, grad: torch.Tensor, *saved: torch.Tensor
 ) -> torch.Tensor:
-    """The gradient of reduce: the root's gradient goes to all ranks, then as for allreduce."""
+    """The gradient of reduce: the root's gradient is broadcast, then as for allreduce."""
     is_root = group.rank == dst
     whole = broadcast(grad if is_root else grad.new_empty(shape), dst, group=group)
     if is_linear(op):
@@ -233,14 +222,14 @@ def broadcast(
     out: torch.Tensor | None = None,
     timeout: float | None = None,
 ) -> torch.Tensor:
-    """Give every rank the root's tensor.
+    """Copy the root's tensor to every rank.
 
     Args:
         tensor: The elements on the root; elsewhere any tensor of the same shape and dtype, compared as for `allreduce`,
             whose elements are not read.
-        root: The rank whose elements everyone gets, the same on all ranks.
+        root: The rank whose elements are copied, the same on all ranks.
         group: The group, on all of whose ranks this is called; None is the default group.
-        out: Where the result goes, which may be ``tensor``; None makes a fresh tensor.
+        out: The output tensor, which may be ``tensor``; None makes a fresh one.
         timeout: Seconds; None takes the group's.
 
     Returns:
@@ -249,13 +238,13 @@ def broadcast(
 
     Raises:
         InvalidRankError: ``root`` is not a rank of the group.
-        TypeError, ValueError, RuntimeError: ``tensor`` or ``out`` won't do, as for `allreduce`.
+        TypeError, ValueError, RuntimeError: ``tensor`` or ``out`` is invalid, as for `allreduce`.
         CollectiveMismatchError, DistributedTimeoutError, PeerLostError: As for `allreduce`.
     """
     if is_profiling() and not is_recorded():
         return record(broadcast, tensor, root, group=group, out=out, timeout=timeout)
-    result = quick_broadcast(tensor, root, group, out) if timeout is None else None
-    return run_now(_broadcast(tensor, root, group, out, timeout)) if result is None else result
+    result = fast_broadcast(tensor, root, group, out) if timeout is None else None
+    return execute(_broadcast(tensor, root, group, out, timeout)) if result is None else result
 
 
 @profiled
@@ -269,12 +258,12 @@ def async_broadcast(
 ) -> PendingCollective[torch.Tensor]:
     """Start `broadcast`."""
     pending = start_broadcast(tensor, root, group, out) if timeout is None else None
-    return run_later(_broadcast(tensor, root, group, out, timeout)) if pending is None else pending
+    return submit(_broadcast(tensor, root, group, out, timeout)) if pending is None else pending
 
 
 def _broadcast(
     tensor: torch.Tensor, root: int, group: Backend | None, out: torch.Tensor | None, timeout: float | None
-) -> Operation[torch.Tensor]:
+) -> PreparedCall[torch.Tensor]:
     check_tensor(tensor)
     chosen, limit = group_and_timeout(group, timeout)
     root = check_root(chosen, root, "root")
@@ -282,11 +271,6 @@ def _broadcast(
     target = prepare_out(out, tensor.shape, tensor.dtype, tensor, in_place=True)
     source = flatten(tensor) if chosen.rank == root else target.flat
     recorded = records_history(tensor) and out is None
-
-    def on(flat: torch.Tensor, source: torch.Tensor, timeout: float, sequence: int) -> None:
-        if source.data_ptr() != flat.data_ptr():
-            flat.copy_(source)
-        engine.broadcast(flat, root, timeout=timeout, sequence=sequence)
 
     def backward(grad: torch.Tensor) -> torch.Tensor:
         total = reduce(grad, root, group=chosen)
@@ -296,18 +280,8 @@ def _broadcast(
         result = target.finish()
         return attach(tensor, result, backward, once=True) if recorded else result
 
-    return Operation(
-        name="broadcast",
-        group=chosen,
-        engine=engine,
-        device=tensor.device,
-        timeout=limit,
-        run=partial(on, target.flat, source, limit),
-        finish=finish,
-        fusible=FusionSpec(
-            key=("broadcast", tensor.dtype, tensor.device, root), source=source, out=target.flat, run=on
-        ),
-    )
+    call = CollectiveOp(kind=CollectiveKind.BROADCAST, source=source, out=target.flat, root=root, timeout=limit)
+    return PreparedCall(op=call, group=chosen, engine=engine, finish=finish)
 
 
 def gpu_allreduce(
@@ -318,7 +292,7 @@ def gpu_allreduce(
     out: torch.Tensor | None = None,
     timeout: float | None = None,
 ) -> torch.Tensor:
-    """`allreduce` of a tensor on a GPU, and of no other.
+    """`allreduce` of a tensor on a GPU.
 
     Raises:
         UnsupportedOpError: ``tensor`` is on the CPU; or the group has no engine for tensors on GPUs, and
@@ -337,7 +311,7 @@ def gpu_broadcast(
     out: torch.Tensor | None = None,
     timeout: float | None = None,
 ) -> torch.Tensor:
-    """`broadcast` of a tensor on a GPU, and of no other.
+    """`broadcast` of a tensor on a GPU.
 
     Raises:
         UnsupportedOpError: As for `gpu_allreduce`.

@@ -1,14 +1,14 @@
-"""Reduce operations, and which dtypes they are defined for.
+"""Reduce operations: the dtypes that they are defined for, and their arithmetic.
 
-The arithmetic of reductions: one definition, which every engine has to match bit for bit.
+The arithmetic here is the definition, which every engine matches bit for bit.
 
 [Note: fold]
 ``fold(op, [x_0, ..., x_{p-1}])`` starts with x_0 and takes in x_1, x_2, ... in this order.
 
 - float16, bfloat16 and 8-bit floats are converted to float32, folded there and rounded once, to nearest even.
-  What is too large for float8_e4m3fn, which has no infinity, becomes what torch's conversion makes of it.
+  Values too large for float8_e4m3fn, which has no infinity, are converted as torch does it.
 - MEAN is the sum divided by p, before that rounding. A premultiplied sum multiplies in the accumulation type.
-- A NaN that arithmetic or rounding gives is the same for all: torch.nan's bits, without sign and payload. Which of two
+- A NaN from arithmetic or rounding is the same everywhere: torch.nan's bits, without sign and payload. Which of two
   NaNs a sum is, and the sign of infinity - infinity, differ between processors, and torch's own conversions to float16
   and bfloat16 give other NaNs in vectors than one by one.
 - MIN and MAX: a NaN wins, the first one of several, with its bits where nothing is rounded; of equal elements (0.0 and
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
 
 class ReduceOp(Enum):
-    """How the ranks' elements become one. Every operation folds rank 0, 1, ..., p-1, whatever the backend."""
+    """Reductions of the ranks' elements. All fold ranks 0, 1, ..., p-1 in this order, on every backend."""
 
     SUM = "sum"
     MEAN = "mean"
@@ -47,7 +47,7 @@ class ReduceOp(Enum):
     def __init__(self, name: str) -> None:
         del name
         self.number = len(type(self).__members__)
-        """Its place among the reductions, by which engines know it."""
+        """The reduction's index, by which engines know it."""
 
     def __str__(self) -> str:
         return self.value
@@ -55,13 +55,13 @@ class ReduceOp(Enum):
 
 @dataclass(frozen=True, slots=True)
 class PremultipliedSum:
-    """The sum of ``factor * x`` over the ranks; each rank gives its own factor. Made by `premultiplied_sum`."""
+    """The sum of ``factor * x`` over the ranks, with a factor for each rank. Made by `premultiplied_sum`."""
 
     factor: float
 
     @property
     def number(self) -> int:
-        """Its place among the reductions: after those of `ReduceOp`."""
+        """The reduction's index, after those of `ReduceOp`."""
         return len(ReduceOp)
 
     def __str__(self) -> str:
@@ -135,17 +135,17 @@ def check_reduction(dtype: torch.dtype, op: Op) -> None:
 
 
 def is_linear(op: Op) -> bool:
-    """Whether the result's gradient does not depend on the elements."""
+    """True if the gradient of the result does not depend on the elements."""
     return op in (ReduceOp.SUM, ReduceOp.MEAN) or isinstance(op, PremultipliedSum)
 
 
 def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
-    """The type in which ``dtype`` is folded."""
+    """The dtype in which elements of ``dtype`` are folded."""
     return torch.float32 if dtype in SMALL_FLOATS else dtype
 
 
 def widen(tensor: torch.Tensor) -> torch.Tensor:
-    """``tensor`` in the type in which its dtype is folded: torch has no arithmetic on 8-bit floats."""
+    """Convert ``tensor`` to its accumulation dtype; torch has no arithmetic on 8-bit floats."""
     return tensor.to(accumulation_dtype(tensor.dtype))
 
 

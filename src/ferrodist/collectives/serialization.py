@@ -1,12 +1,12 @@
-"""Nested values as messages: whatever their shapes are, they travel with them.
+"""Serialization of nested values that hold tensors; receivers need to know nothing beforehand.
 
-[Note: letter]
-A value goes as a letter, which is one tensor of bytes, and the tensors that are too large for it:
+[Note: in-band and out-of-band]
+As in pickle 5, small tensors are in-band: in the encoded value, which is one tensor of bytes. Large ones are
+out-of-band: each is sent by itself.
 
-    length of the head | head: the plan of the value, and dtype, shape, place of each tensor | padding | small tensors
+    length of the header | header: tree spec; dtype, shape, offset of each tensor | padding | in-band tensors
 
-So what is small costs one message, and nobody has to know beforehand what comes. Tensors on a GPU are copied to the
-host's memory to be written.
+So a small value costs one message. Tensors on a GPU are copied to the host.
 """
 
 from __future__ import annotations
@@ -21,78 +21,78 @@ import msgspec
 import torch
 
 from ferrodist.collectives.arguments import bytes_of, check_tensor
-from ferrodist.collectives.pytree import LeafCodec, Plan, check_plan, flatten, unflatten
+from ferrodist.collectives.pytree import LeafCodec, TreeSpec, check_spec, flatten, unflatten
 from ferrodist.collectives.reduce_op import DTYPES
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-_MOST_INSIDE_BYTES = 240 << 10
-"""Of a letter: what costs less to copy than to send by itself, and what the engine takes at once."""
+_MAX_INBAND_BYTES = 240 << 10
+"""Up to here a copy costs less than another message, and the engine takes the message at once."""
 
 _ALIGNMENT = 64
 _LENGTH = struct.Struct("<Q")
-_APART = -1
-_COPIED_BYTES = 4096
-"""Of a tensor that is copied faster than a view of its place is made."""
+_OUT_OF_BAND = -1
+_MAX_MEMCPY_BYTES = 4096
+"""Up to here copying a tensor's bytes is faster than making a tensor at their offset."""
 
-_MOST_BYTES = 1 << 62
-_MOST_DIMS_NAMED = 64
+_MAX_TENSOR_BYTES = 1 << 62
+_MAX_DIMS_IN_ERROR = 64
 
-_DTYPE_NUMBERS = {dtype: number for number, dtype in enumerate(DTYPES)}
+_DTYPE_INDICES = {dtype: index for index, dtype in enumerate(DTYPES)}
 
 
 @dataclass(frozen=True, slots=True)
 class PackedValue:
-    """A value, taken apart.
+    """A flattened value.
 
     Args:
-        plan: How it is nested.
-        tensors: Its tensors; what is received has no history.
-        wants_gradient: For each of them whether the sender has a use for its gradient.
-        is_on_gpu: For each whether the sender has it on a GPU; here it is on the CPU until somebody moves it.
-        marks: Of the extensions that took parts of it apart; none of what was received.
+        spec: How the value is nested.
+        tensors: The value's tensors; those that were received have no autograd history.
+        wants_gradient: For each tensor, whether it requires grad on the sender.
+        is_on_gpu: For each tensor, whether it is on a GPU on the sender; a received tensor is on the CPU.
+        tags: The tags of the codecs that encoded leaves; empty for a received value.
     """
 
-    plan: Plan
+    spec: TreeSpec
     tensors: list[torch.Tensor]
     wants_gradient: list[bool]
     is_on_gpu: list[bool]
-    marks: frozenset[str] = frozenset()
+    tags: frozenset[str] = frozenset()
 
     @classmethod
     def of(
         cls,
         value: Any,
         what: str,
-        extensions: Sequence[LeafCodec] = (),
+        codecs: Sequence[LeafCodec] = (),
         check: Callable[[torch.Tensor], None] | None = None,
     ) -> PackedValue:
-        """Take a value apart; see `flatten`."""
-        marks: set[str] = set()
-        plan, tensors = flatten(value, what, extensions, check, marks)
+        """Flatten a value; see `flatten`."""
+        tags: set[str] = set()
+        spec, tensors = flatten(value, what, codecs, check, tags)
         wants_gradient, is_on_gpu = [each.requires_grad for each in tensors], [each.is_cuda for each in tensors]
-        return cls(plan, tensors, wants_gradient, is_on_gpu, frozenset(marks))
+        return cls(spec, tensors, wants_gradient, is_on_gpu, frozenset(tags))
 
     def copy(self) -> PackedValue:
-        """The same with tensors of its own."""
+        """Copy the tensors, too."""
         tensors = [tensor.detach().clone() for tensor in self.tensors]
-        return PackedValue(self.plan, tensors, self.wants_gradient, self.is_on_gpu)
+        return PackedValue(self.spec, tensors, self.wants_gradient, self.is_on_gpu)
 
-    def open(self, extensions: Sequence[LeafCodec] = ()) -> Any:
-        """The value, with the parcel's tensors."""
-        return unflatten(self.plan, self.tensors, extensions)
+    def open(self, codecs: Sequence[LeafCodec] = ()) -> Any:
+        """Rebuild the value, with these tensors."""
+        return unflatten(self.spec, self.tensors, codecs)
 
 
-class _Piece(msgspec.Struct, frozen=True, array_like=True):
-    """What a letter says of a tensor.
+class _TensorEntry(msgspec.Struct, frozen=True, array_like=True):
+    """A tensor in the header.
 
     Args:
-        dtype: Its place among those that travel.
-        shape: Of it.
+        dtype: The dtype's index in `DTYPES`.
+        shape: The shape.
         wants_gradient: As in `PackedValue`.
         is_on_gpu: As in `PackedValue`.
-        start: Where it begins, in bytes from the first of the small tensors; or that it comes by itself.
+        start: The offset among the in-band tensors, in bytes, or `_OUT_OF_BAND`.
     """
 
     dtype: int
@@ -102,154 +102,153 @@ class _Piece(msgspec.Struct, frozen=True, array_like=True):
     start: int
 
 
-class _Head(msgspec.Struct, frozen=True, array_like=True):
-    plan: Plan
-    pieces: list[_Piece]
+class _Header(msgspec.Struct, frozen=True, array_like=True):
+    spec: TreeSpec
+    tensors: list[_TensorEntry]
 
 
-_HEADS = msgspec.msgpack.Decoder(_Head)
+_HEADER_DECODER = msgspec.msgpack.Decoder(_Header)
 
 
 @dataclass(frozen=True, slots=True)
 class OutOfBandTensor:
-    """A tensor that comes by itself.
+    """A tensor that comes in a message of its own.
 
     Args:
-        number: Among those of the parcel.
-        dtype: Of it.
-        shape: Of it.
+        index: The tensor's index in `PackedValue.tensors`.
+        dtype: The dtype.
+        shape: The shape.
     """
 
-    number: int
+    index: int
     dtype: torch.dtype
     shape: tuple[int, ...]
 
     @property
     def size_bytes(self) -> int:
-        """Of it."""
+        """The number of bytes."""
         return prod(self.shape) * self.dtype.itemsize
 
     def check(self) -> int:
-        """See that there may be such a tensor; gives its size.
+        """Return the size in bytes.
 
         Raises:
-            ValueError: There may not.
+            ValueError: No tensor has such a shape.
         """
         size = self.dtype.itemsize
         for dim in self.shape:
-            size *= max(dim, 1)  # torch counts so, too: a dim without elements does not make up for the others
-            if dim < 0 or size > _MOST_BYTES:
-                raise ValueError(f"there is no tensor of shape {self.shape[:_MOST_DIMS_NAMED]}")
+            size *= max(dim, 1)  # as torch does: a dim of size 0 does not make up for the others
+            if dim < 0 or size > _MAX_TENSOR_BYTES:
+                raise ValueError(f"there is no tensor of shape {self.shape[:_MAX_DIMS_IN_ERROR]}")
         return size
 
 
 class UnreadableError(ValueError):
-    """A letter is no value.
+    """A message that is not an encoded value.
 
     Args:
-        wrong: What is wrong with it.
-        apart: What comes after it, or None where that can't be said.
+        problem: The problem.
+        out_of_band: The tensors that follow the message, or None where they are unknown.
     """
 
-    def __init__(self, wrong: str, apart: list[OutOfBandTensor] | None) -> None:
-        super().__init__(wrong)
-        self.apart = apart
+    def __init__(self, problem: str, out_of_band: list[OutOfBandTensor] | None) -> None:
+        super().__init__(problem)
+        self.out_of_band = out_of_band
 
 
 def encode_value(
-    parcel: PackedValue, what: str, room: int = _MOST_INSIDE_BYTES
+    value: PackedValue, what: str, max_inband_bytes: int = _MAX_INBAND_BYTES
 ) -> tuple[torch.Tensor, list[torch.Tensor]]:
-    """Write a value down.
+    """Encode a value: [Note: in-band and out-of-band].
 
     Args:
-        parcel: The value.
-        what: What it is, for errors.
-        room: Bytes of tensors that the letter may have; the first ones that find room are in it.
+        value: The value.
+        what: The value's name, for errors.
+        max_inband_bytes: Bytes of in-band tensors at most; the first tensors that have room are in-band.
 
     Returns:
-        The letter, and the tensors that don't have room in it, in their order, contiguous.
+        The encoded value, and the out-of-band tensors in their order, contiguous and on the host.
 
     Raises:
         TypeError: A tensor can't travel.
     """
-    memory, apart = encode_value_bytes(parcel, what, room)
-    return torch.frombuffer(memory, dtype=torch.uint8), apart
+    memory, out_of_band = encode_value_to_bytes(value, what, max_inband_bytes)
+    return torch.frombuffer(memory, dtype=torch.uint8), out_of_band
 
 
-def encode_value_bytes(
-    parcel: PackedValue, what: str, room: int = _MOST_INSIDE_BYTES
+def encode_value_to_bytes(
+    value: PackedValue, what: str, max_inband_bytes: int = _MAX_INBAND_BYTES
 ) -> tuple[bytearray, list[torch.Tensor]]:
-    """`encode_value`, for who sends bytes."""
-    pieces, inside, apart = [], [], []
-    end = 0  # of the small tensors, from where these begin
-    for given, wants, is_on_gpu in zip(parcel.tensors, parcel.wants_gradient, parcel.is_on_gpu, strict=True):
+    """`encode_value` into bytes."""
+    entries, in_band, out_of_band = [], [], []
+    end = 0  # of the in-band tensors, from where they begin
+    for given, wants, is_on_gpu in zip(value.tensors, value.wants_gradient, value.is_on_gpu, strict=True):
         check_tensor(given, what)
         tensor = given.detach().resolve_conj().resolve_neg().cpu()
         size = _aligned(tensor.nbytes)
-        fits = end + size <= room
-        pieces.append(
-            _Piece(_DTYPE_NUMBERS[tensor.dtype], tuple(tensor.shape), wants, is_on_gpu, end if fits else _APART)
-        )
+        fits = end + size <= max_inband_bytes
+        start = end if fits else _OUT_OF_BAND
+        entries.append(_TensorEntry(_DTYPE_INDICES[tensor.dtype], tuple(tensor.shape), wants, is_on_gpu, start))
         if fits:
-            inside.append((tensor, end))
+            in_band.append((tensor, end))
             end += size
         else:
-            apart.append(tensor.contiguous())
-    head = msgspec.msgpack.encode(_Head(parcel.plan, pieces))
-    first = _aligned(_LENGTH.size + len(head))
+            out_of_band.append(tensor.contiguous())
+    header = msgspec.msgpack.encode(_Header(value.spec, entries))
+    first = _aligned(_LENGTH.size + len(header))
     memory = bytearray(first + end)
-    memory[: _LENGTH.size] = _LENGTH.pack(len(head))
-    memory[_LENGTH.size : _LENGTH.size + len(head)] = head
-    for tensor, start in inside:
-        if tensor.nbytes <= _COPIED_BYTES:
+    memory[: _LENGTH.size] = _LENGTH.pack(len(header))
+    memory[_LENGTH.size : _LENGTH.size + len(header)] = header
+    for tensor, start in in_band:
+        if tensor.nbytes <= _MAX_MEMCPY_BYTES:
             dense = tensor.contiguous()
             memory[first + start : first + start + dense.nbytes] = ctypes.string_at(dense.data_ptr(), dense.nbytes)
         else:
             _tensor_at(memory, first + start, tensor.dtype, tensor.shape).copy_(tensor)
-    return memory, apart
+    return memory, out_of_band
 
 
-def decode_value(letter: torch.Tensor, marks: Sequence[str] = ()) -> tuple[PackedValue, list[OutOfBandTensor]]:
-    """Take a letter apart; nothing in it is believed.
+def decode_value(encoded: torch.Tensor, tags: Sequence[str] = ()) -> tuple[PackedValue, list[OutOfBandTensor]]:
+    """Decode a value; nothing in the message is trusted.
 
     Args:
-        letter: It.
-        marks: Of the extensions that it may have.
+        encoded: The encoded value.
+        tags: The tags of the codecs that may occur.
 
     Returns:
-        The value, whose small tensors lie in the letter's memory, with None in the place of what comes by itself; and
-        what that is, in the order in which it comes.
+        The value, whose in-band tensors use the message's memory, with None in place of out-of-band tensors; and
+        these, in the order in which they come.
 
     Raises:
-        UnreadableError: It is no letter, or what it holds is no value, or has other marks.
+        UnreadableError: The message is malformed, or has other tags.
     """
-    return decode_value_bytes(bytes_of(letter), marks)
+    return decode_value_from_bytes(bytes_of(encoded), tags)
 
 
-def decode_value_bytes(memory: memoryview, marks: Sequence[str] = ()) -> tuple[PackedValue, list[OutOfBandTensor]]:
-    """`decode_value`, for who receives bytes; these are writable."""
+def decode_value_from_bytes(memory: memoryview, tags: Sequence[str] = ()) -> tuple[PackedValue, list[OutOfBandTensor]]:
+    """`decode_value` from writable bytes."""
     try:
         (length,) = _LENGTH.unpack_from(memory)
-        head = _HEADS.decode(memory[_LENGTH.size : _LENGTH.size + length])
-        dtypes = [DTYPES[piece.dtype] for piece in head.pieces]
+        header = _HEADER_DECODER.decode(memory[_LENGTH.size : _LENGTH.size + length])
+        dtypes = [DTYPES[entry.dtype] for entry in header.tensors]
     except Exception as error:
         raise UnreadableError(str(error), None) from error
-    apart = [
-        OutOfBandTensor(number, dtype, piece.shape)
-        for number, (piece, dtype) in enumerate(zip(head.pieces, dtypes, strict=True))
-        if piece.start == _APART
+    out_of_band = [
+        OutOfBandTensor(index, dtype, entry.shape)
+        for index, (entry, dtype) in enumerate(zip(header.tensors, dtypes, strict=True))
+        if entry.start == _OUT_OF_BAND
     ]
     first = _aligned(_LENGTH.size + length)
     tensors: list[Any] = []
     try:
-        check_plan(head.plan, len(head.pieces), marks)
-        for piece, dtype in zip(head.pieces, dtypes, strict=True):
-            is_apart = piece.start == _APART
-            tensors.append(None if is_apart else _tensor_at(memory, first + piece.start, dtype, piece.shape))
+        check_spec(header.spec, len(header.tensors), tags)
+        for entry, dtype in zip(header.tensors, dtypes, strict=True):
+            is_inband = entry.start != _OUT_OF_BAND
+            tensors.append(_tensor_at(memory, first + entry.start, dtype, entry.shape) if is_inband else None)
     except Exception as error:
-        raise UnreadableError(str(error), apart) from error
-    wants, is_on_gpu = [piece.wants_gradient for piece in head.pieces], [piece.is_on_gpu for piece in head.pieces]
-    return PackedValue(head.plan, tensors, wants, is_on_gpu), apart
+        raise UnreadableError(str(error), out_of_band) from error
+    wants, is_on_gpu = [entry.wants_gradient for entry in header.tensors], [entry.is_on_gpu for entry in header.tensors]
+    return PackedValue(header.spec, tensors, wants, is_on_gpu), out_of_band
 
 
 def _aligned(size_bytes: int) -> int:
@@ -257,7 +256,7 @@ def _aligned(size_bytes: int) -> int:
 
 
 def _tensor_at(memory: bytearray | memoryview, start: int, dtype: torch.dtype, shape: Sequence[int]) -> torch.Tensor:
-    """A tensor in a letter; no view of it, for what is written to one tensor is no change of the others."""
+    """A tensor at an offset; not a view of a common tensor, so that writes to one don't bump the others' versions."""
     numel = prod(shape)
     if not numel:
         return torch.empty(tuple(shape), dtype=dtype, device="cpu")

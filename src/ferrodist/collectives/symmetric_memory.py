@@ -1,4 +1,4 @@
-"""Tensors in memory that all ranks of a host share, so that collectives on them copy nothing aside."""
+"""Tensors in memory that all ranks of a host share, on which collectives need no staging copies."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from ferrodist.backends.native.collectives import NativeEngine
 from ferrodist.backends.signature import CollectiveSignature
 from ferrodist.collectives.arguments import group_and_timeout
 from ferrodist.collectives.reduce_op import check_dtype
@@ -18,7 +19,7 @@ if TYPE_CHECKING:
     from ferrodist.backends.base import Backend
     from ferrodist.backends.native.symmetric_memory import ContiguousSharedView
 
-# Of all ranks together, which each of them maps: what 48 bits address.
+# All ranks' memory together, which each rank maps: the address space of 48 bits.
 _MAX_BYTES = 1 << 48
 
 
@@ -29,25 +30,25 @@ def empty_symmetric(
     group: Backend | None = None,
     timeout: float | None = None,
 ) -> torch.Tensor:
-    """Make a tensor of undefined elements, for which the group's collectives need no staging.
+    """Make an uninitialized tensor on which the group's collectives need no staging copies.
 
-    It is an ordinary tensor otherwise. Ranks read and write each other's where all pass the tensors that one call made,
-    or the same parts of them, as input (and as ``out``, in allreduce) of a collective. Where ranks share no memory, as
-    on backends other than native, it is ``torch.empty``.
+    Otherwise it is an ordinary tensor. Ranks access each other's memory where all pass the tensors of one call, or the
+    same parts of them, as input (and as ``out``, in allreduce) of a collective. Where ranks share no memory, as on
+    backends other than native, it is ``torch.empty``.
 
-    Ranks that go on writing when a collective has failed on this one, for they were stopped or had not heard of it, may
-    change what is in the memory until they have left the collective or are gone: don't use it after a failure.
+    Don't use the memory after a failed collective: ranks that are stopped, or have not learned of the failure, may
+    still write to it.
 
-    The memory lives as long as any tensor in it, also when the group has been closed; ranks free theirs by themselves.
+    The memory lives as long as any tensor in it, also after the group was closed; each rank frees its own.
 
     Args:
-        shape: Equal on all ranks.
-        dtype: Equal on all ranks.
+        shape: The shape, equal on all ranks.
+        dtype: The dtype, equal on all ranks.
         group: The group, on all of whose ranks this is called; None is the default group.
         timeout: Seconds; None takes the group's.
 
     Raises:
-        BackendUnavailable: The memory can't be had, on all ranks.
+        BackendUnavailable: The memory can't be allocated; raised on all ranks.
         ValueError: A size is negative, or the ranks' tensors together have more bytes than a process can address.
         CollectiveMismatchError, DistributedTimeoutError, PeerLostError: As for `allreduce`.
     """
@@ -73,16 +74,16 @@ def empty_symmetric(
 def empty_joined(
     size_bytes: int, joined: Sequence[tuple[int, int]], *, group: Backend
 ) -> tuple[torch.Tensor, list[ContiguousSharedView]]:
-    """Make symmetric memory, with parts that every rank sees joined; every rank calls this, with the same arguments.
+    """Make symmetric memory with concatenated views of the ranks' parts; a collective with equal arguments.
 
     Args:
-        size_bytes: Of each rank's memory.
-        joined: Where such parts begin and their sizes: bytes, in whole pages, not 0.
+        size_bytes: The size of each rank's memory.
+        joined: Offset and size of each part to view, in bytes, in whole pages, not empty.
         group: The group.
 
     Returns:
-        This rank's memory, as bytes; and for each part a view of those of all ranks, in rank order, which shows what
-        the ranks write to their memory, and whose own changes nobody else sees. No views where ranks share no memory.
+        This rank's memory, as bytes; and for each part a view of all ranks' parts in rank order. A view shows what the
+        ranks write to their memory; writes to the view are private. No views where ranks share no memory.
 
     Raises:
         DistributedError: As for `empty_symmetric`.
@@ -95,7 +96,6 @@ def _make(
     group: Backend, call: CollectiveSignature, size_bytes: int, joined: Sequence[tuple[int, int]], timeout: float
 ) -> tuple[torch.Tensor, list[ContiguousSharedView]]:
     engine = group.engine("cpu")
-    if not hasattr(engine, "empty_symmetric"):
+    if not isinstance(engine, NativeEngine):
         return torch.empty(size_bytes, dtype=torch.uint8, device="cpu"), []
-    made: tuple[torch.Tensor, list[ContiguousSharedView]] = engine.empty_symmetric(call, size_bytes, timeout, joined)
-    return made
+    return engine.empty_symmetric(call, size_bytes, timeout, joined)

@@ -1,14 +1,13 @@
-"""Several messages at the same time, of tensors on the CPU.
+"""The point-to-point protocol of tensors on the host: a header and a payload for each tensor.
 
-The heads of tensors that travel from rank to rank: what each tensor is, and under which number its elements come.
+`TensorHeader` is the first message: dtype, shape, and the id under which the payload comes. `start_send` sends both,
+`TensorReceive` receives both, and `batch_on_host` runs several sends and receives at the same time.
 
-A tensor on its way: the two messages of one send, and the receive that takes them.
-
-[Note: given up]
-A send that is given up has sent its head already. It leaves an empty message where its elements would be, on which
-the receiver drops the head and waits for the next one: also where the head is not what it expects, so it looks whether
-the elements are there before it complains. A receive that is given up after its head has come keeps the
-head with the group, for the next receive of that tag: the elements are still to come, or wait.
+[Note: cancelled transfers]
+A cancelled send has sent its header already. It sends an empty message in place of the payload, at which the receiver
+drops the header and waits for the next one. That also holds for a header that the receiver does not expect, so it
+looks for the payload before it raises. A receive that is cancelled after its header has come leaves the header to the
+group, for the next receive of that tag: the payload is still to come, or waits.
 """
 
 from __future__ import annotations
@@ -42,120 +41,121 @@ if TYPE_CHECKING:
     from ferrodist.backends.request import Request, Stragglers
 
 MAX_DIMS = 12
-"""Dims that a head has room for."""
+"""The payload_id of dims that a header has room for."""
 
 _MAX_BYTES = 1 << 47
-"""More than any machine's memory: a tensor can't have as many."""
+"""More than any machine's memory: no tensor is as large."""
 
-_MOST = (1 << 63) - 1
-"""What torch's arithmetic of sizes holds."""
+_MAX_INT64 = (1 << 63) - 1
+"""The limit of torch's arithmetic of sizes."""
 
-_HEAD = struct.Struct(f"<QBB{MAX_DIMS}q")  # number of the body, dtype's place in DTYPES, dims, shape
+_HEADER = struct.Struct(f"<QBB{MAX_DIMS}q")  # payload id, dtype's index in DTYPES, payload_id of dims, shape
 
-HEAD_BYTES = _HEAD.size
+HEADER_BYTES = _HEADER.size
 
-_NUMBERS = "collectives.messages"
-_HEADS = "collectives.heads"
+_PAYLOAD_IDS_KEY = "collectives.messages"
+_HEADERS_KEY = "collectives.headers"
 
 
 class TensorHeader(NamedTuple):
-    """What a tensor is that travels."""
+    """The first message of a tensor."""
 
-    number: int
+    payload_id: int
     dtype: torch.dtype
     shape: tuple[int, ...]
 
     def pack(self) -> bytes:
-        """The message."""
+        """Encode the header."""
         padding = [0] * (MAX_DIMS - len(self.shape))
-        return _HEAD.pack(self.number, DTYPES.index(self.dtype), len(self.shape), *self.shape, *padding)
+        return _HEADER.pack(self.payload_id, DTYPES.index(self.dtype), len(self.shape), *self.shape, *padding)
 
     @classmethod
     def unpack(cls, message: bytes | bytearray) -> Self | None:
-        """The head in a message of `HEAD_BYTES`; None when no tensor has it."""
-        number, place, num_dims, *padded = _HEAD.unpack(message)
-        if place >= len(DTYPES) or num_dims > MAX_DIMS or min(padded) < 0:
+        """Decode a message of `HEADER_BYTES`; None if no tensor has such a header."""
+        payload_id, dtype_index, num_dims, *padded = _HEADER.unpack(message)
+        if dtype_index >= len(DTYPES) or num_dims > MAX_DIMS or min(padded) < 0:
             return None
         shape = tuple(padded[:num_dims])
-        # torch counts so, too: a dim without elements does not make up for the others.
-        size = math.prod(max(dim, 1) for dim in shape) * DTYPES[place].itemsize
-        return None if size > (_MAX_BYTES if 0 not in shape else _MOST) else cls(number, DTYPES[place], shape)
+        # As torch does: a dim of size 0 does not make up for the others.
+        dtype = DTYPES[dtype_index]
+        size = math.prod(max(dim, 1) for dim in shape) * dtype.itemsize
+        return None if size > (_MAX_BYTES if 0 not in shape else _MAX_INT64) else cls(payload_id, dtype, shape)
 
 
-def body_numbers(group: Backend) -> Iterator[int]:
-    """Numbers for the bodies this rank sends in a group; a receiver reads them per sender."""
-    numbers: Iterator[int] | None = group.attachments.get(_NUMBERS)
-    return group.attachments.setdefault(_NUMBERS, itertools.count()) if numbers is None else numbers
+def payload_ids(group: Backend) -> Iterator[int]:
+    """The ids of the payloads that this rank sends in a group; they are unique per sender."""
+    ids: Iterator[int] | None = group.attachments.get(_PAYLOAD_IDS_KEY)
+    return group.attachments.setdefault(_PAYLOAD_IDS_KEY, itertools.count()) if ids is None else ids
 
 
 class UnclaimedHeaders:
-    """Heads of tensors whose receives were given up, by tag, in the order they came.
+    """Headers whose receives were cancelled, by tag, in the order of their arrival.
 
-    See [Note: given up] in `tensor_protocol.py`.
+    See [Note: cancelled transfers] in `tensor_protocol.py`.
     """
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._heads: dict[int, list[tuple[int, bytes]]] = {}
+        self._headers: dict[int, list[tuple[int, bytes]]] = {}
 
-    def may_have(self, tag: int) -> bool:
-        """Whether a head of a user's tag may be kept; for what is no tag that is so when any head is."""
-        heads = self._heads
-        return bool(heads) and (type(tag) is not int or channel_tag(Channel.TENSOR_HEAD, tag) in heads)
+    def may_contain(self, tag: int) -> bool:
+        """Whether there may be a header of a user's tag; for an invalid tag, whether there is any header."""
+        headers = self._headers
+        return bool(headers) and (type(tag) is not int or channel_tag(Channel.TENSOR_HEAD, tag) in headers)
 
-    def keep(self, tag: int, source: int, head: bytes) -> None:
-        """Keep a head, for the next receive of its tag."""
+    def keep(self, tag: int, source: int, header: bytes) -> None:
+        """Keep a header for the next receive of its tag."""
         with self._lock:
-            self._heads.setdefault(tag, []).append((source, head))
+            self._headers.setdefault(tag, []).append((source, header))
 
     def take(self, tag: int, source: int) -> tuple[int, bytes] | None:
-        """The first head with a tag from a rank, or from any, and the rank that sent it; None when there is none."""
+        """Remove and return the first header of a tag from a rank, or from any, with its sender; None without one."""
         with self._lock:
-            heads = self._heads.get(tag, [])
-            found = next((kept for kept in heads if source in (ANY_SOURCE, kept[0])), None)
+            headers = self._headers.get(tag, [])
+            found = next((each for each in headers if source in (ANY_SOURCE, each[0])), None)
             if found is not None:
-                heads.remove(found)
-                if not heads:
-                    del self._heads[tag]
+                headers.remove(found)
+                if not headers:
+                    del self._headers[tag]
             return found
 
 
 def unclaimed_headers(group: Backend) -> UnclaimedHeaders:
-    """The heads that are kept in a group."""
-    heads = group.attachments.get(_HEADS) or group.attachments.setdefault(_HEADS, UnclaimedHeaders())
-    assert isinstance(heads, UnclaimedHeaders)
-    return heads
+    """The unclaimed headers of a group."""
+    headers = group.attachments.get(_HEADERS_KEY) or group.attachments.setdefault(_HEADERS_KEY, UnclaimedHeaders())
+    assert isinstance(headers, UnclaimedHeaders)
+    return headers
 
 
 def start_send(group: Backend, tensor: torch.Tensor, dst: int, tag: int) -> list[Request]:
-    """Start to send a tensor that can travel; returns its messages."""
-    number = next(body_numbers(group))
-    head = TensorHeader(number, tensor.dtype, tuple(tensor.shape)).pack()
+    """Start sending a checked tensor; returns the requests of its messages."""
+    payload_id = next(payload_ids(group))
+    header = TensorHeader(payload_id, tensor.dtype, tuple(tensor.shape)).pack()
     return [
-        group.isend(head, dst, tag=channel_tag(Channel.TENSOR_HEAD, tag)),
-        *start_payload(group, tensor, dst, number),
+        group.isend(header, dst, tag=channel_tag(Channel.TENSOR_HEAD, tag)),
+        *start_payload(group, tensor, dst, payload_id),
     ]
 
 
-def start_payload(group: Backend, tensor: torch.Tensor, dst: int, number: int) -> list[Request]:
-    """Start to send the elements of a tensor, if it has any, whose head has gone with ``number``."""
-    return (
-        [_PayloadSend(group, flatten(tensor), dst, channel_tag(Channel.TENSOR_BODY, number))] if tensor.numel() else []
-    )
+def start_payload(group: Backend, tensor: torch.Tensor, dst: int, payload_id: int) -> list[Request]:
+    """Start sending the payload of a tensor, if it has elements, whose header has been sent."""
+    if not tensor.numel():
+        return []
+    return [_PayloadSend(group, flatten(tensor), dst, channel_tag(Channel.TENSOR_BODY, payload_id))]
 
 
-def cancel_payload(group: Backend, dst: int, number: int) -> None:
-    """Send no elements of a tensor whose head has gone with ``number``; see [Note: given up]."""
-    _leave_empty(group, dst, channel_tag(Channel.TENSOR_BODY, number))
+def cancel_payload(group: Backend, dst: int, payload_id: int) -> None:
+    """Cancel the payload of a tensor whose header has been sent: [Note: cancelled transfers]."""
+    _send_empty(group, dst, channel_tag(Channel.TENSOR_BODY, payload_id))
 
 
-def _leave_empty(group: Backend, dst: int, tag: int) -> None:
+def _send_empty(group: Backend, dst: int, tag: int) -> None:
     with contextlib.suppress(DistributedError):  # a group that has ended needs no message
         group.isend(b"", dst, tag=tag)
 
 
 class _PayloadSend:
-    """The send of a tensor's elements. Given up, it leaves an empty message in their place; see [Note: given up]."""
+    """The send of a payload; cancelling it sends an empty message instead: [Note: cancelled transfers]."""
 
     __slots__ = ("_group", "_request", "_tag", "peer")
 
@@ -180,25 +180,25 @@ class _PayloadSend:
     def cancel(self) -> bool:
         if not self._request.cancel():
             return False
-        _leave_empty(self._group, self.peer, self._tag)
+        _send_empty(self._group, self.peer, self._tag)
         return True
 
 
 class TensorReceive(BaseRequest):
-    """Receives a head, checks it, then receives the body: whichever thread brings the head starts the body.
+    """Receives a header, checks it, then receives the payload: [Note: cancelled transfers].
 
-    See [Note: given up].
+    The thread that completes the header starts the receive of the payload.
     """
 
     __slots__ = (
-        "_body",
         "_cancelled",
         "_dtype",
-        "_given",
+        "_given_target",
         "_group",
-        "_head",
-        "_head_request",
+        "_header",
+        "_header_request",
         "_num_restarts",
+        "_payload",
         "_shape",
         "_source",
         "_starting",
@@ -222,94 +222,94 @@ class TensorReceive(BaseRequest):
         self._tag = channel_tag(Channel.TENSOR_HEAD, check_user_tag(tag))
         self._shape = None if shape is None else tuple(shape)
         self._dtype = dtype
-        self._given = self._target = target
-        self._head = bytearray(HEAD_BYTES)
-        self._head_request: Request | None = None
-        self._body: Request | None = None
+        self._given_target = self._target = target
+        self._header = bytearray(HEADER_BYTES)
+        self._header_request: Request | None = None
+        self._payload: Request | None = None
         self._cancelled = False
         self._num_restarts = 0
         self._starting = threading.Lock()  # between the start of a transfer and `cancel`
         check_peer(group, src, any_source=True)
-        self._begin()
+        self._start()
 
     @property
     def is_coming(self) -> bool:
-        """Whether the other side has begun to send: the head has come."""
-        return self._body is not None
+        """Whether the other side has started to send: the header has come."""
+        return self._payload is not None
 
     def finish(self) -> torch.Tensor:
-        """The tensor, once the request is done."""
+        """Return the tensor, once the request is done."""
         assert self._target is not None
         return self._target.finish()
 
     def find_stragglers(self, peers: tuple[int, ...], within: float) -> Stragglers:
-        """Ask the group, whose ranks may be in between; see `Backend.find_stragglers`."""
+        """Ask the group: see `Backend.find_stragglers`."""
         return self._group.find_stragglers(peers, within)
 
     def ended_within(self, timeout: float) -> bool:
-        """Wait at most ``timeout`` seconds for the end; False when it has not come.
+        """Wait at most ``timeout`` seconds for the end; returns whether it has come.
 
-        It waits for the head and the body themselves: with an engine messages are moved by who waits for them.
+        Waits for the messages themselves: with the native engine the waiting thread moves them.
         """
         deadline = Deadline(timeout)
         while not self._done and not deadline.expired:
-            under_way = self._body or self._head_request
-            if under_way is None or under_way.done():
-                break  # another thread is about to go on from there
+            pending = self._payload or self._header_request
+            if pending is None or pending.done():
+                break  # another thread is about to continue from there
             try:
-                under_way.wait(deadline.remaining())
+                pending.wait(deadline.remaining())
             except DistributedError:
-                break  # which this ends with, too, unless it is the deadline
+                break  # the receive ends with it, too, unless it is the deadline's
         return super().ended_within(deadline.remaining())
 
     def cancel(self) -> bool:
-        """Give the receive up; see `Request.cancel`."""
+        """Cancel the receive; see `Request.cancel`."""
         with self._starting:
             self._cancelled = True
-            body, head = self._body, self._head_request
-        if body is not None:
-            if not body.cancel():
+            payload, header = self._payload, self._header_request
+        if payload is not None:
+            if not payload.cancel():
                 return False
-            unclaimed_headers(self._group).keep(self._tag, self.peer, bytes(self._head))
+            unclaimed_headers(self._group).keep(self._tag, self.peer, bytes(self._header))
             return True
-        # Not done though the head can't be given up any more: `_take_head` sees the mark.
-        return head is None or head.cancel() or not self._done
+        # Not done though the header can't be cancelled any more: `_take_headerer` sees `_cancelled`.
+        return header is None or header.cancel() or not self._done
 
-    def _begin(self) -> None:
-        """Take a head that was kept, or wait for one."""
-        kept = unclaimed_headers(self._group).take(self._tag, self._source)
-        if kept is not None:
-            self.peer, self._head[:] = kept
-            self._use_head()
+    def _start(self) -> None:
+        """Take an unclaimed header, or start receiving one."""
+        unclaimed = unclaimed_headers(self._group).take(self._tag, self._source)
+        if unclaimed is not None:
+            self.peer, self._header[:] = unclaimed
+            self._use_header()
             return
         with self._starting:
             if self._cancelled:
                 self.end(DistributedTimeoutError("the receive was cancelled"))
                 return
-            self._head_request = self._group.irecv(self._head, self._source, tag=self._tag)
-        self._head_request.add_done_callback(self._take_head)
+            self._header_request = self._group.irecv(self._header, self._source, tag=self._tag)
+        self._header_request.add_done_callback(self._take_header)
 
     def _fail(self, error: Exception) -> None:
-        """End with an error, as it would be if nothing else had failed: a cancel may be part of handling that."""
+        """End with an error, without the context of another one: a cancel may be part of handling that."""
         error.__context__ = None
-        self.end(error.with_traceback(None))  # which has frames that have this receive
+        self.end(error.with_traceback(None))  # whose frames refer to this receive
 
-    def _take_head(self) -> None:
-        assert self._head_request is not None
+    def _take_header(self) -> None:
+        assert self._header_request is not None
         try:
-            self.peer = self._head_request.wait(0)
-        except Exception as error:  # noqa: BLE001 - it is raised again in wait()
+            self.peer = self._header_request.wait(0)
+        except Exception as error:  # noqa: BLE001 - wait() raises it
             self._fail(error)
         else:
-            self._use_head()
+            self._use_header()
 
-    def _use_head(self) -> None:
+    def _use_header(self) -> None:
         try:
-            number, dtype, shape = self._read_head()
-            tag = channel_tag(Channel.TENSOR_BODY, number)
+            payload_id, dtype, shape = self._read_header()
+            tag = channel_tag(Channel.TENSOR_BODY, payload_id)
             mismatch = self._mismatch(shape, dtype)
             if mismatch is not None and 0 not in shape:
-                self._look_for_body(tag, partial(self._refuse_body, shape, dtype, tag, mismatch))
+                self._check_cancelled(tag, partial(self._refuse_payload, shape, dtype, tag, mismatch))
                 return
             if mismatch is not None:
                 self._fail(mismatch)
@@ -319,70 +319,70 @@ class TensorReceive(BaseRequest):
             if not self._target.flat.numel():
                 self.end()
             else:
-                self._start_body(bytes_of(self._target.flat), tag, partial(self._take_body, shape, dtype, tag))
-        except Exception as error:  # noqa: BLE001 - it is raised again in wait()
+                self._start_payload(bytes_of(self._target.flat), tag, partial(self._take_payload, shape, dtype, tag))
+        except Exception as error:  # noqa: BLE001 - wait() raises it
             self._fail(error)
 
-    def _read_head(self) -> TensorHeader:
-        head = TensorHeader.unpack(self._head)
-        if head is None:
+    def _read_header(self) -> TensorHeader:
+        header = TensorHeader.unpack(self._header)
+        if header is None:
             raise ProtocolError(
-                f"rank {self.peer} of group {self._group.name!r} sent the head of a tensor that can't be",
+                f"rank {self.peer} of group {self._group.name!r} sent the header of an impossible tensor",
                 ranks=(self.peer,),
             )
-        return head
+        return header
 
-    def _start_body(self, buffer: Buffer, tag: int, then: Callable[[Request], None]) -> None:
+    def _start_payload(self, buffer: Buffer, tag: int, then: Callable[[Request], None]) -> None:
         with self._starting:
             if self._cancelled:
-                unclaimed_headers(self._group).keep(self._tag, self.peer, bytes(self._head))
+                unclaimed_headers(self._group).keep(self._tag, self.peer, bytes(self._header))
                 raise DistributedTimeoutError("the receive was cancelled")
-            body = self._body = self._group.irecv(buffer, self.peer, tag=tag)
-        body.add_done_callback(lambda: self._go_on(then, body))
+            payload = self._payload = self._group.irecv(buffer, self.peer, tag=tag)
+        payload.add_done_callback(lambda: self._continue(then, payload))
 
-    def _go_on(self, then: Callable[[Request], None], body: Request) -> None:
+    def _continue(self, then: Callable[[Request], None], payload: Request) -> None:
         try:
-            then(body)
-        except Exception as error:  # noqa: BLE001 - it is raised again in wait()
+            then(payload)
+        except Exception as error:  # noqa: BLE001 - wait() raises it
             self._fail(error)
 
-    def _take_body(self, shape: tuple[int, ...], dtype: torch.dtype, tag: int, body: Request) -> None:
+    def _take_payload(self, shape: tuple[int, ...], dtype: torch.dtype, tag: int, payload: Request) -> None:
         try:
-            body.wait(0)
-        except SizeMismatchError:  # an empty message, if its sender has given up
+            payload.wait(0)
+        except SizeMismatchError:  # an empty message, if the send was cancelled
             broken = ProtocolError(
                 f"rank {self.peer} of group {self._group.name!r} sent elements that are not those of its {dtype} tensor"
                 f" of shape {shape}",
                 ranks=(self.peer,),
             )
-            self._look_for_body(tag, partial(self._refuse_body, shape, dtype, tag, broken))
+            self._check_cancelled(tag, partial(self._refuse_payload, shape, dtype, tag, broken))
         else:
             self.end()
 
-    def _look_for_body(self, tag: int, refuse: Callable[[], None]) -> None:
-        """Begin anew if the sender has given up, else ``refuse()``, which raises.
+    def _check_cancelled(self, tag: int, refuse: Callable[[], None]) -> None:
+        """Start anew if the send was cancelled, else call ``refuse()``, which raises.
 
-        A receive of nothing takes the empty message of a sender that has, and fails at once on elements, or an offer.
+        A receive of zero bytes takes the empty message of a cancelled send, and fails at once on a payload or an offer.
         """
 
-        def then(body: Request) -> None:
+        def then(payload: Request) -> None:
             try:
-                body.wait(0)
+                payload.wait(0)
             except SizeMismatchError:
                 refuse()
             else:
                 self._restart()
 
-        self._start_body(bytearray(), tag, then)
+        self._start_payload(bytearray(), tag, then)
 
-    def _refuse_body(self, shape: tuple[int, ...], dtype: torch.dtype, tag: int, error: DistributedError) -> None:
-        """Take the elements of a tensor, or the sender of a large one waits for its whole timeout, and raise."""
-        with contextlib.suppress(RuntimeError):  # no memory for what nobody wants, or the group has ended
+    def _refuse_payload(self, shape: tuple[int, ...], dtype: torch.dtype, tag: int, error: DistributedError) -> None:
+        """Receive an unwanted payload, or its sender waits for its whole timeout if it is large; then raise."""
+        with contextlib.suppress(RuntimeError):  # no memory for it, or the group has ended
             self._group.irecv(bytes_of(prepare_out(None, shape, dtype).flat), self.peer, tag=tag)
         raise error
 
     def _mismatch(self, shape: tuple[int, ...], dtype: torch.dtype) -> SizeMismatchError | None:
-        """Why a tensor is not the one that was asked for, or None."""
+        """Return the error of an unexpected tensor, or None."""
         if (self._shape is None or shape == self._shape) and (self._dtype is None or dtype is self._dtype):
             return None
         wanted = f"{self._dtype or 'any dtype'} of shape {self._shape if self._shape is not None else 'any'}"
@@ -393,19 +393,19 @@ class TensorReceive(BaseRequest):
         )
 
     def _restart(self) -> None:
-        """Begin anew, when the empty message has been taken.
+        """Start anew, after the empty message of a cancelled send.
 
-        The next head and its body may have come already, and be another that was given up: then this is called again
-        from within, and leaves it to the loop outside, for any number of them may follow each other.
+        The next header and its payload may have come already, and be cancelled, too: then this is called from within
+        itself, and leaves the restart to the outer loop, for any payload_id of them may follow each other.
         """
         with self._starting:
-            self._body = self._head_request = None
-            self.peer, self._target = self._source, self._given
+            self._payload = self._header_request = None
+            self.peer, self._target = self._source, self._given_target
             self._num_restarts += 1
             if self._num_restarts > 1:
                 return
         while True:
-            self._begin()
+            self._start()
             with self._starting:
                 self._num_restarts -= 1
                 if not self._num_restarts:
@@ -431,7 +431,7 @@ class Recv:
 
 
 def batch_on_host(operations: Sequence[Send | Recv], group: Backend, timeout: float) -> list[int]:
-    """`batch` of operations that have been checked, with tensors on the CPU."""
+    """`batch` of checked operations on the host."""
     receives: dict[int, TensorReceive] = {}
     requests: list[Request] = []
     try:
@@ -457,7 +457,7 @@ def batch_on_host(operations: Sequence[Send | Recv], group: Backend, timeout: fl
 
 
 def receive_into(group: Backend, operation: Recv) -> TensorReceive:
-    """Start a receive."""
+    """Start a checked receive."""
     tensor = operation.tensor
     with torch.no_grad():
         target = prepare_out(tensor, tensor.shape, tensor.dtype)
@@ -465,7 +465,7 @@ def receive_into(group: Backend, operation: Recv) -> TensorReceive:
 
 
 def wait_for(requests: list[Request], deadline: Deadline, group: Backend, what: str) -> None:
-    """Wait for all of these; warn when it takes long, and when the deadline passes say ``what`` did not happen."""
+    """Wait for all requests; warns about stragglers, and names ``what`` in the error when the deadline passes."""
 
     def warn(waiting: list[Request]) -> None:
         receives = [request for request in waiting if isinstance(request, TensorReceive)]
@@ -494,5 +494,5 @@ def wait_for(requests: list[Request], deadline: Deadline, group: Backend, what: 
 
 
 def peer_name(rank: int) -> str:
-    """What messages call a peer."""
+    """A peer in messages of errors."""
     return "any rank" if rank == ANY_SOURCE else f"rank {rank}"

@@ -1,6 +1,7 @@
-"""One collective call as a value: what runs it, now or later, and what its result is.
+"""Runs prepared collective calls: `execute` in the calling thread, `submit` in the background.
 
-Collectives that were started and not waited for.
+`submit` returns a `PendingCollective`. On the host a group's `OperationQueue` runs it in a thread; an engine that puts
+work on a GPU stream is called at once; inside `coalesce` the block collects it.
 """
 
 from __future__ import annotations
@@ -13,12 +14,14 @@ import time
 import weakref
 from abc import ABC, abstractmethod
 from contextvars import ContextVar
-from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Generic, Protocol, TypeVar, cast
 
+import msgspec
 import torch
+from typing_extensions import override
 
+from ferrodist.backends.collective_op import CollectiveKind
 from ferrodist.backends.cuda import streams_of
 from ferrodist.backends.lifecycle import ExitStage, close_at_exit
 from ferrodist.backends.verification import left_reason
@@ -32,37 +35,37 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from ferrodist.backends.base import Backend
-    from ferrodist.collectives.engines.base import CollectiveEngine, HostEngine, StreamEngine, StreamWork
+    from ferrodist.backends.collective_op import CollectiveOp
+    from ferrodist.backends.engine import CollectiveEngine, HostEngine, StreamEngine, StreamWork
 
 _JOIN_SECONDS = 1.0
-"""How long closing a queue waits for its thread, which only an operation that ignores its group's end can hold up."""
+"""How long closing a queue waits for its thread, which ends at once unless a call ignores that its group has ended."""
 
-# Between two looks at a stream, for which no thread can wait for a limited time.
-_FIRST_PAUSE_SECONDS = 20e-6
-_LONGEST_PAUSE_SECONDS = 1e-3
+# Streams are polled: there is no wait with a timeout.
+_MIN_POLL_SECONDS = 20e-6
+_MAX_POLL_SECONDS = 1e-3
 
 T_co = TypeVar("T_co", covariant=True)
 
-_process = os.getpid()  # kept, for asking takes a system call
+_process = os.getpid()  # cached: getpid is a system call
 
 
-def _learn_process() -> None:
-    global _process  # noqa: PLW0603 - a process has one number
+def _update_process() -> None:
+    global _process  # noqa: PLW0603 - one id per process
     _process = os.getpid()
 
 
 if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_learn_process)
+    os.register_at_fork(after_in_child=_update_process)
 
 
 class PendingCollective(ABC, Generic[T_co]):
-    """A collective under way.
+    """A collective that was started and may not have ended.
 
-    Its input and output must not be changed, and its output not be read, until `wait` has returned. Any number
-    may be outstanding; those of one group run in the order in which they were started, and so must be started in
-    the same order on all ranks.
+    Its input and output must not be changed, and its output not be read, until `wait` has returned. Any number may be
+    outstanding; those of one group run in the order in which they were started, which must be the same on all ranks.
 
-    Of tensors on a GPU `wait` also orders the current stream after it, whether or not the host waits for the device.
+    For tensors on a GPU, `wait` also orders the current stream after it, whether or not the host waits for the device.
     """
 
     def __init__(self, op_name: str, group_name: str) -> None:
@@ -76,169 +79,165 @@ class PendingCollective(ABC, Generic[T_co]):
 
     @property
     def op_name(self) -> str:
-        """The collective's name, as "allreduce"."""
-        return self._op_name
+        """The collective's name, such as "allreduce"."""
+        return str(self._op_name)  # it may be a CollectiveKind
 
     @abstractmethod
     def done(self) -> bool:
-        """Whether it has ended, well or not; `wait` then returns or raises at once."""
+        """Whether it has ended, successfully or not; `wait` then returns or raises at once."""
 
     @abstractmethod
     def wait(self, timeout: float | None = None) -> T_co:
         """Block until it has ended and return its result. Any number of threads may wait, any number of times.
 
         Args:
-            timeout: Seconds; None waits for as long as the operation may take, which counts from when those before it
-                in the group have ended.
+            timeout: Seconds; None waits for as long as the collective may take, counted from the end of those before it
+                in the group.
 
         Raises:
-            DistributedTimeoutError: ``timeout`` passed; the operation goes on and may be waited for again.
-            DistributedError: The operation failed.
-            GroupClosedError: This is a process that was forked after the start: only the parent can wait.
+            DistributedTimeoutError: ``timeout`` passed; the collective goes on and may be waited for again.
+            DistributedError: The collective failed.
+            GroupClosedError: This process was forked after the start: only the parent can wait.
             RuntimeError: It was started in a `coalesce` block that has not ended.
         """
 
     def _check_process(self) -> None:
-        """Raise in a forked child, where nothing runs that could end the operation."""
+        """Raise in a forked child, which has no thread that could end it."""
         if self._process != _process:
             raise GroupClosedError(
                 f"{self._op_name} on group {self._group_name!r} belongs to the process that this one was forked from:"
                 " wait for it there"
             )
 
-    def _still_under_way(self, timeout: float | None) -> DistributedTimeoutError:
+    def _still_running(self, timeout: float | None) -> DistributedTimeoutError:
         return DistributedTimeoutError(
             f"{self._op_name} on group {self._group_name!r} is still under way after {timeout:g} s: wait for it again"
         )
 
 
-class QueuedCollective(PendingCollective[T_co]):
+class _StartedCollective(PendingCollective[T_co]):
+    """A collective whose first `wait` makes the user's result."""
+
+    def __init__(self, op_name: str, group_name: str) -> None:
+        super().__init__(op_name, group_name)
+        self._lock = threading.Lock()
+        self._finish: Callable[[], T_co] | None = None
+        self._result: T_co | None = None
+        self._error: BaseException | None = None
+
+    def fail(self, error: BaseException) -> None:
+        """End it with an error."""
+        self._error = error
+
+    def _get_result(self, order: Callable[[], None] | None) -> T_co:
+        """Call ``order()``, which orders the current stream after the collective, and return the result."""
+        with self._lock:
+            if order is not None:  # each time: another thread has another current stream
+                order()
+            if self._finish is not None:
+                # In the waiting thread: it records autograd history, which belongs to the thread that goes on with it.
+                self._result = self._finish()
+                self._finish = None
+        return self._result  # type: ignore[return-value]
+
+
+class QueuedCollective(_StartedCollective[T_co]):
     """A collective that an `OperationQueue` runs."""
 
     def __init__(self, op_name: str, group_name: str) -> None:
         super().__init__(op_name, group_name)
         self._ended = threading.Event()
         self._is_started = True
-        self._lock = threading.Lock()
         self._leader: PendingCollective[object] | None = None
         self._order: Callable[[], None] | None = None
-        self._finish: Callable[[], T_co] | None = None
-        self._result: T_co | None = None
-        self._has_result = False
-        self._error: BaseException | None = None
 
+    @override
     def done(self) -> bool:
-        """Whether it has ended; see `PendingCollective.done`."""
         return self._ended.is_set() and (self._leader is None or self._leader.done())
 
+    @override
     def wait(self, timeout: float | None = None) -> T_co:
-        """Block until it has ended and return its result; see `PendingCollective.wait`."""
         self._check_process()
         if not self._is_started:
             raise RuntimeError(f"{self._op_name} starts when the coalesce() block ends: wait for it after the block")
         if not self._ended.wait(None if timeout is None else Deadline(timeout).remaining()):
-            raise self._still_under_way(timeout)
+            raise self._still_running(timeout)
         if self._error is not None:
             raise self._error.fresh() if isinstance(self._error, DistributedError) else self._error
         if self._leader is not None:
             self._leader.wait(timeout)
-        with self._lock:
-            if self._order is not None:
-                self._order()
-            if not self._has_result:
-                assert self._finish is not None
-                # In the waiting thread: it records autograd history, which belongs to the thread that goes on with it.
-                self._result = self._finish()
-                self._has_result = True
-                self._finish = None
-        return self._result  # type: ignore[return-value]
+        return self._get_result(self._order)
 
     def hold(self) -> QueuedCollective[T_co]:
-        """Say that it has not started, until `start`."""
+        """Mark it as not started, until `start`."""
         self._is_started = False
         return self
 
     def start(self) -> None:
-        """Say that it has started after all."""
+        """Mark it as started after `hold`."""
         self._is_started = True
 
     def succeed(self, finish: Callable[[], T_co], *, order: Callable[[], None] | None = None) -> None:
-        """End it; the first `wait` calls ``finish()`` for the result. For who runs the operation.
+        """End it successfully.
 
-        Each `wait` calls ``order()``, which orders the waiting thread's stream after what was done on a GPU.
+        Args:
+            finish: Makes the result; called by the first `wait`.
+            order: Orders the waiting thread's stream after the work on a GPU; called by each `wait`.
         """
         self._order = order
         self._finish = finish
         self._ended.set()
 
     def follow(self, leader: PendingCollective[object]) -> None:
-        """Say that it has ended when ``leader`` has, and well only if that has."""
+        """Make it end only when ``leader`` has ended, and fail if that fails."""
         self._leader = leader
 
+    @override
     def fail(self, error: BaseException) -> None:
-        """End it with an error. For who runs the operation."""
-        self._error = error
+        super().fail(error)
         self._ended.set()
 
 
-class EnqueuedCollective(PendingCollective[T_co]):
-    """A collective that is on a stream of a GPU: `wait` orders the current stream after it, and not the host.
+class EnqueuedCollective(_StartedCollective[T_co]):
+    """A collective that is on a GPU stream: `wait` orders the current stream after it, and the host does not wait.
 
     With a ``timeout`` the host waits, too.
     """
 
-    def __init__(self, op_name: str, group_name: str) -> None:
-        super().__init__(op_name, group_name)
-        self._lock = threading.Lock()
-        self._work: StreamWork | None = None
-        self._finish: Callable[[], T_co] | None = None
-        self._result: T_co | None = None
-        self._has_result = False
-        self._error: BaseException | None = None
+    _work: StreamWork | None = None
 
+    @override
     def done(self) -> bool:
-        """Whether it has ended, on the device too; see `PendingCollective.done`."""
         return self._error is not None or self._work is None or self._work.error is not None or self._work.done()
 
+    @override
     def wait(self, timeout: float | None = None) -> T_co:
         """Order the current stream after it and return its result; see `PendingCollective.wait`.
 
-        What the other ranks do wrong may be raised later, by `Backend.synchronize` or another call in the group: with
-        a ``timeout`` it is raised here.
+        Errors of other ranks may be raised later, by `Backend.synchronize` or the next call in the group; with a
+        ``timeout`` they are raised here.
         """
         self._check_process()
         if timeout is not None:
-            deadline, pause = Deadline(timeout), _FIRST_PAUSE_SECONDS
+            deadline, pause = Deadline(timeout), _MIN_POLL_SECONDS
             while not self.done():
                 if deadline.expired:
-                    raise self._still_under_way(timeout)
+                    raise self._still_running(timeout)
                 time.sleep(min(pause, deadline.remaining()))
-                pause = min(2 * pause, _LONGEST_PAUSE_SECONDS)
+                pause = min(2 * pause, _MAX_POLL_SECONDS)
         error = self._error or (None if self._work is None else self._work.error)
         if error is not None:
             raise error.fresh() if isinstance(error, DistributedError) else error
-        with self._lock:
-            if self._work is not None:  # each time: another thread has another current stream
-                self._work.wait_on_stream()
-            if not self._has_result:
-                assert self._finish is not None
-                self._result = self._finish()
-                self._has_result = True
-                self._finish = None
-        return self._result  # type: ignore[return-value]
+        return self._get_result(None if self._work is None else self._work.wait_on_stream)
 
     def succeed(self, work: StreamWork, finish: Callable[[], T_co]) -> None:
-        """Say that it is on a stream; the first `wait` calls ``finish()`` for the result."""
+        """Set the work, now that it is on a stream; the first `wait` calls ``finish()`` for the result."""
         self._work = work
         self._finish = finish
 
-    def fail(self, error: BaseException) -> None:
-        """End it with an error, before it is on a stream."""
-        self._error = error
-
 
 class OperationQueue:
-    """The started collectives of one group: a thread runs them first in, first out, and ends with the group."""
+    """Runs the submitted collectives of one group in a thread, first in, first out; ends with the group."""
 
     _KEY = "collectives.queue"
 
@@ -249,13 +248,13 @@ class OperationQueue:
         self._thread = threading.Thread(target=self._run, name=f"ferrodist-queue-{name}", daemon=True)
         with naming_limits(f"what is started in group {name!r} has no thread", kind=DistributedError):
             self._thread.start()
-        # The interpreter ends daemon threads where they stand. In the middle of torch's code that aborts the
-        # process, so groups that were never closed have their queues stopped first.
+        # The interpreter kills daemon threads, which in the middle of torch's code aborts the process; so the queues of
+        # groups that were never closed are stopped first.
         close_at_exit(ExitStage.OPERATION_QUEUES, self)
 
     @classmethod
     def of(cls, group: Backend) -> OperationQueue:
-        """The queue of a group, made when first needed."""
+        """The group's queue, made when first needed."""
         found = cls.find(group)
         if found is None:
             with _making:
@@ -269,33 +268,33 @@ class OperationQueue:
 
     @classmethod
     def find(cls, group: Backend) -> OperationQueue | None:
-        """The queue of a group, if it was needed."""
+        """The group's queue, if there is one."""
         found = group.attachments.get(cls._KEY)
         assert found is None or isinstance(found, OperationQueue)
         return found
 
     def submit(self, reserve: Callable[[], int], job: Callable[[int], None]) -> None:
-        """Take a place among the group's collectives and run ``job(place)`` after all before it; it must not raise.
+        """Reserve a position among the group's collectives and queue ``job(sequence)``, which must not raise.
 
-        Place and queue are taken at once: with two threads between them, one rank's queue could hold a pair of
-        operations in the other order than its peers', and wait for them for ever.
+        Both under one lock: otherwise two threads could queue a pair of collectives in another order than on other
+        ranks, which would deadlock.
         """
         with self._lock:
             sequence = reserve()
             if not self._closed:
                 self._jobs.put(partial(job, sequence))
                 return
-        job(sequence)  # the group is closed, so it fails at once, with that reason
+        job(sequence)  # the group is closed, so the job fails at once
 
     def stop(self) -> None:
-        """Have the thread end after what is queued, and don't wait for it."""
+        """Let the thread end after the queued jobs, without waiting for it."""
         with self._lock:
             if not self._closed:
                 self._closed = True
                 self._jobs.put(None)
 
     def close(self, timeout: float | None = _JOIN_SECONDS) -> None:
-        """End the thread, after what is queued: operations of a closed group end at once. None waits for all of it."""
+        """End the thread after the queued jobs, which in a closed group fail at once; None waits without a limit."""
         self.stop()
         if threading.current_thread() is not self._thread:
             self._thread.join(timeout)
@@ -306,67 +305,44 @@ class OperationQueue:
             if job is None:
                 return
             job()
-            del job  # or a result would live until the next operation comes
+            del job  # or a result would live until the next job comes
 
 
 _making = threading.Lock()
 T = TypeVar("T")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class FusionSpec:
-    """What operations of one kind need to travel as one: same ``key``, inputs and outputs laid end to end.
+class PreparedCall(msgspec.Struct, Generic[T], frozen=True, kw_only=True, eq=False):
+    """A collective call, ready to run.
 
     Args:
-        key: Equal for operations that can be fused.
-        source: The flat input.
-        out: The flat output.
-        run: ``run(out, source, timeout, sequence)`` does the operation on other tensors, in other time.
+        op: The call.
+        group: The group that it runs in.
+        engine: The group's engine for the call's device.
+        run: Runs the call at a position among the group's collectives; returns when it is done, or with some engines
+            when it is on a stream. None runs ``op`` as it is.
+        finish: Makes the user's result after that, in the thread that waits for it.
     """
 
-    key: tuple[object, ...]
-    source: torch.Tensor
-    out: torch.Tensor
-    run: Callable[[torch.Tensor, torch.Tensor, float, int], None]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Operation(Generic[T]):
-    """A checked call.
-
-    Args:
-        name: The collective's name.
-        group: Where it runs.
-        engine: What runs it.
-        device: Where its tensors are; None when it has none.
-        timeout: Seconds that `run` may take.
-        run: ``run(sequence)`` blocks until it is done, or with some engines until it is on a stream.
-        finish: Makes the user's result, once `run` has returned; in the user's thread.
-        fusible: How it can be joined with others of its kind, or None.
-    """
-
-    name: str
+    op: CollectiveOp
     group: Backend
     engine: CollectiveEngine
-    device: torch.device | None
-    timeout: float
-    run: Callable[[int], None]
+    run: Callable[[int], object] | None = None
     finish: Callable[[], T]
-    fusible: FusionSpec | None = None
 
 
 class CoalescingContext(Protocol):
-    """Takes operations in place of the queue."""
+    """Collects calls inside a `coalesce` block, in place of the queue."""
 
-    def collect(self, operation: Operation[object]) -> PendingCollective[object]:
-        """Take it, and return its handle."""
+    def collect(self, call: PreparedCall[object]) -> PendingCollective[object]:
+        """Collect a call and return its handle."""
 
     def check_open(self, name: str) -> None:
         """Raise RuntimeError when ``name`` is called in a copy of the context of a block that has ended."""
 
 
 collector: ContextVar[CoalescingContext | None] = ContextVar("ferrodist_collector", default=None)
-"""Set inside a `coalesce` block."""
+"""The `coalesce` block that the caller is in, if any."""
 
 
 def refuse_in_coalesce(name: str) -> None:
@@ -380,49 +356,59 @@ def refuse_in_coalesce(name: str) -> None:
         )
 
 
-def _run(operation: Operation[T], sequence: int) -> None:
-    """Run it, in whatever thread, so that it may write to any tensor.
+def run_at(call: PreparedCall[T], sequence: int) -> None:
+    """Run a call at a position among the group's collectives."""
+    op = call.op
+    if call.run is not None:
+        call.run(sequence)
+        return
+    if op.kind is CollectiveKind.BROADCAST and op.source.data_ptr() != op.out.data_ptr():
+        op.out.copy_(op.source)
+    call.engine.run(op, sequence)
 
-    What a caller makes inside of `torch.inference_mode` can only be written to inside of it, and what was made outside
-    everywhere.
+
+def _run(call: PreparedCall[T], sequence: int) -> None:
+    """Run a call in inference mode, where it may write to any tensor.
+
+    Inference tensors can only be written to inside `torch.inference_mode`, other tensors everywhere.
     """
     try:
         with torch.inference_mode():
-            operation.run(sequence)
+            run_at(call, sequence)
     except DistributedError:
         raise
     except BaseException as error:
-        operation.group.abort(left_reason(operation.group.rank, operation.name, error))
+        call.group.abort(left_reason(call.group.rank, call.op.operation, error))
         raise
 
 
-def run_now(operation: Operation[T]) -> T:
-    """Run in the calling thread. Operations that were started before may still be under way: they don't mix."""
-    refuse_in_coalesce(operation.name)
-    _run(operation, operation.engine.reserve())
-    return operation.finish()
+def execute(call: PreparedCall[T]) -> T:
+    """Run a call in the calling thread; calls that were submitted before may still be running."""
+    refuse_in_coalesce(call.op.operation)
+    _run(call, call.engine.reserve())
+    return call.finish()
 
 
-def run_later(operation: Operation[T]) -> PendingCollective[T]:
-    """Start it: its place among the group's collectives is taken now."""
+def submit(call: PreparedCall[T]) -> PendingCollective[T]:
+    """Start a call: its position among the group's collectives is reserved now."""
     block = collector.get()
     if block is not None:
-        return block.collect(operation)  # type: ignore[arg-type, return-value]
-    engine = operation.engine
+        return block.collect(call)  # type: ignore[arg-type, return-value]
+    engine = call.engine
     if getattr(engine, "enqueue", False):
-        return _enqueue(operation, cast("StreamEngine", engine))
-    pending: QueuedCollective[T] = QueuedCollective(operation.name, operation.group.name)
-    if operation.group.failure is not None:
-        _run_job(operation, pending, None, engine.reserve())  # it fails, and with it all that were joined into it
+        return _enqueue(call, cast("StreamEngine", engine))
+    pending: QueuedCollective[T] = QueuedCollective(call.op.operation, call.group.name)
+    if call.group.failure is not None:
+        _run_job(call, pending, None, engine.reserve())  # it fails, and so do the calls that were fused into it
         return pending
-    on_host = operation.device is None or operation.device.type == "cpu"
-    handover = None if on_host or operation.device is None else StreamHandoff(streams_of(operation.device))
-    OperationQueue.of(operation.group).submit(engine.reserve, partial(_run_job, operation, pending, handover))
+    device = call.op.device
+    handover = None if device is None or device.type == "cpu" else StreamHandoff(streams_of(device))
+    OperationQueue.of(call.group).submit(engine.reserve, partial(_run_job, call, pending, handover))
     return pending
 
 
 def wait_for_started(group: Backend) -> None:
-    """Return when all that was started in a group has ended, well or not; no more may start in it."""
+    """Wait until all collectives that were started in a group have ended; no more may be started."""
     operations = OperationQueue.find(group)
     if operations is not None:
         operations.close(timeout=None)
@@ -431,31 +417,31 @@ def wait_for_started(group: Backend) -> None:
 
 
 def _run_job(
-    operation: Operation[T], pending: QueuedCollective[T], handover: StreamHandoff | None, sequence: int
+    call: PreparedCall[T], pending: QueuedCollective[T], handover: StreamHandoff | None, sequence: int
 ) -> None:
-    """Run an operation for who waits for ``pending``; it does not raise."""
+    """Run a call and set its outcome in ``pending``; does not raise."""
     try:
         with contextlib.nullcontext() if handover is None else handover.running():
-            cast("HostEngine", operation.engine).await_turn(sequence)
-            _run(operation, sequence)
-    except BaseException as error:  # noqa: BLE001 - it is raised in wait()
+            cast("HostEngine", call.engine).await_turn(sequence)
+            _run(call, sequence)
+    except BaseException as error:  # noqa: BLE001 - wait() raises it
         pending.fail(error)
     else:
-        pending.succeed(operation.finish, order=None if handover is None else handover.take)
+        pending.succeed(call.finish, order=None if handover is None else handover.take)
 
 
-def _enqueue(operation: Operation[T], engine: StreamEngine) -> PendingCollective[T]:
-    """Put it on a stream, in the calling thread: no other one is needed, for that waits for nobody."""
-    pending: EnqueuedCollective[T] = EnqueuedCollective(operation.name, operation.group.name)
+def _enqueue(call: PreparedCall[T], engine: StreamEngine) -> PendingCollective[T]:
+    """Put a call on a stream in the calling thread, which does not block."""
+    pending: EnqueuedCollective[T] = EnqueuedCollective(call.op.operation, call.group.name)
     engine.begin_async()
     try:
-        _run(operation, engine.reserve())
-    except Exception as error:  # noqa: BLE001 - it is raised in wait()
+        _run(call, engine.reserve())
+    except Exception as error:  # noqa: BLE001 - wait() raises it
         engine.end_async()
         pending.fail(error)
     except BaseException:
         engine.end_async()
         raise
     else:
-        pending.succeed(engine.end_async(), operation.finish)
+        pending.succeed(engine.end_async(), call.finish)
     return pending

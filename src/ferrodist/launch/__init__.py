@@ -1,4 +1,4 @@
-"""Start the ranks of a job on this host, watch them, and end them together."""
+"""The launcher behind ``ferrodist run``: starts the ranks of a host, watches them, and ends them together."""
 
 from __future__ import annotations
 

@@ -1,21 +1,19 @@
 """Tie this process's life to its launcher's, then become the rank's program.
 
-Run by path as ``python -I -S _rank_entry.py LAUNCHER_PID COMMAND...``, so it imports nothing but the standard
-library and costs about 15 ms a rank, ranks side by side.
+Run by path as ``python -I -S _rank_entry.py LAUNCHER_PID COMMAND...``: it imports nothing but the standard library and
+costs about 15 ms per rank, in parallel.
 
-[Note: dying with the launcher] A launcher that is SIGKILLed can clean nothing up, so the kernel has to. On
-Linux ``PR_SET_PDEATHSIG`` does that, and it survives ``execve`` (not into a set-uid program). Setting it in a
-``preexec_fn`` would run Python between fork and exec, which deadlocks when another thread held a lock at the
-fork; setting it here, in a fresh interpreter that then replaces itself, has no such moment and leaves no
-process between launcher and rank. A pipe that the child watches would need a thread or a second process in
-each rank instead.
+[Note: dying with the launcher] A launcher that is SIGKILLed can't clean up, so the kernel has to. On Linux
+``PR_SET_PDEATHSIG`` does that, and it survives ``execve`` (except into a set-uid program). Setting it in a
+``preexec_fn`` would run Python between fork and exec, which deadlocks if another thread held a lock at the fork; a
+fresh interpreter that sets it and then replaces itself avoids that and leaves no process between launcher and rank. A
+pipe watched by the child would need a thread or a second process in each rank.
 
-The signal fires when the *thread* that forked ends. `launch` forks from the thread that waits for the ranks
-and does not return before all have ended, so that thread outlives them. If the launcher died before
-``prctl``, the parent is no longer the one that was named, and this process ends itself. Other platforms have
-no such call: there, ranks of a launcher that was SIGKILLed end when they next talk to each other or write.
-Processes that a rank started are out of the kernel's reach here; they end with the rank only when the
-launcher is alive to signal the whole group.
+The signal fires when the *thread* that forked ends. `launch` forks from the thread that waits for the ranks and does
+not return before all have ended, so that thread outlives them. If the launcher died before ``prctl``, this process has
+another parent than the named one, and kills itself. Other platforms lack the call: there, ranks of a SIGKILLed launcher
+end when they next communicate or write. Processes started by a rank are out of the kernel's reach here; they end with
+the rank only if the launcher is alive to signal the process group.
 """
 
 from __future__ import annotations
@@ -43,7 +41,7 @@ def _die_with(launcher: int) -> None:
 
 
 def _restore_signals() -> None:
-    """Undo what starting Python did to this process; the program it becomes expects the defaults."""
+    """Undo the interpreter's changes of signal handlers; the program expects the defaults."""
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
         signal.signal(signal.SIGINT, signal.SIG_DFL)
     signal.signal(signal.SIGPIPE, signal.SIG_DFL)

@@ -1,4 +1,4 @@
-"""What the launcher says when an attempt did not end well: short, and about the cause."""
+"""The launcher's report of a failed attempt: the first failure, its stderr, and the other ranks' exits."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ if TYPE_CHECKING:
     from ferrodist.launch.process_watch import RankExit
     from ferrodist.launch.worker_group import GroupOutcome
 
-_LONGEST_TAIL_LINE = 500
+_MAX_TAIL_LINE = 500
 _CLIPPED = " [...]"
 
 
 def describe_exit(code: int) -> str:
-    """``exit code 3``, or the signal's name for a negative code."""
+    """Return ``exit code 3``, or the signal's name for a negative code."""
     if code >= 0:
         return f"exit code {code}"
     if code == -signal.SIGKILL:
@@ -26,8 +26,8 @@ def describe_exit(code: int) -> str:
     return signal_name(-code)
 
 
-def name_ranks(ranks: Iterable[int]) -> str:
-    """``rank 3``, or ``ranks 0-2, 5``: sorted, and runs shortened."""
+def format_ranks(ranks: Iterable[int]) -> str:
+    """Return ``rank 3``, or ``ranks 0-2, 5``: sorted, with ranges."""
     runs: list[list[int]] = []
     for rank in sorted(set(ranks)):
         if runs and rank == runs[-1][1] + 1:
@@ -40,14 +40,7 @@ def name_ranks(ranks: Iterable[int]) -> str:
 
 
 def failure_report(outcome: GroupOutcome, *, host: str, attempt: int, max_attempts: int) -> str:
-    """The report on the rank that failed first, ending in a newline.
-
-    Args:
-        outcome: Of the attempt; must have a first failure.
-        host: This host's name.
-        attempt: 1 for the first start.
-        max_attempts: How many starts were allowed.
-    """
+    """Return the report on the first failure of an attempt, ending in a newline."""
     first = outcome.first_failure
     assert first is not None
     which = f", attempt {attempt} of {max_attempts}" if max_attempts > 1 else ""
@@ -59,46 +52,46 @@ def failure_report(outcome: GroupOutcome, *, host: str, attempt: int, max_attemp
     if outcome.tail:
         lines.append("  the end of its stderr:")
         lines += [f"  | {_clip(line)}" for line in outcome.tail]
-    if first.consequence:
+    if first.is_secondary:
         lines.append("  it failed because of a rank that did not fail here, or had not ended")
-        leavers = [exit_ for exit_ in outcome.exits[: outcome.exits.index(first)] if exit_.code == 0]
-        lines += _relatives("ended before it", leavers, first)
-    others = [exit_ for exit_ in outcome.exits if exit_ is not first and exit_.code != 0 and not exit_.stopped]
-    followers = [exit_ for exit_ in others if exit_.consequence and not first.consequence]
-    lines += _relatives("failed because of it", followers, first)
-    lines += _relatives("failed after it", [exit_ for exit_ in others if exit_ not in followers], first)
+        clean_exits = [exit_ for exit_ in outcome.exits[: outcome.exits.index(first)] if exit_.code == 0]
+        lines += _related_exits("ended before it", clean_exits, first)
+    later_exits = [exit_ for exit_ in outcome.exits if exit_ is not first and exit_.code != 0 and not exit_.stopped]
+    secondary = [exit_ for exit_ in later_exits if exit_.is_secondary and not first.is_secondary]
+    lines += _related_exits("failed because of it", secondary, first)
+    lines += _related_exits("failed after it", [exit_ for exit_ in later_exits if exit_ not in secondary], first)
     stopped = [exit_.rank for exit_ in outcome.exits if exit_.stopped]
     if stopped:
-        lines.append(f"  stopped because of it: {name_ranks(stopped)}{_killed_note(outcome)}")
+        lines.append(f"  stopped because of it: {format_ranks(stopped)}{_kill_note(outcome)}")
     return "\n".join(lines) + "\n"
 
 
 def stop_report(outcome: GroupOutcome) -> str:
-    """One line on an attempt that a signal to the launcher ended."""
+    """Return one line on an attempt that was ended by a signal to the launcher."""
     assert outcome.stopped_by is not None
-    ended = name_ranks(exit_.rank for exit_ in outcome.exits)
+    ended = format_ranks(exit_.rank for exit_ in outcome.exits)
     return (
         f"ferrodist: stopped by {outcome.stopped_by.name} after {outcome.elapsed:.3f} s: {ended} ended"
-        f"{_killed_note(outcome)}\n"
+        f"{_kill_note(outcome)}\n"
     )
 
 
-def _relatives(title: str, exits: Iterable[RankExit], first: RankExit) -> list[str]:
-    """One line on ranks whose ends have to do with the first failure, if there are any."""
-    text = ", ".join(_relative(exit_, first) for exit_ in exits)
+def _related_exits(title: str, exits: Iterable[RankExit], first: RankExit) -> list[str]:
+    """Return one line on exits related to the first failure, if any."""
+    text = ", ".join(_describe_related(exit_, first) for exit_ in exits)
     return [f"  {title}: {text}"] if text else []
 
 
-def _relative(exit_: RankExit, first: RankExit) -> str:
+def _describe_related(exit_: RankExit, first: RankExit) -> str:
     code = describe_exit(exit_.code).partition(" (")[0]
     later = exit_.elapsed - first.elapsed
     return f"rank {exit_.rank} ({code}, {abs(later):.3f} s {'later' if later >= 0 else 'earlier'})"
 
 
-def _killed_note(outcome: GroupOutcome) -> str:
-    return f" ({name_ranks(outcome.killed)} did not end in time and had to be killed)" if outcome.killed else ""
+def _kill_note(outcome: GroupOutcome) -> str:
+    return f" ({format_ranks(outcome.killed)} did not end in time and had to be killed)" if outcome.killed else ""
 
 
 def _clip(line: bytes) -> str:
     text = line.decode("utf-8", "backslashreplace")
-    return text if len(text) <= _LONGEST_TAIL_LINE else text[: _LONGEST_TAIL_LINE - len(_CLIPPED)] + _CLIPPED
+    return text if len(text) <= _MAX_TAIL_LINE else text[: _MAX_TAIL_LINE - len(_CLIPPED)] + _CLIPPED

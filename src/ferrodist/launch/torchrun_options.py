@@ -1,4 +1,4 @@
-"""torchrun's options that ``ferrodist run`` has no use for, or has under another name."""
+"""torchrun's options that ``ferrodist run`` does not have, or has under another name."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _OUTPUT = (
     " grep '^\\[rank 0\\]' FILE shows one rank's"
 )
 
-_REFUSED = {
+_UNSUPPORTED = {
     ("--log-dir",): _OUTPUT,
     ("--redirects", "-r"): _OUTPUT,
     ("--tee", "-t"): _OUTPUT,
@@ -30,14 +30,14 @@ _REFUSED = {
     ("--numa-binding",): "ranks are not bound; --no-python numactl ... python program.py binds them",
     ("--virtual-local-rank",): "LOCAL_RANK is a rank's number on its host, and CUDA_VISIBLE_DEVICES is left alone",
 }
-"""What to do instead of each of these."""
+"""The advice for each of these options."""
 
-_IGNORED = ("--monitor-interval", "--start-method", "--event-log-handler")
-"""Settings of how torchrun itself works. They take a value and change nothing here."""
+_IGNORED_OPTIONS = ("--monitor-interval", "--start-method", "--event-log-handler")
+"""Options of torchrun's own operation. They take a value and change nothing here."""
 
 
 def spellings(*names: str) -> list[str]:
-    """Long options with hyphens and with underscores, as torchrun has them; short ones as they are."""
+    """Return the spellings of long options, with hyphens and with underscores as torchrun has them."""
     both = [
         each for name in names for each in (name, f"--{name[2:].replace('-', '_')}" if name.startswith("--") else name)
     ]
@@ -45,15 +45,15 @@ def spellings(*names: str) -> list[str]:
 
 
 def add_torchrun_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare the options, which the help does not show."""
-    for names, advice in _REFUSED.items():
-        parser.add_argument(*spellings(*names), action=_Refusal, advice=advice)
-    for name in _IGNORED:
+    """Declare the options, hidden from the help."""
+    for names, advice in _UNSUPPORTED.items():
+        parser.add_argument(*spellings(*names), action=_UnsupportedOption, advice=advice)
+    for name in _IGNORED_OPTIONS:
         parser.add_argument(*spellings(name), help=argparse.SUPPRESS)
 
 
-class _Refusal(argparse.Action):
-    """Ends the parsing, by an error that says what to do instead."""
+class _UnsupportedOption(argparse.Action):
+    """Ends the parsing with an error that says what to do instead."""
 
     def __init__(self, option_strings: Sequence[str], dest: str, *, advice: str) -> None:
         super().__init__(option_strings, dest, nargs="?", default=argparse.SUPPRESS, help=argparse.SUPPRESS)

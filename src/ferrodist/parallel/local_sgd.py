@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import torch
 from typing_extensions import override
 
+from ferrodist.arguments import check_int
 from ferrodist.backends.process_group import resolve_group
 from ferrodist.collectives.objects import all_gather_object
 from ferrodist.collectives.reduce import allreduce
@@ -110,13 +111,8 @@ class LocalSGD:
     ) -> None:
         if not isinstance(module, torch.nn.Module):
             raise TypeError(f"{type(self).__name__} averages a torch.nn.Module, not {type(module).__name__}")
-        for name, value, minimum in (("period", period, 1), ("start_step", start_step, 0)):
-            if isinstance(value, bool) or not isinstance(value, int):
-                raise TypeError(f"{name} must be an integer, not {type(value).__name__}")
-            if value < minimum:
-                raise ValueError(f"{name} must be at least {minimum}, not {value}")
-        self.period = period
-        self.start_step = start_step
+        self.period = check_int("period", period, min=1)
+        self.start_step = check_int("start_step", start_step, min=0)
         self.num_steps = 0
         """Number of calls of `step`."""
         self._module = module
@@ -136,7 +132,7 @@ class LocalSGD:
 
     @property
     def is_local(self) -> bool:
-        """Whether the next step is one in which ranks train on their own."""
+        """True if the next step is one in which ranks train on their own."""
         return self.num_steps >= self.start_step
 
     def step(self) -> bool:

@@ -8,6 +8,7 @@ is changed after it was wrapped.
 from __future__ import annotations
 
 import operator
+import weakref
 from collections.abc import Mapping
 from dataclasses import fields, is_dataclass
 from itertools import starmap
@@ -73,6 +74,18 @@ def hook_gradients(outputs: Sequence[torch.Tensor], hook: Callable[[torch.Tensor
     found = [*outputs, *(base for base in bases if base.requires_grad)]
     for tensor in [tensor for tensor in found if not tensor.is_leaf] or found:
         tensor.register_hook(hook)  # type: ignore[no-untyped-call]
+
+
+def weak_method(owner: object, method: Callable[..., None], *bound: object) -> Callable[..., None]:
+    """Bind a method, and first arguments, without holding its object: for hooks that the object itself holds."""
+    reference = weakref.ref(owner)
+
+    def call(*arguments: object) -> None:
+        alive = reference()
+        if alive is not None:
+            method(alive, *bound, *arguments)
+
+    return call
 
 
 _owners = WeakIdKeyDictionary()
@@ -153,13 +166,13 @@ class ModuleGuard:
         return None
 
     def requires_grad_changed(self) -> bool:
-        """Whether other parameters require grad than at the last call."""
+        """True if other parameters require grad than at the last call."""
         now = self._read_requires_grad()
         changed, self._requires_grad = now != self._requires_grad, now
         return changed
 
     def values_changed(self) -> bool:
-        """Whether the version counter of a parameter has changed since the last call."""
+        """True if the version counter of a parameter has changed since the last call."""
         now = tuple(map(version_of, self._parameters))
         changed, self._versions = now != self._versions, now
         return changed

@@ -88,7 +88,7 @@ def write_obstacle(tensor: torch.Tensor) -> str:
     if tensor.is_inference():
         return "was made under inference_mode"
     if tensor.layout is torch.strided and tensor.device.type != "meta":
-        with contextlib.suppress(RuntimeError):  # without memory of its own, as a DTensor: check_tensor refuses it
+        with contextlib.suppress(RuntimeError):  # no memory of its own, such as a DTensor, which check_tensor refuses
             if elements_overlap(tensor):
                 return "has elements that share memory (expand, as_strided)"
     return ""
@@ -120,7 +120,7 @@ def _is_synchronised(layer: torch.nn.SyncBatchNorm) -> bool:
 
 
 def has_meta_tensors(module: torch.nn.Module) -> bool:
-    """Whether some of a module's own parameters and buffers are on the meta device."""
+    """True if some of a module's own parameters and buffers are on the meta device."""
     tensors = (*own_parameters(module).values(), *own_buffers(module).values())
     return any(tensor is not None and tensor.is_meta for tensor in tensors)
 
@@ -128,11 +128,7 @@ def has_meta_tensors(module: torch.nn.Module) -> bool:
 def find_initialiser(
     name: str, module: torch.nn.Module, init: Callable[[torch.nn.Module], object] | None
 ) -> Callable[[torch.nn.Module], object]:
-    """The function that initialises a module's own tensors: ``init``, or its ``reset_parameters``.
-
-    Raises:
-        UnsupportedOpError: The module has neither.
-    """
+    """The function that initialises a module's own tensors: ``init``, or its ``reset_parameters``."""
     initialise = init if init is not None else getattr(type(module), "reset_parameters", None)
     if initialise is None:
         raise UnsupportedOpError(
@@ -148,17 +144,7 @@ def materialise(
     init: Callable[[torch.nn.Module], object] | None,
     device: torch.device | str = "cpu",
 ) -> None:
-    """Allocate and initialise a module's own tensors that are on the meta device; others keep their values.
-
-    Args:
-        name: The module's name.
-        module: The module, changed in place.
-        init: Function that initialises the module's own parameters and buffers; None calls its ``reset_parameters``.
-        device: The device of the new tensors.
-
-    Raises:
-        UnsupportedOpError: There is no function that initialises them.
-    """
+    """Allocate and initialise a module's own tensors that are on the meta device; others keep their values."""
     if not has_meta_tensors(module):
         return
     initialise = find_initialiser(name, module, init)

@@ -24,7 +24,7 @@ from ferrodist.collectives.all_gather import all_gather
 from ferrodist.collectives.reduce import allreduce
 from ferrodist.errors import add_error_context
 from ferrodist.torch_private.modules import BatchNormBase, check_input_dim, has_hooks, is_lazy_norm, own_modules
-from ferrodist.wording import counted
+from ferrodist.wording import counted, with_article
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -291,11 +291,10 @@ def _replace_custom(
     replace: Callable[[torch.nn.Module], torch.nn.Module] | None,
 ) -> torch.nn.Module | None:
     """A user's replacement of a layer with code of its own, or None where the layer stays."""
-    article = "an" if type(layer).__name__[0] in "AEIOUaeiou" else "a"
     if replace is None:
         raise TypeError(
-            f"{title} is {article} {type(layer).__name__}, a subclass of a batch norm, whose own code would be lost:"
-            " pass replace=, a function that returns the replacement of a layer"
+            f"{title} is {with_article(type(layer).__name__)}, a subclass of a batch norm, whose own code would be"
+            " lost: pass replace=, a function that returns the replacement of a layer"
         )
     new = replace(layer)
     if not isinstance(new, torch.nn.Module):

@@ -1,14 +1,13 @@
-"""How ranks find and authenticate each other.
+"""Rendezvous: the ranks of a job find and authenticate each other through a store.
 
 ::
 
-    join.py         rendezvous(), enter_job()        environment.py  what the launcher says
-    meeting.py      in a store that nobody serves    membership.py   a rank's place in a job
-    attendance.py   are all ranks there?             secret.py       the job secret
-    store.py        the seam, and PrefixStore        memory_store.py, file_store.py, tcp_store.py
-    listener.py     accepts proven peers only        handshake.py    the proof
-    framing.py      bytes within a deadline          fork.py         no sockets in children
-    resolution.py   names within a deadline          verdict.py      yes, or no and why
+    rendezvous.py     rendezvous(), enter_job()           environment.py  the launcher's variables
+    shared_store.py   in a store that no rank serves      roll_call.py    claims of ranks; are all there?
+    rounds.py         meeting again at one address        secret.py       the job secret, and the user's
+    store.py          the interface; MemoryStore          file_store.py, tcp_store.py
+    listener.py       accepts authenticated peers only    auth.py         the handshake
+    session.py        authenticated frames                sockets.py      deadlines, names, binding, fork
 """
 
 from ferrodist.rendezvous.auth import PROTOCOL_VERSION, Hello, connect, greet

@@ -1,4 +1,4 @@
-"""How two processes come to trust a connection before either reads anything else from it.
+"""The handshake: two processes authenticate each other before either reads anything else.
 
 ::
 
@@ -8,22 +8,19 @@
     client nonce, proof("client")      ->
                                        <-      verdict byte, proof("server")
     seal(Hello)                        ->
-                                       <-      seal(verdict)
+                                       <-      seal(JoinReply)
 
-``proof(role)`` is HMAC-SHA256 under the job secret over the role, the protocol version and both nonces, so a
-proof can be neither replayed (fresh nonces of 32 bytes) nor sent back to its maker (roles). Every message up
-to the proofs has a fixed length. ``seal`` adds an HMAC under a key of this one connection. The client proves
-itself first: a stranger gets no HMAC out of a server. Without a job secret both prove that they know their user's
-(`user_secret`).
+``proof(role)`` is HMAC-SHA256 under the job secret over the role, the protocol version and both nonces, so a proof can
+be neither replayed (fresh nonces of 32 bytes) nor reflected (roles). Every message up to the proofs has a fixed length.
+``seal`` adds an HMAC under a key of this one connection. The client proves itself first: an unauthenticated peer gets
+no HMAC out of a server. Without a job secret both prove that they know their user's (`user_secret`).
 
-The handshake may go through proxies and port forwards. Whoever passes it on learns no key from it, so what follows
-is authenticated by `Session` (see [Note: session keys] in `session.py`) where it says who is where or what was agreed.
-A client that was told by a server itself, through a store or an agreement, where that listens, says so in its Hello:
-an address that was changed on its way is found by the server.
+The handshake may pass through proxies and port forwards, which learn no key from it. What follows is authenticated by
+`Session` (see [Note: session keys] in `session.py`) where it carries addresses or agreements. A client that got the
+server's address from the server itself, through a store or an agreement, puts it into its Hello, so that the server
+detects an address that was changed in between.
 
-What it does not do: encrypt.
-
-Yes, or no and why: how a server or a rendezvous answers.
+Nothing is encrypted.
 """
 
 from __future__ import annotations
@@ -52,10 +49,10 @@ from ferrodist.errors import (
     error_from_wire,
     error_to_wire,
 )
-from ferrodist.rendezvous.secret import secret_or_users
+from ferrodist.rendezvous.secret import secret_or_user_secret
 from ferrodist.rendezvous.session import Connection, Session
 from ferrodist.rendezvous.sockets import (
-    arm,
+    apply_deadline,
     close_in_child,
     disconnect,
     read_exactly,
@@ -71,7 +68,7 @@ if TYPE_CHECKING:
 
 
 class JoinReply(msgspec.Struct, frozen=True, array_like=True):
-    """What was decided.
+    """The reply to a Hello, or the outcome of a rendezvous.
 
     Args:
         error: The refusal as `error_to_wire` gives it; None accepts.
@@ -80,7 +77,7 @@ class JoinReply(msgspec.Struct, frozen=True, array_like=True):
     error: tuple[str, str, tuple[int, ...]] | None = None
 
     def check(self) -> None:
-        """Raise the refusal, if it is one."""
+        """Raise the refusal, if this is one."""
         if self.error is not None:
             raise error_from_wire(*self.error)
 
@@ -88,8 +85,8 @@ class JoinReply(msgspec.Struct, frozen=True, array_like=True):
 _DECODER = msgspec.msgpack.Decoder(JoinReply)
 
 
-def read_verdict(data: bytes) -> JoinReply:
-    """Decode a verdict; msgspec.MsgspecError if it is none."""
+def decode_reply(data: bytes) -> JoinReply:
+    """Decode a JoinReply; msgspec.MsgspecError if the data is invalid."""
     return _DECODER.decode(data)
 
 
@@ -104,18 +101,18 @@ _NONCE_BYTES = 32
 _PROOF_BYTES = 32
 _ACCEPTED, _REFUSED = b"\x01", b"\x00"
 _MAX_HELLO_BYTES = 4096
-# A hello past its limit is still read up to here: closing on unread bytes could destroy the refusal.
-_LONGEST_READ_HELLO = 64 * 1024
-_MAX_VERDICT_BYTES = 64 * 1024
+# A Hello above its limit is still read up to here: closing with unread bytes could destroy the refusal.
+_MAX_READ_HELLO_BYTES = 64 * 1024
+_MAX_REPLY_BYTES = 64 * 1024
 
-# How long one attempt waits for the first bytes of a server: a connection to a process that died under load,
-# or was never accepted, can stay silent for ever. Past them the server answers within its own limit.
+# The wait for a server's first bytes: a connection to a process that died under load, or that was never accepted, can
+# stay silent for ever. After them the server answers within its own limit.
 _ATTEMPT_TIMEOUT = 5.0
-_SHORTEST_PAUSE, _LONGEST_PAUSE = 0.01, 0.2
+_MIN_BACKOFF_SECONDS, _MAX_BACKOFF_SECONDS = 0.01, 0.2
 
 
-class Progress(enum.IntEnum):
-    """How far a client has come in its handshake."""
+class HandshakeProgress(enum.IntEnum):
+    """A client's progress in its handshake."""
 
     SILENT = 0
     SPOKEN = 1  # as a ferrodist client
@@ -123,15 +120,15 @@ class Progress(enum.IntEnum):
 
 
 class Hello(msgspec.Struct, frozen=True, kw_only=True):
-    """Who connects, and what for.
+    """The client's introduction.
 
     Args:
         purpose: "store" or "group".
-        job: Name of the job.
+        job: The name of the job.
         rank: The client's rank.
-        world_size: Number of ranks, as the client was told.
-        group: Name of the group, for purpose "group".
-        address: What the server itself has told of where it listens; empty where the user has.
+        world_size: The number of ranks, according to the client.
+        group: The name of the group, for purpose "group".
+        address: The address that the server itself has published; empty if the user gave it.
     """
 
     purpose: str
@@ -148,36 +145,37 @@ _HELLO_DECODER = msgspec.msgpack.Decoder(Hello)
 def connect(
     host: str, port: int, *, secret: bytes, hello: Hello, deadline: Deadline, retry_refused: bool = True
 ) -> Connection:
-    """Connect to a `greet`-ing server, dialling again until it is there.
+    """Connect to a server that calls `greet`, retrying until it is there.
 
     Args:
-        host: Name or address of the server; of several addresses of a name all are tried.
-        port: Its port.
-        secret: The job secret; where it is empty, this user's.
-        hello: Who this process is.
+        host: The server's name or address; all addresses of a name are tried.
+        port: The server's port.
+        secret: The job secret; if empty, this user's.
+        hello: This process's introduction.
         deadline: When to stop trying.
-        retry_refused: Whether the server may be yet to start; if not, a refused connection is an error.
+        retry_refused: Whether the server may not have started yet; if not, a refused connection is an error.
 
     Returns:
         A blocking connection with no timeout and TCP_NODELAY set. Forked children do not inherit it.
 
     Raises:
         AuthenticationError: One side does not know the other's secret.
-        ProtocolError: Something else has that port, or another version of ferrodist.
-        NoConnectionError: Refused, and ``retry_refused`` is false; or this process has no descriptor left.
+        ProtocolError: Another program has that port, or another version of ferrodist.
+        NoConnectionError: The connection was refused and ``retry_refused`` is false; or this process has no descriptor
+            left.
         DistributedTimeoutError: No server answered in time.
-        DistributedError: Of whatever class the server refused this rank with.
+        DistributedError: The server refused this rank, with an error of this class.
         ValueError: The names in ``hello`` are too long.
     """
     check_hello(hello)
     where = f"{hello.purpose} at {host}:{port}"
-    pause = _SHORTEST_PAUSE
+    backoff = _MIN_BACKOFF_SECONDS
     failure: OSError | None = None
     warning = long_wait()
     while not deadline.expired:
         try:
             return _attempt(host, port, secret, hello, deadline)
-        except DistributedError:  # the server's word; DistributedTimeoutError would pass for an OSError
+        except DistributedError:  # sent by the server; DistributedTimeoutError is an OSError too
             raise
         except ConnectionRefusedError as error:
             if not retry_refused:
@@ -193,8 +191,8 @@ def connect(
                 *(hello.rank, where, Elapsed.of(deadline), failure),
             )
             warning = Deadline(math.inf)
-        time.sleep(min(pause, deadline.remaining()))
-        pause = min(2 * pause, _LONGEST_PAUSE)
+        time.sleep(min(backoff, deadline.remaining()))
+        backoff = min(2 * backoff, _MAX_BACKOFF_SECONDS)
     raise DistributedTimeoutError(
         f"rank {hello.rank} could not connect to the {where} within {deadline.elapsed():.2f} s (limit "
         f"{deadline.timeout:.2f} s); the last attempt: {failure or 'none was possible'}. Check that the "
@@ -214,12 +212,10 @@ def check_hello(hello: Hello) -> None:
 
 
 def check_address(hello: Hello, address: str) -> None:
-    """Raise unless a client that was told the server's address looks for the one that the server has told.
-
-    Both compare what was told, so it does not matter through which proxies the connection goes.
+    """Check that the client has the address that the server has published, through whichever proxies it connects.
 
     Raises:
-        AuthenticationError: The address was changed between the two.
+        AuthenticationError: The address was changed in between.
     """
     if hello.address and hello.address != address:
         raise AuthenticationError(
@@ -236,30 +232,30 @@ def greet(
     admit: Callable[[Hello], None],
     deadline: Deadline,
     dismiss: Callable[[Hello], None] | None = None,
-    progress: Callable[[Progress], None] | None = None,
+    progress: Callable[[HandshakeProgress], None] | None = None,
 ) -> Hello:
-    """Do the server's side of the handshake on an accepted connection.
+    """Run the server's side of the handshake on an accepted connection.
 
     Args:
         sock: The connection; afterwards blocking, with no timeout, TCP_NODELAY set, and a session. Not closed on
             failure.
-        secret: The job secret; where it is empty, this user's.
-        admit: Called with the proven client's Hello; a DistributedError it raises is sent to the client, then
+        secret: The job secret; if empty, this user's.
+        admit: Called with the authenticated client's Hello; a DistributedError it raises is sent to the client, then
             raised.
-        deadline: For the whole exchange.
-        dismiss: Called with a Hello that was admitted when the client can't be told so, and is not returned.
-        progress: Called each time that the client has come further.
+        deadline: The deadline of the whole handshake.
+        dismiss: Called with an admitted Hello if the reply can't be sent, so that `greet` raises.
+        progress: Called each time the client has advanced.
 
     Raises:
         AuthenticationError: The client does not know the secret.
-        ProtocolError: It is no ferrodist client, or one of another version.
-        OSError: It closed the connection or was too slow.
+        ProtocolError: The client is not ferrodist, or another version.
+        OSError: The client closed the connection or was too slow.
     """
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-    secret = secret_or_users(secret)
+    secret = secret_or_user_secret(secret)
     version = _read_intro(sock, _CLIENT, deadline)
     if progress is not None:
-        progress(Progress.SPOKEN)
+        progress(HandshakeProgress.SPOKEN)
     server_nonce = secrets.token_bytes(_NONCE_BYTES)
     intro = _INTRO.pack(_MAGIC, _SERVER, PROTOCOL_VERSION)
     write(sock, intro + server_nonce, deadline)
@@ -271,12 +267,12 @@ def greet(
         write(sock, _REFUSED + bytes(_PROOF_BYTES), deadline)
         raise AuthenticationError("wrong job secret")
     if progress is not None:
-        progress(Progress.PROVEN)
+        progress(HandshakeProgress.PROVEN)
     write(sock, _ACCEPTED + _proof(secret, b"server", nonces), deadline)
 
     key = _proof(secret, b"session", nonces)
     try:
-        sealed = read_frame(sock, _LONGEST_READ_HELLO, deadline)
+        sealed = read_frame(sock, _MAX_READ_HELLO_BYTES, deadline)
         if len(sealed) > _MAX_HELLO_BYTES:
             raise ProtocolError(f"the hello has {len(sealed)} bytes, the limit is {_MAX_HELLO_BYTES}")
         hello = _HELLO_DECODER.decode(_unseal(key, b"hello", sealed))
@@ -298,77 +294,79 @@ def greet(
 
 
 def _attempt(host: str, port: int, secret: bytes, hello: Hello, deadline: Deadline) -> Connection:
-    """Try each address of the server once: what answers at one of them must not hide the server at another."""
+    """Try each address of the server once: another program at one of them must not hide the server at another."""
     where = f"{host}:{port}"
     failures: list[Exception] = []
-    for entry in resolve(host, port, Deadline(min(deadline.remaining(), _ATTEMPT_TIMEOUT))):
-        patience = Deadline(min(deadline.remaining(), _ATTEMPT_TIMEOUT))
-        family, kind, protocol, _, address = entry
+    for address_info in resolve(host, port, Deadline(min(deadline.remaining(), _ATTEMPT_TIMEOUT))):
+        attempt_deadline = Deadline(min(deadline.remaining(), _ATTEMPT_TIMEOUT))
+        family, kind, protocol, _, address = address_info
         sock: Connection | None = None
         try:
             sock = close_in_child(Connection(family, kind, protocol))
-            _reach(sock, address, where, patience)
+            _connect_socket(sock, address, where, attempt_deadline)
             try:
-                key = _prove(sock, where, secret, hello, (patience, deadline))
+                key = _prove_secret(sock, where, secret, hello, (attempt_deadline, deadline))
             except (AuthenticationError, ProtocolError) as error:
                 disconnect(sock)
                 failures.append(error)
                 continue
-            _enter(sock, where, key, hello, deadline)
+            _exchange_hello(sock, where, key, hello, deadline)
             sock.settimeout(None)
         except BaseException as error:
             if sock is not None:
                 disconnect(sock)
-            if not isinstance(error, OSError) or isinstance(error, DistributedError):  # the latter the server's word
+            if not isinstance(error, OSError) or isinstance(error, DistributedError):  # the latter sent by the server
                 raise
             failures.append(error)
         else:
             return sock
-    raise min(failures, key=_weight, default=ConnectionRefusedError(f"{host} has no address"))
+    raise min(failures, key=_relevance, default=ConnectionRefusedError(f"{host} has no address"))
 
 
-def _weight(failure: Exception) -> int:
-    """Which of the failures at a server's addresses says most: the lowest."""
+def _relevance(failure: Exception) -> int:
+    """Return a failure's relevance among those at a server's addresses; the lowest is raised."""
     return 0 if isinstance(failure, DistributedError) else 2 if isinstance(failure, ConnectionRefusedError) else 1
 
 
-def _prove(sock: Connection, where: str, secret: bytes, hello: Hello, limits: tuple[Deadline, Deadline]) -> bytes:
-    """Do the client's side up to the proofs; returns the key of the connection."""
-    patience, deadline = limits
+def _prove_secret(
+    sock: Connection, where: str, secret: bytes, hello: Hello, deadlines: tuple[Deadline, Deadline]
+) -> bytes:
+    """Run the client's side up to the proofs, and return the connection's key."""
+    attempt_deadline, deadline = deadlines
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-    write(sock, _INTRO.pack(_MAGIC, _CLIENT, PROTOCOL_VERSION), patience)
-    version = _read_intro(sock, _SERVER, patience, where=where)
+    write(sock, _INTRO.pack(_MAGIC, _CLIENT, PROTOCOL_VERSION), attempt_deadline)
+    version = _read_intro(sock, _SERVER, attempt_deadline, where=where)
     _check_version(version, f"the server at {where}")
     server_nonce = read_exactly(sock, _NONCE_BYTES, deadline)
 
     client_nonce = secrets.token_bytes(_NONCE_BYTES)
     nonces = client_nonce + server_nonce
-    known = secret_or_users(secret)
-    write(sock, client_nonce + _proof(known, b"client", nonces), deadline)
+    shared_secret = secret_or_user_secret(secret)
+    write(sock, client_nonce + _proof(shared_secret, b"client", nonces), deadline)
     answer = read_exactly(sock, 1 + _PROOF_BYTES, deadline)
-    proven = hmac.compare_digest(answer[1:], _proof(known, b"server", nonces))
-    if answer[:1] != _ACCEPTED or not proven:
+    is_proven = hmac.compare_digest(answer[1:], _proof(shared_secret, b"server", nonces))
+    if answer[:1] != _ACCEPTED or not is_proven:
         unset = "" if secret else f" None is set here, so this process has the one of user {os.geteuid()} on this host."
         raise AuthenticationError(
             f"rank {hello.rank} and the {hello.purpose} at {where} do not have the same job secret.{unset} Set"
             " FERRODIST_SECRET to the same value on every rank (`python -m ferrodist secret` prints a new one)."
         )
-    return _proof(known, b"session", nonces)
+    return _proof(shared_secret, b"session", nonces)
 
 
-def _enter(sock: Connection, where: str, key: bytes, hello: Hello, deadline: Deadline) -> None:
-    """Do the rest: say who this is, and hear whether it is let in."""
+def _exchange_hello(sock: Connection, where: str, key: bytes, hello: Hello, deadline: Deadline) -> None:
+    """Send the Hello and check the reply."""
     _send_sealed(sock, key, b"hello", hello, deadline)
     try:
-        verdict = read_verdict(_unseal(key, b"verdict", read_frame(sock, _MAX_VERDICT_BYTES, deadline)))
+        reply = decode_reply(_unseal(key, b"verdict", read_frame(sock, _MAX_REPLY_BYTES, deadline)))
     except msgspec.MsgspecError as error:
         raise ProtocolError(f"the server at {where} sent a malformed verdict: {error}") from error
-    verdict.check()
+    reply.check()
     sock.session = Session(key, is_server=False)
 
 
 def _read_intro(sock: socket.socket, role: bytes, deadline: Deadline, *, where: str | None = None) -> int:
-    """Read the other side's first bytes and return its protocol version."""
+    """Read the peer's first bytes and return its protocol version."""
     intro = read_exactly(sock, _INTRO.size, deadline)
     magic, its_role, version = _INTRO.unpack(intro)
     if magic != _MAGIC or its_role != role:
@@ -405,10 +403,10 @@ def _unseal(key: bytes, label: bytes, sealed: bytes) -> bytes:
     return payload
 
 
-def _reach(sock: Connection, address: Any, where: str, deadline: Deadline) -> None:
-    arm(sock, deadline)
+def _connect_socket(sock: Connection, address: Any, where: str, deadline: Deadline) -> None:
+    apply_deadline(sock, deadline)
     sock.connect(address)
-    # A dial to a free port of the ephemeral range can meet itself (TCP simultaneous open), and would
-    # then hold the very port that the server is about to bind.
+    # A connection to a free ephemeral port can reach itself (TCP simultaneous open), and would then hold the very port
+    # that the server is about to bind.
     if sock.getsockname() == sock.getpeername():
         raise ConnectionRefusedError(f"nobody listens at {where}")

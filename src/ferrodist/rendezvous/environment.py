@@ -1,4 +1,4 @@
-"""What launchers tell a process about its place in the job: the variables that torchrun sets."""
+"""The launcher's environment variables, in torchrun's names."""
 
 from __future__ import annotations
 
@@ -15,21 +15,21 @@ if TYPE_CHECKING:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Environment:
-    """The launcher's variables; None where one is not set.
+    """The launcher's variables; None for unset ones.
 
     Args:
         rank: RANK.
         world_size: WORLD_SIZE.
-        local_rank: LOCAL_RANK, this process's number on its host.
+        local_rank: LOCAL_RANK, this process's rank on its host.
         local_world_size: LOCAL_WORLD_SIZE, the number of ranks on this host.
-        group_rank: GROUP_RANK, the host's number.
+        group_rank: GROUP_RANK, the host's rank.
         master_addr: MASTER_ADDR, rank 0's host.
         master_port: MASTER_PORT.
         run_id: TORCHELASTIC_RUN_ID.
-        restart_count: TORCHELASTIC_RESTART_COUNT, 0 where it is not set.
+        restart_count: TORCHELASTIC_RESTART_COUNT, 0 if it is unset.
         agent_store: TORCHELASTIC_USE_AGENT_STORE: torchrun's agent itself listens on MASTER_PORT.
-        attempt_folder: A folder of this host, made by torchrun for this attempt at the job alone (from
-            TORCHELASTIC_ERROR_FILE, which is `<folder>/<local rank>/error.json`).
+        attempt_folder: The folder that torchrun made for this attempt on this host (from TORCHELASTIC_ERROR_FILE, which
+            is `<folder>/<local rank>/error.json`).
     """
 
     rank: int | None = None
@@ -46,7 +46,7 @@ class Environment:
 
     @property
     def single_host(self) -> bool:
-        """Whether the launcher says that all ranks run on this host."""
+        """True if, according to the launcher, all ranks run on this host."""
         return self.local_world_size is not None and self.local_world_size == self.world_size
 
 
@@ -54,36 +54,36 @@ def read_environment(variables: Mapping[str, str] | None = None) -> Environment:
     """Read the launcher's variables.
 
     Args:
-        variables: Where to look; None means the process's environment.
+        variables: The variables; None is the process's environment.
 
     Raises:
-        RendezvousError: A variable that should be a number is not one.
+        RendezvousError: A variable is not the number that it should be.
         InvalidRankError: RANK or LOCAL_RANK does not fit its world size.
         InvalidWorldSizeError: A world size is below 1.
     """
     variables = os.environ if variables is None else variables
     error_file = variables.get("TORCHELASTIC_ERROR_FILE")
-    found = Environment(
-        rank=_number(variables, "RANK"),
-        world_size=_number(variables, "WORLD_SIZE"),
-        local_rank=_number(variables, "LOCAL_RANK"),
-        local_world_size=_number(variables, "LOCAL_WORLD_SIZE"),
-        group_rank=_number(variables, "GROUP_RANK"),
+    environment = Environment(
+        rank=_parse_int(variables, "RANK"),
+        world_size=_parse_int(variables, "WORLD_SIZE"),
+        local_rank=_parse_int(variables, "LOCAL_RANK"),
+        local_world_size=_parse_int(variables, "LOCAL_WORLD_SIZE"),
+        group_rank=_parse_int(variables, "GROUP_RANK"),
         master_addr=variables.get("MASTER_ADDR") or None,
-        master_port=_number(variables, "MASTER_PORT"),
+        master_port=_parse_int(variables, "MASTER_PORT"),
         run_id=variables.get("TORCHELASTIC_RUN_ID") or None,
-        restart_count=_number(variables, "TORCHELASTIC_RESTART_COUNT") or 0,
+        restart_count=_parse_int(variables, "TORCHELASTIC_RESTART_COUNT") or 0,
         agent_store=variables.get("TORCHELASTIC_USE_AGENT_STORE") == "True",
         attempt_folder=str(Path(error_file).parent.parent) if error_file else None,
     )
-    _check_pair("RANK", found.rank, "WORLD_SIZE", found.world_size)
-    _check_pair("LOCAL_RANK", found.local_rank, "LOCAL_WORLD_SIZE", found.local_world_size)
-    if found.master_port is not None and found.master_port > 65535:
-        raise RendezvousError(f"MASTER_PORT={found.master_port} is not a port; set it to a free one, 1 to 65535")
-    return found
+    _check_rank("RANK", environment.rank, "WORLD_SIZE", environment.world_size)
+    _check_rank("LOCAL_RANK", environment.local_rank, "LOCAL_WORLD_SIZE", environment.local_world_size)
+    if environment.master_port is not None and environment.master_port > 65535:
+        raise RendezvousError(f"MASTER_PORT={environment.master_port} is not a port; set it to a free one, 1 to 65535")
+    return environment
 
 
-def _number(variables: Mapping[str, str], name: str) -> int | None:
+def _parse_int(variables: Mapping[str, str], name: str) -> int | None:
     text = variables.get(name, "").strip()
     if not text:
         return None
@@ -95,7 +95,7 @@ def _number(variables: Mapping[str, str], name: str) -> int | None:
     return int(text)
 
 
-def _check_pair(rank_name: str, rank: int | None, size_name: str, size: int | None) -> None:
+def _check_rank(rank_name: str, rank: int | None, size_name: str, size: int | None) -> None:
     if size is not None and size < 1:
         raise InvalidWorldSizeError(f"{size_name}={size} is below 1; set it to the number of processes")
     if rank is not None and (rank < 0 or (size is not None and rank >= size)):

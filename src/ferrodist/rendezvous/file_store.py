@@ -1,4 +1,4 @@
-"""A store in a file: for processes that share a file system, on one host or several."""
+"""A store in a file, for processes that share a file system, on one host or several."""
 
 from __future__ import annotations
 
@@ -13,17 +13,19 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
 import msgspec
+from typing_extensions import override
 
 from ferrodist.deadline import Deadline, check_timeout
 from ferrodist.errors import DistributedTimeoutError, ProtocolError, RendezvousError
 from ferrodist.rendezvous.store import (
     DEFAULT_STORE_TIMEOUT,
-    added,
+    Store,
+    add_to_counter,
     check_amount,
     check_key,
     check_keys,
     check_value,
-    missing_error,
+    missing_keys_error,
 )
 
 if TYPE_CHECKING:
@@ -33,33 +35,31 @@ _FAMILY = b"ferrodist store "
 _HEADER = struct.Struct("!18sQ")
 _MAGIC = _FAMILY + b"1\n"
 _DECODER = msgspec.msgpack.Decoder(dict[str, bytes])
-_SHORTEST_PAUSE, _LONGEST_PAUSE = 0.001, 0.05
+_MIN_BACKOFF_SECONDS, _MAX_BACKOFF_SECONDS = 0.001, 0.05
 _OPEN_FLAGS = os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
 
-# fcntl locks belong to the process: they do not keep its threads apart, and closing any descriptor of the
-# lock file gives the lock up. So one thread of a process at a time: the one that holds the mutex which is here
-# under its path. It takes the mutex out when it is done, so that nothing is kept of paths not in use. The pid in
-# the key gives a forked child fresh locks.
+# fcntl locks belong to the process: they do not exclude its threads, and closing any descriptor of the lock file
+# releases the lock. So threads of a process first acquire the mutex of its path. They remove it when they are done, so
+# that unused paths take no memory. The pid in the key gives a forked child fresh locks.
 _MUTEXES: dict[tuple[int, str], threading.Lock] = {}
 
 
-class FileStore:
-    """A `Store` whose keys live in one file.
+class FileStore(Store):
+    """A `Store` in one file.
 
-    [Note: a kill at any moment] A change is made under a POSIX lock on ``path.lock``, which the kernel
-    releases when the process dies: the whole map is written to ``path.tmp``, then renamed over ``path``. So
-    readers, who take no lock, see the map before the change or after it, and what a killed writer left in
-    ``path.tmp`` is replaced by the next. Each version carries a generation number, so polling reads the
-    header alone. The cost of a change grows with the size of the map, which is right for a rendezvous and
-    wrong for bulk data. Threads that change the store take turns.
+    [Note: a kill at any moment] A change is made under a POSIX lock on ``path.lock``, which the kernel releases when
+    the process dies: the whole map is written to ``path.tmp``, then renamed over ``path``. So readers, who take no
+    lock, see the map before the change or after it, and the next writer replaces a killed writer's ``path.tmp``. Each
+    version has a generation number, so that polling reads the header alone. The cost of a change grows with the size of
+    the map, which suits a rendezvous but not bulk data. Threads that change the store wait for each other.
 
     Args:
         path: The file; its folder must exist. Created with mode 0600.
-        timeout: Default limit of a call, in seconds.
+        timeout: The default timeout of a call, in seconds.
 
     Raises:
-        RendezvousError: The folder is missing; or, from any call, the file belongs to another user or is
-            writable by others, so what it says cannot be trusted.
+        RendezvousError: The folder is missing; or, from any call, the file belongs to another user or is writable by
+            others, so that its contents can't be trusted.
     """
 
     def __init__(self, path: str | os.PathLike[str], *, timeout: float = DEFAULT_STORE_TIMEOUT) -> None:
@@ -70,62 +70,62 @@ class FileStore:
         except OSError as error:
             raise RendezvousError(f"the folder of the store file {given} cannot be used: {error}") from error
         self._lock_path = self.path.with_name(self.path.name + ".lock")
-        self._draft_path = self.path.with_name(self.path.name + ".tmp")
+        self._temporary_path = self.path.with_name(self.path.name + ".tmp")
         self._closed = threading.Event()
-        self._seen: tuple[int, dict[str, bytes]] = (0, {})
+        self._cached: tuple[int, dict[str, bytes]] = (0, {})
 
+    @override
     def set(self, key: str, value: bytes, *, timeout: float | None = None) -> None:
-        """See `Store.set`."""
         check_key(key)
         value = check_value(value)
-        with self._changing(timeout) as values:
+        with self._transaction(timeout) as values:
             values[key] = value
 
+    @override
     def get(self, key: str, *, timeout: float | None = None) -> bytes:
-        """See `Store.get`."""
         return self._await([check_key(key)], timeout)[key]
 
+    @override
     def wait(self, keys: Iterable[str], *, timeout: float | None = None) -> None:
-        """See `Store.wait`."""
         self._await(check_keys(keys), timeout)
 
+    @override
     def add(self, key: str, amount: int, *, timeout: float | None = None) -> int:
-        """See `Store.add`."""
         check_key(key)
         check_amount(amount)
-        with self._changing(timeout) as values:
-            values[key] = added(key, values.get(key, b""), amount)
+        with self._transaction(timeout) as values:
+            values[key] = add_to_counter(key, values.get(key, b""), amount)
             return int(values[key])
 
+    @override
     def compare_set(self, key: str, expected: bytes, desired: bytes, *, timeout: float | None = None) -> bytes:
-        """See `Store.compare_set`."""
         check_key(key)
         expected, desired = check_value(expected), check_value(desired)
-        with self._changing(timeout) as values:
+        with self._transaction(timeout) as values:
             current = values.get(key)
             if (current is None and not expected) or (expected and current == expected):
                 values[key] = desired
             return values.get(key, b"")
 
+    @override
     def delete(self, key: str, *, timeout: float | None = None) -> bool:
-        """See `Store.delete`."""
         check_key(key)
-        with self._changing(timeout) as values:
+        with self._transaction(timeout) as values:
             return values.pop(key, None) is not None
 
+    @override
     def close(self) -> None:
-        """See `Store.close`; the file stays."""
         self._closed.set()
 
     def remove(self, *, timeout: float | None = None) -> None:
-        """Remove the file and what belongs to it; for the last user of the store."""
+        """Remove the file and its companions; called by the last user of the store."""
         with self._locked(timeout):
-            for path in (self.path, self._draft_path, self._lock_path):
+            for path in (self.path, self._temporary_path, self._lock_path):
                 path.unlink(missing_ok=True)
 
     def _await(self, keys: list[str], timeout: float | None) -> dict[str, bytes]:
         deadline = Deadline(self._timeout if timeout is None else timeout)
-        pause = _SHORTEST_PAUSE
+        backoff = _MIN_BACKOFF_SECONDS
         while True:
             self._check_open()
             _, values = self._read()
@@ -133,20 +133,20 @@ class FileStore:
             if not missing:
                 return values
             if deadline.expired:
-                raise missing_error(f"store file {self.path}", missing, deadline)
-            self._closed.wait(min(pause, deadline.remaining()))
-            pause = min(2 * pause, _LONGEST_PAUSE)
+                raise missing_keys_error(f"store file {self.path}", missing, deadline)
+            self._closed.wait(min(backoff, deadline.remaining()))
+            backoff = min(2 * backoff, _MAX_BACKOFF_SECONDS)
 
     @contextlib.contextmanager
-    def _changing(self, timeout: float | None) -> Iterator[dict[str, bytes]]:
-        """Lock the store, give a copy of its map to change, and put it in place if it was changed."""
+    def _transaction(self, timeout: float | None) -> Iterator[dict[str, bytes]]:
+        """Lock the store, provide a copy of its map, and write it if it was changed."""
         with self._locked(timeout):
             generation, values = self._read()
-            draft = dict(values)
-            yield draft
-            if draft != values:
-                # A file made anew after a removal must not repeat a generation that someone has seen.
-                self._write(generation + 1 if generation else secrets.randbits(62) + 1, draft)
+            changed = dict(values)
+            yield changed
+            if changed != values:
+                # A file created again after its removal must not repeat a generation that a reader has cached.
+                self._write(generation + 1 if generation else secrets.randbits(62) + 1, changed)
 
     def _read(self) -> tuple[int, dict[str, bytes]]:
         """Return the generation (0: no file) and the map, which the caller must not change."""
@@ -163,29 +163,29 @@ class FileStore:
             raise
         with os.fdopen(descriptor, "rb") as file:
             header = file.read(_HEADER.size)
-            if not header:  # made by the caller, as tempfile does
+            if not header:  # an empty file made by the caller, as tempfile does
                 return 0, {}
             if len(header) < _HEADER.size or not header.startswith(_MAGIC):
                 what = "another version of ferrodist" if header.startswith(_FAMILY) else "something else"
                 raise ProtocolError(f"the store file {self.path} was written by {what}; remove it or choose another")
             (_, generation) = _HEADER.unpack(header)
-            seen, values = self._seen
-            if generation == seen:
-                return seen, values
+            cached_generation, values = self._cached
+            if generation == cached_generation:
+                return cached_generation, values
             try:
                 values = _DECODER.decode(file.read())
             except ValueError as error:
                 raise ProtocolError(f"the store file {self.path} is damaged ({error}); remove it") from error
-        self._seen = (generation, values)
+        self._cached = (generation, values)
         return generation, values
 
     def _write(self, generation: int, values: dict[str, bytes]) -> None:
         try:
-            self._draft_path.unlink(missing_ok=True)
+            self._temporary_path.unlink(missing_ok=True)
             flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | _OPEN_FLAGS
-            with os.fdopen(os.open(self._draft_path, flags, 0o600), "wb") as file:
+            with os.fdopen(os.open(self._temporary_path, flags, 0o600), "wb") as file:
                 file.write(_HEADER.pack(_MAGIC, generation) + msgspec.msgpack.encode(values))
-            self._draft_path.replace(self.path)
+            self._temporary_path.replace(self.path)
         except OSError as error:
             self._fail(error)
 
@@ -194,7 +194,7 @@ class FileStore:
         self._check_open()
         deadline = Deadline(self._timeout if timeout is None else timeout)
         key = (os.getpid(), str(self._lock_path))
-        mutex = self._take_turn(key, deadline)
+        mutex = self._acquire_mutex(key, deadline)
         try:
             descriptor = self._lock(deadline)
             try:
@@ -205,21 +205,21 @@ class FileStore:
             del _MUTEXES[key]
             mutex.release()
 
-    def _take_turn(self, key: tuple[int, str], deadline: Deadline) -> threading.Lock:
-        """Keep this process's other threads out, until the mutex that this returns is taken out and released."""
+    def _acquire_mutex(self, key: tuple[int, str], deadline: Deadline) -> threading.Lock:
+        """Exclude this process's other threads, until the returned mutex is removed from `_MUTEXES` and released."""
         while True:
             mutex = _MUTEXES.setdefault(key, threading.Lock())
-            if mutex.acquire(timeout=min(_LONGEST_PAUSE, deadline.remaining())):
+            if mutex.acquire(timeout=min(_MAX_BACKOFF_SECONDS, deadline.remaining())):
                 if _MUTEXES.get(key) is mutex:
                     return mutex
-                mutex.release()  # taken out while this thread waited for it
+                mutex.release()  # removed while this thread waited for it
             elif deadline.expired:
-                raise self._late(deadline)
+                raise self._lock_timeout_error(deadline)
             self._check_open()
 
     def _lock(self, deadline: Deadline) -> int:
-        """Lock the lock file and return its descriptor, whose closing unlocks."""
-        pause = _SHORTEST_PAUSE
+        """Lock the lock file and return its descriptor; closing it unlocks."""
+        backoff = _MIN_BACKOFF_SECONDS
         while True:
             try:
                 descriptor = os.open(self._lock_path, os.O_RDWR | os.O_CREAT | _OPEN_FLAGS, 0o600)
@@ -229,15 +229,15 @@ class FileStore:
                 return descriptor
             os.close(descriptor)
             if deadline.expired:
-                raise self._late(deadline)
-            self._closed.wait(min(pause, deadline.remaining()))
+                raise self._lock_timeout_error(deadline)
+            self._closed.wait(min(backoff, deadline.remaining()))
             self._check_open()
-            pause = min(2 * pause, _LONGEST_PAUSE)
+            backoff = min(2 * backoff, _MAX_BACKOFF_SECONDS)
 
     def _try_lock(self, descriptor: int) -> bool:
         try:
-            held = os.fstat(descriptor)
-            self._check_private(self._lock_path, held)
+            opened = os.fstat(descriptor)
+            self._check_private(self._lock_path, opened)
             fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
             # The last user may have removed the file between the opening and the locking: then this lock is
             # on a file that nobody else will ever open.
@@ -250,7 +250,7 @@ class FileStore:
         except OSError as error:
             os.close(descriptor)
             self._fail(error)
-        return (held.st_dev, held.st_ino) == (current.st_dev, current.st_ino)
+        return (opened.st_dev, opened.st_ino) == (current.st_dev, current.st_ino)
 
     def _check_private(self, path: Path, status: os.stat_result) -> None:
         if not stat.S_ISREG(status.st_mode):
@@ -267,7 +267,7 @@ class FileStore:
         if self._closed.is_set():
             raise RendezvousError(f"the store at {self.path} was closed")
 
-    def _late(self, deadline: Deadline) -> DistributedTimeoutError:
+    def _lock_timeout_error(self, deadline: Deadline) -> DistributedTimeoutError:
         return DistributedTimeoutError(
             f"store file {self.path}: another process held its lock for {deadline.elapsed():.2f} s (limit "
             f"{deadline.timeout:.2f} s)"

@@ -1,9 +1,10 @@
-"""A listening socket that only authenticated peers get past.
+"""A listening socket that lets only authenticated peers through.
 
-[Note: who gives way]
-With every place for handshakes taken, the one that deserves it least makes room: who has said nothing before who has
-spoken, among these who comes from the address that holds most places, and then the oldest. Who has proved to know the
-secret never does. So a rank that is far away is not kept out by strangers that are near and many.
+[Note: eviction]
+When all handshake slots are taken, the least credible handshake is evicted: first one whose client has sent nothing,
+then one whose client has not proved the secret, among these from the address with the most handshakes, and then the
+oldest. A client that has proved the secret is never evicted. So local strangers, however many, can't keep out a distant
+rank.
 """
 
 from __future__ import annotations
@@ -23,8 +24,8 @@ from typing import IO, TYPE_CHECKING
 
 from ferrodist.deadline import Deadline
 from ferrodist.errors import AuthenticationError, DistributedError, RendezvousError
-from ferrodist.rendezvous.auth import Progress, check_address, greet
-from ferrodist.rendezvous.secret import secret_or_users
+from ferrodist.rendezvous.auth import HandshakeProgress, check_address, greet
+from ferrodist.rendezvous.secret import secret_or_user_secret
 from ferrodist.rendezvous.session import Connection
 from ferrodist.rendezvous.sockets import (
     bind_all,
@@ -32,7 +33,7 @@ from ferrodist.rendezvous.sockets import (
     disconnect,
     format_address,
     is_loopback,
-    secret_needed,
+    missing_secret_error,
 )
 from ferrodist.resource_limits import limit_text
 
@@ -43,33 +44,33 @@ if TYPE_CHECKING:
 
 _HANDSHAKE_TIMEOUT = 5.0
 _MAX_HANDSHAKES = 128
-_REJECTIONS_KEPT = 32
+_MAX_REJECTIONS = 32
 
-# Seconds after which a handshake gives way to a waiting connection when every place is taken, by how far it has come.
-# A rank's first bytes come right behind its connection; its proof takes a round trip more. See [Note: who gives way].
-_EVICTION_AGES = {Progress.SILENT: 0.1, Progress.SPOKEN: 0.5}
+# Seconds after which a handshake may be evicted, by its progress. A rank's first bytes arrive right after its
+# connection; its proof takes another round trip. See [Note: eviction].
+_EVICTION_AGES = {HandshakeProgress.SILENT: 0.1, HandshakeProgress.SPOKEN: 0.5}
 
-_SHORT_SECONDS = 1.0
-"""How long connections can't be taken in before peers are told so."""
+_SHORTAGE_SECONDS = 1.0
+"""Seconds without resources for connections after which peers are refused."""
 
-_REFUSAL_SECONDS = 1.0
-"""How long telling one of them may take."""
+_REFUSAL_TIMEOUT = 1.0
+"""The limit of one such refusal, in seconds."""
 
-# Out of descriptors: accept() fails at once again and again until some connection is closed.
-_EXHAUSTED = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
+# accept() fails with these again and again until some connection is closed.
+_EXHAUSTION_ERRNOS = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
 
 
 @dataclass(slots=True, kw_only=True)
 class _Handshake:
-    """One that is under way."""
+    """A handshake in progress."""
 
     source: str
     deadline: Deadline
-    progress: Progress = Progress.SILENT
+    progress: HandshakeProgress = HandshakeProgress.SILENT
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Reception:
+class _ServeCallbacks:
     """The arguments of `Listener.serve`."""
 
     admit: Callable[[Hello], None]
@@ -78,30 +79,29 @@ class _Reception:
 
 
 class Listener:
-    """Binds an address and hands over connections whose peers proved that they know the job secret.
+    """Binds an address and hands over connections of peers that have proved the job secret.
 
     Args:
-        host: Interface to bind; of a name all addresses that this host has, so that nobody else can listen at one of
+        host: The interface to bind; of a name all addresses of this host, so that nobody else can listen at one of
             them. Without a secret they must be loopback addresses.
-        port: Port to bind; 0 takes a free one.
-        secret: The job secret; where it is empty, peers prove that they know this user's.
-        sock: A bound, listening socket to take over (and to close); ``host`` and ``port`` are then not used.
-        on_rejection: Told, in a handshake's thread, of each connection that is turned away.
-        deadline: When to give up on a name server that does not say which address ``host`` is; None leaves
-            that to the system's own limit.
+        port: The port to bind; 0 takes a free one.
+        secret: The job secret; if empty, peers prove that they know this user's.
+        sock: A bound, listening socket to take over (and to close); ``host`` and ``port`` are then unused.
+        on_rejection: Called in a handshake's thread with the reason of each rejected connection.
+        deadline: The deadline for resolving ``host``; None leaves it to the system's limit.
 
     Raises:
-        AuthenticationError: No secret, and the address can be reached from other hosts.
-        RendezvousError: An address cannot be bound.
+        AuthenticationError: The secret is missing, and other hosts can reach the address.
+        RendezvousError: An address can't be bound.
 
     Attributes:
-        host: The address that is bound, the first of several.
-        port: The port that is bound.
+        host: The bound address, the first of several.
+        port: The bound port.
         address: Both, as `parse_address` reads them.
-        exhaustion: Why the newest connection can't be taken in, when this process or host has no descriptor or memory
-            left for it; None when all could. It is tried again.
-        shortage: The error that peers are turned away with, once that has lasted.
-        refused: The ranks that were told of it.
+        exhaustion: The error for which the newest connection can't be accepted, for lack of descriptors or memory; None
+            if it could. It is retried.
+        shortage: The error with which peers are refused once that has lasted.
+        refused: The ranks that were refused so.
     """
 
     def __init__(
@@ -124,8 +124,8 @@ class Listener:
         self.address = format_address(self.host, self.port)
         try:
             if not secret and not is_loopback(self.host):
-                raise secret_needed(self.address)
-            self._secret = secret_or_users(secret)
+                raise missing_secret_error(self.address)
+            self._secret = secret_or_user_secret(secret)
         except AuthenticationError:
             for listening in bound:
                 listening.close()
@@ -133,23 +133,23 @@ class Listener:
         self.exhaustion: OSError | None = None
         self.shortage: RendezvousError | None = None
         self.refused: set[int] = set()
-        self._short_since = self._short_until = -_SHORT_SECONDS
-        # Given up to tell a peer that there are no more.
+        self._short_since = self._short_until = -_SHORTAGE_SECONDS
+        # A descriptor that is freed to refuse a peer for lack of descriptors.
         self._spare: IO[bytes] | None = Path(os.devnull).open("rb")  # noqa: SIM115 - closed in close()
         for listening in bound:
             listening.setblocking(False)
-        self._wake, self._woken = (close_in_child(end) for end in socket.socketpair())
+        self._wakeup_writer, self._wakeup_reader = (close_in_child(end) for end in socket.socketpair())
         self._changed = threading.Condition()
         self._handshakes: dict[Connection, _Handshake] = {}
         self._threads: set[threading.Thread] = set()
-        self._rejections: deque[str] = deque(maxlen=_REJECTIONS_KEPT)
+        self._rejections: deque[str] = deque(maxlen=_MAX_REJECTIONS)
         self._closed = False
         self._process = os.getpid()
         self._acceptor: threading.Thread | None = None
 
     @property
     def rejections(self) -> list[str]:
-        """The newest connections that were turned away, oldest first: "127.0.0.1:5000: wrong job secret"."""
+        """The newest rejected connections, oldest first: "127.0.0.1:5000: wrong job secret"."""
         with self._changed:
             return list(self._rejections)
 
@@ -163,22 +163,21 @@ class Listener:
 
         Args:
             admit: See `greet`.
-            on_connection: Called in the handshake's thread; takes ownership of the connection and returns
-                soon.
-            dismiss: Called in place of ``on_connection`` for an admitted peer whose handshake failed after all.
+            on_connection: Called in the handshake's thread; takes ownership of the connection and must return soon.
+            dismiss: Called in place of ``on_connection`` for an admitted peer whose handshake then failed.
         """
         if self._acceptor is not None:
             raise RuntimeError("serve was called before")
         self._acceptor = threading.Thread(
             target=self._accept,
-            args=(_Reception(admit=admit, on_connection=on_connection, dismiss=dismiss),),
+            args=(_ServeCallbacks(admit=admit, on_connection=on_connection, dismiss=dismiss),),
             name="ferrodist-accept",
             daemon=True,
         )
         self._acceptor.start()
 
     def close(self) -> None:
-        """Stop listening, drop unfinished handshakes and join the threads; connections handed over stay."""
+        """Stop listening, drop unfinished handshakes and join the threads; connections handed over stay open."""
         if os.getpid() != self._process:
             return  # in a forked child the sockets are closed, there is no thread, and the lock may be held
         with self._changed:
@@ -188,7 +187,7 @@ class Listener:
             for sock in self._handshakes:
                 _interrupt(sock)
             self._changed.notify_all()
-        self._wake.send(b"\0")
+        self._wakeup_writer.send(b"\0")
         if self._acceptor is not None:
             self._acceptor.join()
         with self._changed:
@@ -198,35 +197,39 @@ class Listener:
                 thread.join()
         for listening in self._sockets:
             disconnect(listening)  # frees the port even if a child that was just forked still holds it
-        self._wake.close()
-        self._woken.close()
+        self._wakeup_writer.close()
+        self._wakeup_reader.close()
         if self._spare is not None:
             self._spare.close()
 
-    def _accept(self, reception: _Reception) -> None:
-        with selectors.PollSelector() as selector:  # which takes no descriptor
-            for sock in (*self._sockets, self._woken):
+    def _accept(self, callbacks: _ServeCallbacks) -> None:
+        with selectors.PollSelector() as selector:  # needs no descriptor
+            for sock in (*self._sockets, self._wakeup_reader):
                 selector.register(sock, selectors.EVENT_READ)
             while self._await_slot():
                 for key, _ in selector.select():
-                    if isinstance(key.fileobj, socket.socket) and key.fileobj is not self._woken and self._await_slot():
-                        self._take_in(key.fileobj, reception)
+                    if (
+                        isinstance(key.fileobj, socket.socket)
+                        and key.fileobj is not self._wakeup_reader
+                        and self._await_slot()
+                    ):
+                        self._accept_one(key.fileobj, callbacks)
 
-    def _take_in(self, listening: socket.socket, reception: _Reception) -> None:
+    def _accept_one(self, listening: socket.socket, callbacks: _ServeCallbacks) -> None:
         """Accept one connection and start its handshake."""
         try:
             accepted, address = listening.accept()
         except OSError as error:
-            if error.errno in _EXHAUSTED:
-                self._run_short(error)
+            if error.errno in _EXHAUSTION_ERRNOS:
+                self._record_shortage(error)
                 self.exhaustion = error
-                self._turn_away(listening)
+                self._refuse_with_spare(listening)
             return
         self.exhaustion = None
         sock = close_in_child(Connection.take_over(accepted))
         thread = threading.Thread(
             target=self._handshake,
-            args=(sock, format_address(*address[:2]), reception),
+            args=(sock, format_address(*address[:2]), callbacks),
             name="ferrodist-handshake",
             daemon=True,
         )
@@ -235,26 +238,26 @@ class Listener:
             try:
                 thread.start()
                 self._threads.add(thread)
-            except RuntimeError as error:  # this process can start no more threads: the peer will dial again
+            except RuntimeError as error:  # this process can't start another thread: the peer will retry
                 del self._handshakes[sock]
-                self._run_short(error)
+                self._record_shortage(error)
                 self._refuse(sock, address)
                 disconnect(sock)
 
-    def _run_short(self, error: OSError | RuntimeError) -> None:
-        """Note that a connection can't be taken in; when that goes on, peers are told so and dial no more."""
+    def _record_shortage(self, error: OSError | RuntimeError) -> None:
+        """Record that a connection can't be accepted; if that lasts, peers are refused and stop retrying."""
         now = time.monotonic()
-        if now - self._short_until > _SHORT_SECONDS:
+        if now - self._short_until > _SHORTAGE_SECONDS:
             self._short_since = now
         self._short_until = now
-        if now - self._short_since > _SHORT_SECONDS:
+        if now - self._short_since > _SHORTAGE_SECONDS:
             text = limit_text(error) or str(error)
             self.shortage = RendezvousError(f"the process that listens at {self.address} can't take in more: {text}")
 
-    def _turn_away(self, listening: socket.socket) -> None:
-        """Use the spare descriptor to tell a peer why it can't be taken in, or else wait a moment."""
+    def _refuse_with_spare(self, listening: socket.socket) -> None:
+        """Use the spare descriptor to refuse a peer with the reason, or else wait briefly."""
         if self.shortage is None:
-            self._pause()
+            self._wait_briefly()
             return
         if self._spare is not None:
             self._spare.close()
@@ -264,18 +267,18 @@ class Listener:
             self._refuse(sock, address)
             disconnect(sock)
         except OSError as error:
-            if error.errno in _EXHAUSTED:  # another thread has taken the spare one
+            if error.errno in _EXHAUSTION_ERRNOS:  # another thread has taken the spare descriptor
                 self._reject(self.shortage.message)
-                self._pause()
+                self._wait_briefly()
         with contextlib.suppress(OSError):
             self._spare = Path(os.devnull).open("rb")  # noqa: SIM115 - closed in close()
 
-    def _pause(self) -> None:
+    def _wait_briefly(self) -> None:
         with self._changed:
             self._changed.wait_for(lambda: self._closed, 0.05)
 
     def _refuse(self, sock: Connection, address: tuple[str, int]) -> None:
-        """Tell a peer of a shortage."""
+        """Refuse a peer with the shortage."""
         shortage = self.shortage
         if shortage is None:
             return
@@ -285,14 +288,14 @@ class Listener:
             raise shortage.fresh()
 
         with contextlib.suppress(DistributedError, OSError):
-            greet(sock, secret=self._secret, admit=admit, deadline=Deadline(_REFUSAL_SECONDS))
+            greet(sock, secret=self._secret, admit=admit, deadline=Deadline(_REFUSAL_TIMEOUT))
         self._reject(f"{format_address(*address[:2])}: {shortage.message}")
 
     def _await_slot(self) -> bool:
-        """Wait until another handshake may start, at the cost of another if need be; False once closed."""
+        """Wait until another handshake may start, if need be by evicting one; False once closed."""
         with self._changed:
             while not self._closed and len(self._handshakes) >= _MAX_HANDSHAKES:
-                sock = self._least_deserving()
+                sock = self._eviction_candidate()
                 if sock is None:
                     self._changed.wait()
                     continue
@@ -304,41 +307,41 @@ class Listener:
                     self._changed.wait(left)
             return not self._closed
 
-    def _least_deserving(self) -> Connection | None:
-        """Which handshake gives way first; see [Note: who gives way]."""
-        crowds = Counter(handshake.source for handshake in self._handshakes.values())
+    def _eviction_candidate(self) -> Connection | None:
+        """Return the handshake to evict first; see [Note: eviction]."""
+        num_by_source = Counter(handshake.source for handshake in self._handshakes.values())
         unproven = [sock for sock, handshake in self._handshakes.items() if handshake.progress in _EVICTION_AGES]
 
-        def merit(sock: Connection) -> tuple[int, int]:
+        def rank_key(sock: Connection) -> tuple[int, int]:
             handshake = self._handshakes[sock]
-            return handshake.progress, -crowds[handshake.source]
+            return handshake.progress, -num_by_source[handshake.source]
 
-        return min(unproven, key=merit, default=None)  # of equals the first, which is the oldest
+        return min(unproven, key=rank_key, default=None)  # of equals the first, which is the oldest
 
-    def _handshake(self, sock: Connection, peer: str, reception: _Reception) -> None:
-        def note(progress: Progress) -> None:
+    def _handshake(self, sock: Connection, peer: str, callbacks: _ServeCallbacks) -> None:
+        def on_progress(progress: HandshakeProgress) -> None:
             with self._changed:
                 if sock in self._handshakes:
                     self._handshakes[sock].progress = progress
 
         def admit(hello: Hello) -> None:
             check_address(hello, self.address)
-            reception.admit(hello)
+            callbacks.admit(hello)
 
         try:
             with self._changed:
-                gone = self._closed or sock not in self._handshakes
-                deadline = Deadline(0.0) if gone else self._handshakes[sock].deadline
+                is_dropped = self._closed or sock not in self._handshakes
+                deadline = Deadline(0.0) if is_dropped else self._handshakes[sock].deadline
             hello = greet(
                 sock,
                 secret=self._secret,
                 admit=admit,
                 deadline=deadline,
-                dismiss=reception.dismiss,
-                progress=note,
+                dismiss=callbacks.dismiss,
+                progress=on_progress,
             )
-            self._forget(sock)
-            reception.on_connection(sock, hello)
+            self._remove_handshake(sock)
+            callbacks.on_connection(sock, hello)
         except (DistributedError, OSError) as error:
             disconnect(sock)
             self._reject(f"{peer}: {_reason(error)}")
@@ -346,11 +349,11 @@ class Listener:
             disconnect(sock)
             raise
         finally:
-            self._forget(sock)
+            self._remove_handshake(sock)
             with self._changed:
                 self._threads.discard(threading.current_thread())
 
-    def _forget(self, sock: Connection) -> None:
+    def _remove_handshake(self, sock: Connection) -> None:
         with self._changed:
             self._handshakes.pop(sock, None)
             self._changed.notify_all()
@@ -367,8 +370,7 @@ def parse_address(address: str) -> tuple[str, int]:
     """Split "host:port" or "[ipv6]:port" into its parts.
 
     Raises:
-        ValueError: It has no host, no port, a port that is no number from 0 to 65535, or an IPv6 address
-            without brackets.
+        ValueError: The host or port is missing or invalid, or an IPv6 address lacks brackets.
     """
     host, colon, digits = address.rpartition(":")
     if not colon or not host or not digits:
@@ -383,7 +385,7 @@ def parse_address(address: str) -> tuple[str, int]:
 
 
 def _interrupt(sock: socket.socket) -> None:
-    """End the system call that another thread makes on ``sock``, and leave the closing to that thread."""
+    """Interrupt another thread's system call on ``sock``; that thread closes it."""
     with contextlib.suppress(OSError):
         sock.shutdown(socket.SHUT_RDWR)
 

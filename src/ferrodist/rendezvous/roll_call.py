@@ -1,11 +1,9 @@
-"""How the ranks of a job make sure, through a store, that every one of them is there.
+"""The roll call: the ranks of a job make sure, through a store, that every one of them is there.
 
-Each rank claims its number, then counts itself. The count alone decides: the rank that completes it publishes
-the verdict "complete"; one whose deadline passes first publishes a failure instead, unless the count is
-complete. The claims only name who is missing. The verdict is written once, by compare-and-set, so all ranks
-end with the same one whatever the order of their deadlines, also when the coordinator is dead.
-
-A rank's place in a job: what it asks for, and what it has when the others are there.
+Each rank claims its number, then counts itself. The count alone decides: the rank that completes it publishes the
+verdict "complete"; a rank whose deadline passes first publishes a failure instead, unless the count is complete. The
+claims only name missing ranks. The verdict is written once, by compare-and-set, so all ranks end with the same one
+whatever the order of their deadlines, even if rank 0 is dead.
 """
 
 from __future__ import annotations
@@ -23,7 +21,7 @@ import msgspec
 
 from ferrodist.deadline import Elapsed, long_wait
 from ferrodist.errors import DistributedTimeoutError, RendezvousError, error_to_wire, ranks_text
-from ferrodist.rendezvous.auth import JoinReply, read_verdict
+from ferrodist.rendezvous.auth import JoinReply, decode_reply
 from ferrodist.rendezvous.store import PrefixStore, Store
 from ferrodist.wording import counted
 
@@ -36,10 +34,10 @@ if TYPE_CHECKING:
 _log = logging.getLogger(__name__)
 
 _FOLDER = "ferrodist/attendance"
-_CLAIMED = ""  # the first stage, for most jobs the only one
-_REJECTIONS_KEPT = 32
+_CLAIM_STAGE = ""  # the first stage, and for most jobs the only one
+_MAX_REJECTIONS = 32
 
-# Rank 0's deadline has usually just passed too, so others give it this long to speak first.
+# Rank 0's deadline has usually just passed too, so the others let it publish first.
 _COORDINATOR_GRACE = 0.1
 _PUBLISH_TIMEOUT = 0.2
 _NOTE_TIMEOUT = 0.1
@@ -48,14 +46,7 @@ _NEVER = b"\0"
 
 
 class Claim(msgspec.Struct, frozen=True, array_like=True):
-    """Who says to be a rank.
-
-    Args:
-        host: Name of its host.
-        network: See `network_id`: hosts, and containers, may have one name.
-        process: Its process number there.
-        token: Random, so that two claims always differ.
-    """
+    """A process's claim of a rank."""
 
     host: str
     network: str
@@ -64,7 +55,7 @@ class Claim(msgspec.Struct, frozen=True, array_like=True):
 
 
 def network_id() -> str:
-    """What is equal for processes with the same loopback interface: they see this boot, in this network namespace."""
+    """Return an id of this boot and network namespace: equal for processes with the same loopback interface."""
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
         return f"{boot} {os.readlink('/proc/self/ns/net')}"  # noqa: PTH115 - it is no path
@@ -76,70 +67,46 @@ _CLAIM_DECODER = msgspec.msgpack.Decoder(Claim)
 
 
 def claim_rank(store: Store, *, rank: int, where: str, advice: str, deadline: Deadline) -> None:
-    """Claim a rank number, which makes this process a member.
-
-    Args:
-        store: The job's store, without a prefix.
-        rank: The number.
-        where: Names job and address in messages.
-        advice: What to check when the number is taken.
-        deadline: For the whole rendezvous.
-
-    Raises:
-        RendezvousError: The number is taken, or the rendezvous has failed already.
-    """
-    desk = PrefixStore(store, _FOLDER)
-    # Compared with what it cannot hold, a key is read without being waited for.
-    _raise_failure(desk.compare_set("verdict", _NEVER, _NEVER, timeout=deadline.remaining()))
-    mine = Claim(socket.gethostname(), network_id(), os.getpid(), secrets.token_hex(8))
-    claim = msgspec.msgpack.encode(mine)
-    current = desk.compare_set(f"rank/{rank}", b"", claim, timeout=deadline.remaining())
-    if current != claim:
-        first = _CLAIM_DECODER.decode(current)
+    """Claim a rank, which makes this process a member."""
+    view = PrefixStore(store, _FOLDER)
+    # Compared with an impossible value, a key is read without waiting for it.
+    _raise_failure(view.compare_set("verdict", _NEVER, _NEVER, timeout=deadline.remaining()))
+    own = Claim(socket.gethostname(), network_id(), os.getpid(), secrets.token_hex(8))
+    claim = msgspec.msgpack.encode(own)
+    stored = view.compare_set(f"rank/{rank}", b"", claim, timeout=deadline.remaining())
+    if stored != claim:
+        first = _CLAIM_DECODER.decode(stored)
         message = (
             f"{where}: rank {rank} is taken by process {first.process} on {first.host}, so process "
-            f"{mine.process} on {mine.host} cannot have it too; {advice}"
+            f"{own.process} on {own.host} cannot have it too; {advice}"
         )
         note_rejection(store, message)
         raise RendezvousError(message, ranks=(rank,))
 
 
 def await_all(
-    store: Store, *, rank: int, world_size: int, where: str, deadline: Deadline, stage: str = _CLAIMED
+    store: Store, *, rank: int, world_size: int, where: str, deadline: Deadline, stage: str = _CLAIM_STAGE
 ) -> None:
-    """Return once all ranks have come here; each member calls this once for each stage.
-
-    Args:
-        store: The job's store, without a prefix.
-        rank: This rank.
-        world_size: Number of ranks.
-        where: Names job and address in messages.
-        deadline: For the whole rendezvous.
-        stage: Of the rendezvous; it has a verdict of its own.
-
-    Raises:
-        RendezvousError: Not all came, in the same words on every rank.
-        DistributedTimeoutError: The store itself did not answer.
-    """
-    desk = PrefixStore(store, _FOLDER + stage)
-    if desk.add("present", 1, timeout=deadline.remaining()) >= world_size:
-        _publish(desk, JoinReply(), deadline.remaining())
+    """Wait until all ranks have reached a stage; each member calls this once per stage."""
+    view = PrefixStore(store, _FOLDER + stage)
+    if view.add("present", 1, timeout=deadline.remaining()) >= world_size:
+        _publish(view, JoinReply(), deadline.remaining())
     try:
-        verdict = _await_verdict(store, desk, rank=rank, world_size=world_size, where=where, deadline=deadline)
+        verdict = _await_verdict(store, view, rank=rank, world_size=world_size, where=where, deadline=deadline)
     except DistributedTimeoutError as error:
         if error.ranks:  # the store's server itself is silent
             raise
-        verdict = _publish(desk, _conclude(store, world_size, where, deadline, stage), _PUBLISH_TIMEOUT)
+        verdict = _publish(view, _decide(store, world_size, where, deadline, stage), _PUBLISH_TIMEOUT)
     _raise_failure(verdict)
 
 
-def _await_verdict(store: Store, desk: Store, *, rank: int, world_size: int, where: str, deadline: Deadline) -> bytes:
-    """Wait for the verdict; where that takes long, the first rank that waits names those that are missing."""
+def _await_verdict(store: Store, view: Store, *, rank: int, world_size: int, where: str, deadline: Deadline) -> bytes:
+    """Wait for the verdict; if that takes long, the first waiting rank logs the missing ones."""
     grace = _COORDINATOR_GRACE if rank else 0.0
     warning = long_wait()
     if warning.remaining() < deadline.remaining():
         try:
-            return desk.get("verdict", timeout=warning.remaining())
+            return view.get("verdict", timeout=warning.remaining())
         except DistributedTimeoutError as error:
             if error.ranks:  # the store's server itself is silent
                 raise
@@ -147,85 +114,85 @@ def _await_verdict(store: Store, desk: Store, *, rank: int, world_size: int, whe
         missing = [other for other in range(world_size) if other not in claimed]
         if missing and rank == min(claimed, default=rank):
             have_not = "has not" if len(missing) == 1 else "have not"
-            turned_away = _turned_away(store)
+            rejections = _list_rejections(store)
             _log.warning(
                 "%s: %s of %d %s come yet, after %s%s",
                 *(where, ranks_text(missing), world_size, have_not, Elapsed.of(deadline)),
-                f". Turned away: {turned_away}" if turned_away else "",
+                f". Turned away: {rejections}" if rejections else "",
             )
-    return desk.get("verdict", timeout=deadline.remaining() + grace)
+    return view.get("verdict", timeout=deadline.remaining() + grace)
 
 
-def cancel_claim(store: Store, error: DistributedError, *, stage: str = _CLAIMED) -> None:
-    """Have every rank's `await_all` of a stage raise ``error``; for a rank that will not come to it."""
+def cancel_claim(store: Store, error: DistributedError, *, stage: str = _CLAIM_STAGE) -> None:
+    """Make every rank's `await_all` of a stage raise ``error``, for a rank that won't reach it."""
     _publish(PrefixStore(store, _FOLDER + stage), JoinReply(error_to_wire(error)), _PUBLISH_TIMEOUT)
 
 
 def list_claims(store: Store, world_size: int) -> dict[int, Claim]:
-    """Return the claims there are now, by rank."""
-    desk = PrefixStore(store, _FOLDER)
+    """Return the present claims, by rank."""
+    view = PrefixStore(store, _FOLDER)
     claims = {}
     for rank in range(world_size):
-        data = _peek(desk, f"rank/{rank}")
+        data = _get_if_present(view, f"rank/{rank}")
         if data:
             claims[rank] = _CLAIM_DECODER.decode(data)
     return claims
 
 
-def leave(store: Store, world_size: int, *, timeout: float) -> bool:
-    """Say that a member is done with the store; returns whether it was the last one."""
+def count_departure(store: Store, world_size: int, *, timeout: float) -> bool:
+    """Count a member that has left the store; return whether it was the last one."""
     num_members = len(list_claims(store, world_size))  # before the last one may remove the store
     return PrefixStore(store, _FOLDER).add("left", 1, timeout=timeout) >= num_members
 
 
 def note_rejection(store: Store, reason: str) -> None:
-    """Keep the reason why a process was turned away, for the message about the rank that will be missing."""
-    desk = PrefixStore(store, _FOLDER)
+    """Record why a process was rejected, for the message about the missing rank."""
+    view = PrefixStore(store, _FOLDER)
     with contextlib.suppress(DistributedTimeoutError):
-        number = desk.add("rejections", 1, timeout=_NOTE_TIMEOUT)
-        desk.set(
-            f"rejection/{number % _REJECTIONS_KEPT}", reason.encode("utf-8", "backslashreplace"), timeout=_NOTE_TIMEOUT
+        number = view.add("rejections", 1, timeout=_NOTE_TIMEOUT)
+        view.set(
+            f"rejection/{number % _MAX_REJECTIONS}", reason.encode("utf-8", "backslashreplace"), timeout=_NOTE_TIMEOUT
         )
 
 
-def _turned_away(store: Store) -> str:
-    """Which processes were turned away, and why."""
-    desk = PrefixStore(store, _FOLDER)
-    rejections = [_peek(desk, f"rejection/{slot}").decode() for slot in range(_REJECTIONS_KEPT)]
+def _list_rejections(store: Store) -> str:
+    """Return the rejected processes and reasons, as text."""
+    view = PrefixStore(store, _FOLDER)
+    rejections = [_get_if_present(view, f"rejection/{slot}").decode() for slot in range(_MAX_REJECTIONS)]
     return "; ".join(sorted(set(filter(None, rejections))))
 
 
-def _conclude(store: Store, world_size: int, where: str, deadline: Deadline, stage: str) -> JoinReply:
-    num_present = int(_peek(PrefixStore(store, _FOLDER + stage), "present") or b"0")
+def _decide(store: Store, world_size: int, where: str, deadline: Deadline, stage: str) -> JoinReply:
+    num_present = int(_get_if_present(PrefixStore(store, _FOLDER + stage), "present") or b"0")
     if num_present >= world_size:
         return JoinReply()
     claimed = list_claims(store, world_size)
     missing = tuple(rank for rank in range(world_size) if rank not in claimed)
-    turned_away = _turned_away(store)
+    rejections = _list_rejections(store)
     if missing:
-        who = f"{ranks_text(missing)} of {world_size}"
+        absent = f"{ranks_text(missing)} of {world_size}"
     else:  # ended or stopped between claiming and counting itself: which of them is not known
-        who = f"{world_size - num_present} of {counted(world_size, 'rank')}, after claiming a number,"
+        absent = f"{world_size - num_present} of {counted(world_size, 'rank')}, after claiming a number,"
     message = (
-        f"{where}: {who} did not come within {deadline.elapsed():.1f} s (limit "
+        f"{where}: {absent} did not come within {deadline.elapsed():.1f} s (limit "
         f"{deadline.timeout:.1f} s). "
-        + (f"Turned away: {turned_away}. " if turned_away else "No process was turned away. ")
+        + (f"Turned away: {rejections}. " if rejections else "No process was turned away. ")
         + "Check that each of them was started, and with the same address, world size, job and secret."
     )
     return JoinReply(error_to_wire(RendezvousError(message, ranks=missing)))
 
 
-def _publish(desk: Store, verdict: JoinReply, timeout: float) -> bytes:
-    """Write the verdict if there is none yet; returns the one that counts."""
-    return desk.compare_set("verdict", b"", msgspec.msgpack.encode(verdict), timeout=timeout)
+def _publish(view: Store, verdict: JoinReply, timeout: float) -> bytes:
+    """Write the verdict unless one exists; return the effective one."""
+    return view.compare_set("verdict", b"", msgspec.msgpack.encode(verdict), timeout=timeout)
 
 
 def _raise_failure(verdict: bytes) -> None:
     if verdict:
-        read_verdict(verdict).check()
+        decode_reply(verdict).check()
 
 
-def _peek(store: Store, key: str) -> bytes:
+def _get_if_present(store: Store, key: str) -> bytes:
     """Return the value of a key, or nothing if it does not exist now."""
     try:
         return store.get(key, timeout=0)
@@ -237,18 +204,17 @@ def _peek(store: Store, key: str) -> bytes:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Membership:
-    """One rank's place in a job: of `rendezvous` when all ranks have met, of `enter_job` before.
+    """One rank's membership of a job: from `rendezvous` after all ranks have met, from `enter_job` before.
 
     Args:
         rank: This process's rank.
-        world_size: Number of ranks.
-        local_rank: Its number on its host, where the launcher said so.
-        job: Name of the job.
-        secret: The job secret; may be empty when all ranks share a host.
-        store: The job's store; other jobs in the same place do not see its keys.
-        host: The address on which this rank's own listeners should bind, so that the other ranks can reach
-            them.
-        on_close: What `close` does; the rendezvous fills it in.
+        world_size: The number of ranks.
+        local_rank: The rank on its host, if the launcher set it.
+        job: The name of the job.
+        secret: The job secret; may be empty if all ranks share a host.
+        store: The job's store; other jobs in the same store do not see its keys.
+        host: The address to which this rank's own listeners should bind, so that the other ranks can reach them.
+        on_close: The implementation of `close`, set by the rendezvous.
     """
 
     rank: int
@@ -261,19 +227,18 @@ class Membership:
     on_close: Callable[[], None] = dataclasses.field(repr=False)
 
     def close(self) -> None:
-        """Let go of the store.
+        """Release the store.
 
-        Rank 0 of a TCP rendezvous serves on for up to 2 s, or until the other ranks have closed theirs;
-        afterwards their calls raise. Of a file rendezvous the last rank to close removes the file. A store that
-        was there before stays as it is. Rank 0 of a job that was entered stops to serve at once. More calls do
-        nothing.
+        Rank 0 of a TCP rendezvous continues to serve for up to 2 s, or until the other ranks have closed theirs;
+        afterwards their calls raise. The last rank to close removes the file of a file rendezvous. An existing store
+        stays unchanged. Rank 0 of an entered job stops serving at once. Further calls do nothing.
         """
         self.on_close()
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class JoinRequest:
-    """Which rank asks to join which job."""
+    """A rank's request to join a job."""
 
     rank: int
     world_size: int
@@ -283,7 +248,7 @@ class JoinRequest:
     deadline: Deadline
 
     def member(self, store: Store, host: str, on_close: Callable[[], None], secret: bytes) -> Membership:
-        """What the rank is then."""
+        """Return the rank's membership."""
         process = os.getpid()
 
         def close() -> None:

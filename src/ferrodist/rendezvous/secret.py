@@ -1,9 +1,7 @@
-"""The job secret: what a process must know to be taken for a rank of the job.
+"""The job secret, which authenticates the ranks of a job, and the user secret, which replaces it on one host.
 
-The secret of a user on a host: what processes prove to each other where no job secret was given.
-
-It lies in a file that only this user can read, in a folder that only this user can use. The place depends on nothing
-but the user, so that processes from different shells, with different variables, find the same one.
+The user secret is in a file that only this user can read, in a folder that only this user can use. Its path depends on
+nothing but the user, so that processes from different shells, with different variables, find the same one.
 """
 
 from __future__ import annotations
@@ -32,12 +30,12 @@ def make_secret() -> str:
 def resolve_secret(secret: str | bytes | None) -> bytes:
     """Return the secret as bytes: the argument, else the environment's FERRODIST_SECRET, else ``b""``.
 
-    White space around a text secret is dropped, since files and shells add a line feed. ``b""`` stands for none: then
-    processes prove to each other that they know their user's secret (`user_secret`).
+    White space around a text secret is stripped, since files and shells add a newline. ``b""`` means no secret:
+    processes then prove to each other that they know their user's secret (`user_secret`).
 
     Raises:
-        TypeError: It is neither text nor bytes-like.
-        ValueError: It has white space alone.
+        TypeError: The secret is neither text nor bytes-like.
+        ValueError: The secret is only white space.
     """
     source = "secret"
     if secret is None:
@@ -57,31 +55,27 @@ def resolve_secret(secret: str | bytes | None) -> bytes:
     return found
 
 
-_BASES = ("/tmp", "/var/tmp", "/dev/shm")  # noqa: S108 - the folder made there is checked for its owner and mode
+_PARENT_FOLDERS = ("/tmp", "/var/tmp", "/dev/shm")  # noqa: S108 - the folder made there is checked for its owner and mode
 _FILE = "secret"
-_FEWEST_BYTES, _MOST_BYTES = 32, 1024
+_MIN_BYTES, _MAX_BYTES = 32, 1024
 _OPEN = os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC
 
 
-def secret_or_users(secret: bytes) -> bytes:
-    """Return the job secret, or this user's secret where none was given."""
+def secret_or_user_secret(secret: bytes) -> bytes:
+    """Return the job secret, or this user's secret without one."""
     return secret or user_secret()
 
 
 def user_secret() -> bytes:
-    """Return the secret that the processes of this user share on this host, making it where there is none.
-
-    Raises:
-        AuthenticationError: None of the folders for it can be used.
-    """
+    """Return the secret that the processes of this user share on this host, creating it if necessary."""
     folders = _folders()
     problems: list[str] = []
-    for folder in folders:  # one that is there counts before one that could be made in an earlier folder
+    for folder in folders:  # an existing secret takes precedence over a new one in an earlier folder
         with contextlib.suppress(OSError):
-            return _secret_in(folder, may_create=False)
+            return _read_or_create(folder, may_create=False)
     for folder in folders:
-        with _noting(problems, folder):
-            return _secret_in(folder, may_create=True)
+        with _recording_errors(problems, folder):
+            return _read_or_create(folder, may_create=True)
     raise AuthenticationError(
         "no FERRODIST_SECRET is set, and the secret that processes of one user share without it can't be kept in any"
         f" of its places ({'; '.join(problems)}). Set FERRODIST_SECRET to the same value on every rank (`python -m"
@@ -90,7 +84,7 @@ def user_secret() -> bytes:
 
 
 @contextlib.contextmanager
-def _noting(problems: list[str], folder: Path) -> Iterator[None]:
+def _recording_errors(problems: list[str], folder: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
@@ -99,14 +93,14 @@ def _noting(problems: list[str], folder: Path) -> Iterator[None]:
 
 def _folders() -> list[Path]:
     user = os.geteuid()
-    folders = [Path(base, f"ferrodist-{user}") for base in _BASES]
+    folders = [Path(base, f"ferrodist-{user}") for base in _PARENT_FOLDERS]
     with contextlib.suppress(KeyError):  # a user without an entry, as in containers
         folders.append(Path(pwd.getpwuid(user).pw_dir, ".ferrodist"))
     return folders
 
 
-def _secret_in(folder: Path, *, may_create: bool) -> bytes:
-    """Return the secret in a folder; OSError where there is none, or where others could have put or read it."""
+def _read_or_create(folder: Path, *, may_create: bool) -> bytes:
+    """Return the secret in a folder; OSError if it is missing, or other users could read or replace it."""
     if may_create:
         with contextlib.suppress(FileExistsError):
             folder.mkdir(mode=0o700)
@@ -114,36 +108,36 @@ def _secret_in(folder: Path, *, may_create: bool) -> bytes:
     try:
         _check_private(os.fstat(descriptor))
         if may_create:
-            _create_in(descriptor)
-        return _read_in(descriptor)
+            _create_secret(descriptor)
+        return _read_secret(descriptor)
     finally:
         os.close(descriptor)
 
 
-def _create_in(folder: int) -> None:
-    """Make the file, whole from the first moment that it has its name; one that is there stays."""
-    draft = f".{secrets.token_hex(8)}"
-    descriptor = os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600, dir_fd=folder)
+def _create_secret(folder: int) -> None:
+    """Create the file atomically with its contents; an existing one stays."""
+    temporary = f".{secrets.token_hex(8)}"
+    descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600, dir_fd=folder)
     try:
         with os.fdopen(descriptor, "wb") as file:
             file.write(make_secret().encode())
         with contextlib.suppress(FileExistsError):
-            os.link(draft, _FILE, src_dir_fd=folder, dst_dir_fd=folder)
+            os.link(temporary, _FILE, src_dir_fd=folder, dst_dir_fd=folder)
     finally:
-        os.unlink(draft, dir_fd=folder)
+        os.unlink(temporary, dir_fd=folder)
 
 
-def _read_in(folder: int) -> bytes:
+def _read_secret(folder: int) -> bytes:
     descriptor = os.open(_FILE, _OPEN | os.O_NONBLOCK, dir_fd=folder)
     try:
         status = os.fstat(descriptor)
         if not stat.S_ISREG(status.st_mode):
             raise OSError(f"its {_FILE!r} is no regular file: remove it")
         _check_private(status)
-        data = os.read(descriptor, _MOST_BYTES)
-        if len(data) < _FEWEST_BYTES:
+        data = os.read(descriptor, _MAX_BYTES)
+        if len(data) < _MIN_BYTES:
             raise OSError(f"its {_FILE!r} has {len(data)} bytes, which are too few: remove it")
-        for used in (folder, descriptor):  # so that what cleans up old files of /tmp leaves it
+        for used in (folder, descriptor):  # so that cleaners of /tmp keep it
             with contextlib.suppress(OSError):
                 os.utime(used)
         return data

@@ -1,10 +1,9 @@
-"""A connection whose peer has proved itself, and the tags by which each side knows what the other one wrote.
+"""Authenticated connections: each frame carries a tag under the connection's session keys.
 
 [Note: session keys]
-The handshake gives both sides a key of this one connection, made of the job secret and the nonces of both. Each
-direction has a key of its own, so nothing can be sent back to its writer; a tag covers the number of its frame, so
-nothing can be repeated, left out or put in another order. Who stands between the two, such as a proxy, passes all on or
-ends the connection: what it changes is an error.
+The handshake gives both sides a key of this one connection, made of the job secret and both nonces. Each direction has
+a key of its own, so that no frame can be reflected; a tag covers the frame's sequence number, so that none can be
+repeated, dropped or reordered. A proxy in between can forward everything or end the connection: any change is an error.
 """
 
 from __future__ import annotations
@@ -26,57 +25,44 @@ if TYPE_CHECKING:
 TAG_BYTES = 16
 
 _LENGTH = struct.Struct("!I")
-_NUMBER = struct.Struct("!Q")
+_SEQUENCE_NUMBER = struct.Struct("!Q")
 
 
-class Seal:
-    """The tags of one direction of a connection, frame by frame.
+class FrameAuthenticator:
+    """Computes the tags of one direction of a connection, frame by frame."""
 
-    Args:
-        key: Of this direction, at most 64 bytes.
-    """
-
-    __slots__ = ("_keyed", "_number")
+    __slots__ = ("_mac", "_sequence_number")
 
     def __init__(self, key: bytes) -> None:
-        self._keyed = hashlib.blake2b(key=key, digest_size=TAG_BYTES)
-        self._number = 0
+        self._mac = hashlib.blake2b(key=key, digest_size=TAG_BYTES)
+        self._sequence_number = 0
 
     def tag(self, *parts: Buffer) -> bytes:
-        """The tag of the next frame, whose bytes these are; the same until `advance`."""
-        state = self._keyed.copy()
-        state.update(_NUMBER.pack(self._number))
+        """Return the tag of the next frame with these bytes; the same until `advance`."""
+        state = self._mac.copy()
+        state.update(_SEQUENCE_NUMBER.pack(self._sequence_number))
         for part in parts:
             state.update(part)
         return state.digest()
 
     def advance(self) -> None:
-        """Go on to the frame after this."""
-        self._number += 1
+        """Advance to the next frame."""
+        self._sequence_number += 1
 
     def check(self, tag: Buffer, *parts: Buffer) -> None:
-        """Compare the next frame that has come with its tag, and go on to the one after it.
-
-        Raises:
-            AuthenticationError: They don't belong together.
-        """
+        """Check the tag of the next received frame, and advance."""
         if not hmac.compare_digest(tag, self.tag(*parts)):
             raise AuthenticationError("a frame was altered, repeated, left out or put in another order on its way")
         self.advance()
 
 
 class Session:
-    """Both directions of a connection; see [Note: session keys].
-
-    Args:
-        key: What the handshake has given both sides.
-        is_server: Which of them this is.
-    """
+    """Both directions of a connection; see [Note: session keys]."""
 
     __slots__ = ("incoming", "outgoing")
 
     def __init__(self, key: bytes, *, is_server: bool) -> None:
-        seals = [Seal(hmac.digest(key, b"from " + role, "sha256")) for role in (b"client", b"server")]
+        seals = [FrameAuthenticator(hmac.digest(key, b"from " + role, "sha256")) for role in (b"client", b"server")]
         self.incoming, self.outgoing = seals if is_server else reversed(seals)
 
 
@@ -84,31 +70,25 @@ class Connection(socket.socket):
     """A TCP connection that is to be, or has been, authenticated.
 
     Attributes:
-        session: Its keys, from the handshake on.
+        session: The session keys, after the handshake.
     """
 
     session: Session
 
     @classmethod
     def take_over(cls, sock: socket.socket) -> Connection:
-        """Make one of a connected socket, which is detached."""
+        """Take over a connected socket, which is detached."""
         return cls(sock.family, sock.type, sock.proto, fileno=sock.detach())
 
     def send_frame(self, payload: bytes, deadline: Deadline | None) -> None:
-        """Send one frame with its tag; TimeoutError or OSError where that fails."""
+        """Send one frame with its tag; TimeoutError or OSError on failure."""
         length = _LENGTH.pack(len(payload))
         tag = self.session.outgoing.tag(length, payload)
         self.session.outgoing.advance()
         write(self, length + tag + payload, deadline)
 
     def receive_frame(self, limit: int, deadline: Deadline | None) -> bytes:
-        """Read one frame; one that announces more than ``limit`` bytes is refused before memory is taken.
-
-        Raises:
-            AuthenticationError: It is not the frame that the other side has sent next.
-            ProtocolError: It is too large.
-            ConnectionError, TimeoutError: As `read_exactly`.
-        """
+        """Read one frame; one that announces more than ``limit`` bytes is refused before memory is allocated."""
         length = read_exactly(self, _LENGTH.size, deadline)
         (size,) = _LENGTH.unpack(length)
         if size > limit:

@@ -1,11 +1,4 @@
-"""Bytes over a stream socket within a deadline: exact reads, and frames with a bounded length prefix.
-
-From a host's name to its addresses, within a deadline.
-
-Sockets that belong to one process: a forked child drops its copies of them.
-
-Addresses as text, and binding all that a name has.
-"""
+"""Sockets within deadlines: exact reads and frames, name resolution, binding, and closing after a fork."""
 
 from __future__ import annotations
 
@@ -28,47 +21,42 @@ if TYPE_CHECKING:
 _LENGTH = struct.Struct("!I")
 
 # poll() counts milliseconds in an int; longer socket timeouts raise OverflowError.
-_LONGEST_SOCKET_TIMEOUT = 20 * 24 * 3600.0
+_MAX_SOCKET_TIMEOUT = 20 * 24 * 3600.0
 
 
-def arm(sock: socket.socket, deadline: Deadline | None) -> None:
-    """Limit the next call on a socket to what is left of a deadline; TimeoutError if nothing is."""
+def apply_deadline(sock: socket.socket, deadline: Deadline | None) -> None:
+    """Set a socket's timeout to the rest of a deadline; TimeoutError if it has passed."""
     if deadline is None:
         sock.settimeout(None)
         return
     remaining = deadline.remaining()
     if remaining <= 0:
         raise TimeoutError(f"nothing came within {deadline.timeout:.1f} s")
-    sock.settimeout(min(remaining, _LONGEST_SOCKET_TIMEOUT))
+    sock.settimeout(min(remaining, _MAX_SOCKET_TIMEOUT))
 
 
 def read_exactly(sock: socket.socket, size: int, deadline: Deadline | None) -> bytes:
-    """Read ``size`` bytes; the limit is on the whole, so a peer that drips bytes gains nothing.
-
-    Raises:
-        ConnectionError: The peer closed first.
-        TimeoutError: The deadline passed first.
-    """
+    """Read ``size`` bytes; the deadline is for all of them, so that a peer can't prolong it byte by byte."""
     data = bytearray(size)
     view = memoryview(data)
-    got = 0
-    while got < size:
-        arm(sock, deadline)
-        count = sock.recv_into(view[got:])
+    received = 0
+    while received < size:
+        apply_deadline(sock, deadline)
+        count = sock.recv_into(view[received:])
         if count == 0:
-            raise ConnectionResetError(f"the peer closed the connection ({got} of {size} bytes had come)")
-        got += count
+            raise ConnectionResetError(f"the peer closed the connection ({received} of {size} bytes had come)")
+        received += count
     return bytes(data)
 
 
 def write(sock: socket.socket, data: bytes, deadline: Deadline | None) -> None:
     """Send all of ``data``, or raise TimeoutError or OSError."""
-    arm(sock, deadline)
+    apply_deadline(sock, deadline)
     sock.sendall(data)
 
 
 def read_frame(sock: socket.socket, limit: int, deadline: Deadline | None) -> bytes:
-    """Read one frame; a header that announces more than ``limit`` bytes is refused before memory is taken."""
+    """Read one frame; one that announces more than ``limit`` bytes is refused before memory is allocated."""
     (size,) = _LENGTH.unpack(read_exactly(sock, _LENGTH.size, deadline))
     if size > limit:
         raise ProtocolError(f"a frame of {size} bytes was announced, the limit is {limit}")
@@ -83,8 +71,7 @@ def write_frame(sock: socket.socket, payload: bytes, deadline: Deadline | None) 
 def disconnect(sock: socket.socket) -> None:
     """Close a connection so that the peer, and a thread of this process blocked on it, notice at once.
 
-    ``close`` alone does neither: a system call in progress keeps the descriptor alive, and so does a forked
-    child.
+    ``close`` alone does neither: a system call in progress, or a forked child, keeps the descriptor open.
     """
     with contextlib.suppress(OSError):
         sock.shutdown(socket.SHUT_RDWR)
@@ -94,17 +81,17 @@ def disconnect(sock: socket.socket) -> None:
 def resolve(
     host: str, port: int, deadline: Deadline, *, kind: int = socket.SOCK_STREAM, flags: int = 0
 ) -> list[tuple[Any, ...]]:
-    """`socket.getaddrinfo` with a deadline: a name server that does not answer can block it for minutes.
+    """Call `socket.getaddrinfo` with a deadline: an unresponsive name server can block it for minutes.
 
     Args:
-        host: Name or address; an address is understood at once, in this thread.
-        port: Port to put into the addresses.
-        deadline: When to give up. The thread that asks lives on until the system's own limit.
-        kind: Socket type.
-        flags: Of getaddrinfo.
+        host: The name or address; an address is parsed at once, in this thread.
+        port: The port in the results.
+        deadline: When to give up. The thread that waits for the answer continues up to the system's own limit.
+        kind: The socket type.
+        flags: getaddrinfo's flags.
 
     Raises:
-        TimeoutError: No answer in time.
+        TimeoutError: No answer arrived in time.
         OSError: The name has no address.
     """
     numeric = socket.AI_NUMERICHOST | socket.AI_NUMERICSERV
@@ -114,13 +101,13 @@ def resolve(
         pass
     found: list[Any] = []
 
-    def look_up() -> None:
+    def query() -> None:
         try:
             found.append(socket.getaddrinfo(host, port, type=kind, flags=flags))
         except (OSError, ValueError) as error:  # ValueError: a name that cannot be encoded
             found.append(error)
 
-    thread = threading.Thread(target=look_up, name="ferrodist-resolve", daemon=True)
+    thread = threading.Thread(target=query, name="ferrodist-resolve", daemon=True)
     thread.start()
     thread.join(deadline.remaining())
     if not found:
@@ -130,37 +117,37 @@ def resolve(
     return list(found[0])
 
 
-_OWNED: weakref.WeakSet[socket.socket] = weakref.WeakSet()
+_CLOSED_IN_CHILD: weakref.WeakSet[socket.socket] = weakref.WeakSet()
 _hooked = False
 
 _Socket = TypeVar("_Socket", bound="socket.socket")
 
 
 def close_in_child(sock: _Socket) -> _Socket:
-    """Have ``sock`` closed in every child that this process forks from now on; returns ``sock``.
+    """Close ``sock`` in every child that this process forks from now on; returns ``sock``.
 
-    The child closes its descriptors only: the connections of the parent stay open. A socket whose descriptor
-    was detached (handed to someone else) is left alone.
+    The child closes its descriptors only: the connections of the parent stay open. A socket whose descriptor was
+    detached (handed to someone else) is left alone.
     """
     global _hooked  # noqa: PLW0603 - a process can never unregister a fork hook, so it is registered once
     if not _hooked and hasattr(os, "register_at_fork"):
-        os.register_at_fork(after_in_child=_drop)
+        os.register_at_fork(after_in_child=_close_all)
         _hooked = True
-    _OWNED.add(sock)
+    _CLOSED_IN_CHILD.add(sock)
     return sock
 
 
-def _drop() -> None:
-    for sock in list(_OWNED):
+def _close_all() -> None:
+    for sock in list(_CLOSED_IN_CHILD):
         sock.close()
-    _OWNED.clear()
+    _CLOSED_IN_CHILD.clear()
 
 
 _BACKLOG = 1024
-_ATTEMPTS = 5
+_MAX_ATTEMPTS = 5
 
-# An address of the name that is another host's, or of a family that this host does not have.
-_NOT_HERE = (errno.EADDRNOTAVAIL, errno.EAFNOSUPPORT, errno.EPROTONOSUPPORT)
+# The address is another host's, or of a family that this host lacks.
+_UNAVAILABLE_ERRNOS = (errno.EADDRNOTAVAIL, errno.EAFNOSUPPORT, errno.EPROTONOSUPPORT)
 
 
 def format_address(host: str, port: int) -> str:
@@ -177,13 +164,9 @@ def is_loopback(host: str) -> bool:
 
 
 def bind_all(host: str, port: int, secret: bytes, deadline: Deadline) -> list[socket.socket]:
-    """Bind every address of ``host`` that this machine has, IPv4 first, all to one port, and listen.
+    """Bind every address of ``host`` on this machine, IPv4 first, all to one port, and listen.
 
-    An address that stays free could be taken by somebody else, whom the ranks that dial the name would then reach.
-
-    Raises:
-        AuthenticationError: There is no secret, and one of them is no loopback address.
-        RendezvousError: This machine has none of them, or one can't be bound.
+    Another process could take an address left free, and ranks that connect by name would reach it.
     """
     where = format_address(host, port)
     try:
@@ -194,9 +177,9 @@ def bind_all(host: str, port: int, secret: bytes, deadline: Deadline) -> list[so
     ordered = sorted(entries, key=lambda entry: entry[0] != socket.AF_INET)
     # Refused before any is bound, so that the port is not open for a moment.
     if not secret and not all(is_loopback(str(address[0])) for _, address in ordered):
-        raise secret_needed(where)
-    for _ in range(_ATTEMPTS if port == 0 and len(ordered) > 1 else 0):
-        with contextlib.suppress(RendezvousError):  # what is a free port at one address may not be at another
+        raise missing_secret_error(where)
+    for _ in range(_MAX_ATTEMPTS if port == 0 and len(ordered) > 1 else 0):
+        with contextlib.suppress(RendezvousError):  # a port that is free at one address may be taken at another
             return _bind_each(ordered, port, where)
     return _bind_each(ordered, port, where)
 
@@ -206,10 +189,10 @@ def _bind_each(entries: list[tuple[Any, Any]], port: int, where: str) -> list[so
     failure: OSError | None = None
     for family, address in entries:
         try:
-            bound.append(_bind(family, (address[0], port, *address[2:]), alone=len(entries) == 1))
+            bound.append(_bind(family, (address[0], port, *address[2:]), is_only=len(entries) == 1))
         except OSError as error:
             failure = error
-            if error.errno in _NOT_HERE:
+            if error.errno in _UNAVAILABLE_ERRNOS:
                 continue
             for sock in bound:
                 sock.close()
@@ -221,12 +204,12 @@ def _bind_each(entries: list[tuple[Any, Any]], port: int, where: str) -> list[so
     return bound
 
 
-def _bind(family: int, address: tuple[Any, ...], *, alone: bool) -> socket.socket:
+def _bind(family: int, address: tuple[Any, ...], *, is_only: bool) -> socket.socket:
     sock = socket.socket(family, socket.SOCK_STREAM)
     try:
-        # A port in TIME_WAIT after a restart is free; a port with a listener still is not.
+        # Allows a port in TIME_WAIT after a restart; a port with a listener is still refused.
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        if family == socket.AF_INET6 and not alone:  # the IPv4 address is bound by itself
+        if family == socket.AF_INET6 and not is_only:  # the IPv4 address is bound by itself
             sock.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
         sock.bind(address)
         sock.listen(_BACKLOG)
@@ -236,8 +219,8 @@ def _bind(family: int, address: tuple[Any, ...], *, alone: bool) -> socket.socke
     return sock
 
 
-def secret_needed(where: str) -> AuthenticationError:
-    """The error of a listener without a secret that other hosts could reach."""
+def missing_secret_error(where: str) -> AuthenticationError:
+    """Return the error of a listener without a secret that other hosts could reach."""
     return AuthenticationError(
         f"cannot listen at {where} without a job secret: other hosts can reach that address. Set "
         "FERRODIST_SECRET to the same value on every rank (`python -m ferrodist secret` prints a new one), "

@@ -1,8 +1,7 @@
 """A store that one process serves to others over TCP.
 
-Each request and each reply is one frame of MessagePack. A connection carries one call at a time, so a call
-that waits occupies its connection; the client opens another one for its other threads. Frames are authenticated: see
-[Note: session keys] in `session.py`.
+Each request and each reply is one frame of MessagePack. A connection carries one call at a time; the client opens
+further connections for its other threads. Frames are authenticated: see [Note: session keys] in `session.py`.
 """
 
 from __future__ import annotations
@@ -15,6 +14,7 @@ import threading
 from typing import TYPE_CHECKING
 
 import msgspec
+from typing_extensions import override
 
 from ferrodist.deadline import Deadline
 from ferrodist.errors import (
@@ -36,11 +36,12 @@ from ferrodist.rendezvous.store import (
     DEFAULT_STORE_TIMEOUT,
     MAX_VALUE_BYTES,
     MemoryStore,
+    Store,
     check_amount,
     check_key,
     check_keys,
     check_value,
-    missing_error,
+    missing_keys_error,
 )
 from ferrodist.wording import counted
 
@@ -48,18 +49,17 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
 
     from ferrodist.rendezvous.session import Connection
-    from ferrodist.rendezvous.store import Store
 
 # A value, its key and the envelope.
 _MAX_FRAME_BYTES = MAX_VALUE_BYTES + 1024 * 1024
 
-# How long a client gives the server, past its own deadline, to say which keys are missing.
-_ANSWER_GRACE = 0.15
+# Seconds past its deadline that a client waits for the server's reply, which names the missing keys.
+_REPLY_GRACE = 0.15
 
-# How often a waiting server thread looks whether its client is still there.
+# The interval in seconds at which a waiting server thread checks that its client is still connected.
 _PEER_CHECK_PERIOD = 1.0
 
-_IDLE_CONNECTIONS_KEPT = 4
+_MAX_IDLE_CONNECTIONS = 4
 
 
 class _Operation(enum.IntEnum):
@@ -93,21 +93,21 @@ class TcpStoreServer:
     """Serves a `MemoryStore` to the ranks of one job, with a thread for each connection.
 
     Args:
-        host: Interface to bind; see `Listener`.
-        port: Port to bind; 0 takes a free one.
+        host: The interface to bind; see `Listener`.
+        port: The port to bind; 0 takes a free one.
         secret: The job secret.
-        job: Name of the job; ranks of another are refused.
-        world_size: Number of ranks; ranks that were told another number are refused.
+        job: The name of the job; ranks of other jobs are refused.
+        world_size: The number of ranks; ranks with another number are refused.
         sock: A bound, listening socket to use.
-        max_connections: Connections served at once; more are refused.
-        on_rejection: Given the store and the reason each time a connection is turned away.
-        on_shortage: Given the store and an error when this process can take no more connections in.
-        deadline: For finding the address of ``host``; see `Listener`.
+        max_connections: The most concurrent connections; more are refused.
+        on_rejection: Called with the store and the reason each time a connection is rejected.
+        on_shortage: Called with the store and an error when this process can't accept more connections.
+        deadline: The deadline for resolving ``host``; see `Listener`.
 
     Attributes:
         store: The keys, for the serving process itself.
-        host: The address that is bound.
-        port: The port that is bound.
+        host: The bound address.
+        port: The bound port.
         address: Both, as `TcpStore` takes them.
     """
 
@@ -130,7 +130,7 @@ class TcpStoreServer:
         self._max_connections = max_connections
         self._changed = threading.Condition()
         self._connections: dict[Connection, threading.Thread] = {}
-        self._welcomed: set[int] = set()
+        self._served_ranks: set[int] = set()
         self._closed = False
         self._process = os.getpid()
         self.store = MemoryStore()
@@ -138,24 +138,24 @@ class TcpStoreServer:
         self._on_shortage = on_shortage
         self._listener = Listener(host, port, secret=secret, sock=sock, on_rejection=self._reject, deadline=deadline)
         self.host, self.port, self.address = self._listener.host, self._listener.port, self._listener.address
-        self._listener.serve(self._admit, self._welcome)
+        self._listener.serve(self._admit, self._on_connection)
 
     @property
     def rejections(self) -> list[str]:
-        """See `Listener.rejections`."""
+        """The newest rejected connections; see `Listener.rejections`."""
         return self._listener.rejections
 
     def close(self, *, linger: float = 0.0) -> None:
-        """Stop serving: calls that wait, and later ones, raise RendezvousError in their clients.
+        """Stop serving: waiting and later calls of clients raise RendezvousError.
 
         Args:
-            linger: Seconds to go on for clients that are still connected, and out of descriptors for those that
-                were not told so yet; ends early once all have gone.
+            linger: Seconds to continue for clients that are still connected, and, out of descriptors, for ranks that
+                were not refused yet; ends early once all have gone.
         """
         if os.getpid() != self._process:
             return  # see Listener.close
         with self._changed:
-            self._changed.wait_for(self._is_deserted, Deadline(linger).remaining())
+            self._changed.wait_for(self._has_no_clients, Deadline(linger).remaining())
             if self._closed:
                 return
             self._closed = True
@@ -169,11 +169,13 @@ class TcpStoreServer:
             if thread is not threading.current_thread():  # which ends once its call has
                 thread.join()
 
-    def _is_deserted(self) -> bool:
-        """Whether nobody is connected, nor dials to hear that there is no room."""
+    def _has_no_clients(self) -> bool:
+        """True if no client is connected, nor may still connect to learn of a shortage."""
         if self._connections:
             return False
-        return self._listener.shortage is None or len(self._welcomed | self._listener.refused) >= self._world_size - 1
+        return (
+            self._listener.shortage is None or len(self._served_ranks | self._listener.refused) >= self._world_size - 1
+        )
 
     def _admit(self, hello: Hello) -> None:
         who = f"rank {hello.rank}"
@@ -214,16 +216,16 @@ class TcpStoreServer:
         with self._changed:
             self._changed.notify_all()
 
-    def _welcome(self, sock: Connection, hello: Hello) -> None:
+    def _on_connection(self, sock: Connection, hello: Hello) -> None:
         thread = threading.Thread(
-            target=self._converse, args=(sock,), name=f"ferrodist-store-{hello.rank}", daemon=True
+            target=self._serve_connection, args=(sock,), name=f"ferrodist-store-{hello.rank}", daemon=True
         )
         with self._changed:
             thread.start()
             self._connections[sock] = thread
-            self._welcomed.add(hello.rank)
+            self._served_ranks.add(hello.rank)
 
-    def _converse(self, sock: Connection) -> None:
+    def _serve_connection(self, sock: Connection) -> None:
         try:
             while True:
                 try:
@@ -236,7 +238,7 @@ class TcpStoreServer:
                     refusal = ProtocolError(f"the store at {self.address} cannot read this request: {error}")
                     _send(sock, _Reply(error=error_to_wire(refusal)))
                     return
-                _send(sock, self._answer(request, sock))
+                _send(sock, self._handle(request, sock))
         except (OSError, MemoryError):
             pass
         finally:
@@ -245,20 +247,20 @@ class TcpStoreServer:
                 self._connections.pop(sock, None)
                 self._changed.notify_all()
 
-    def _answer(self, request: _Request, sock: socket.socket) -> _Reply:
+    def _handle(self, request: _Request, sock: socket.socket) -> _Reply:
         try:
-            return _Reply(self._perform(request, sock))
+            return _Reply(self._execute(request, sock))
         except RendezvousError:
             gone = RendezvousError(f"the store of rank 0 at {self.address} went away: it was closed", ranks=(0,))
             return _Reply(error=error_to_wire(gone))
         except DistributedError as error:
             return _Reply(error=error_to_wire(error))
-        except ValueError as error:  # an argument that only the server could find to be wrong
+        except ValueError as error:  # an argument that only the server can check
             return _Reply(error=(ValueError.__name__, str(error), ()))
         except TypeError as error:
             return _Reply(error=error_to_wire(error))
 
-    def _perform(self, request: _Request, sock: socket.socket) -> bytes:
+    def _execute(self, request: _Request, sock: socket.socket) -> bytes:
         store, operation = self.store, request.operation
         if operation is _Operation.WAIT:
             self._await(check_keys(request.keys), request.timeout, sock)
@@ -283,31 +285,30 @@ class TcpStoreServer:
             with contextlib.suppress(DistributedTimeoutError):
                 return self.store.get_all(keys, timeout=min(deadline.remaining(), _PEER_CHECK_PERIOD))
             if deadline.expired:
-                raise missing_error(f"store at {self.address}", self.store.missing(keys) or keys, deadline)
-            if _is_gone(sock):
+                raise missing_keys_error(f"store at {self.address}", self.store.missing(keys) or keys, deadline)
+            if _has_disconnected(sock):
                 raise ConnectionResetError("the client left while it waited")
 
 
-class TcpStore:
-    """A `Store` that lives in the `TcpStoreServer` of rank 0.
+class TcpStore(Store):
+    """A client of rank 0's `TcpStoreServer`.
 
-    Calls of different threads use different connections, so one that waits holds up no other. A
-    `DistributedTimeoutError` carries rank 0 when the server did not answer at all, and no rank when a key is
-    missing.
+    Calls of different threads use different connections, so that a waiting call does not block others. A
+    `DistributedTimeoutError` names rank 0 if the server did not answer, and no rank if a key is missing.
 
     Args:
-        address: The server's, "host:port".
+        address: The server's address, "host:port".
         secret: The job secret.
-        job: Name of the job.
+        job: The name of the job.
         rank: This process's rank.
-        world_size: Number of ranks.
-        timeout: Default limit of a call, and the limit of connecting, in seconds.
+        world_size: The number of ranks.
+        timeout: The default timeout of a call, and the timeout of connecting, in seconds.
 
     Raises:
         DistributedError: As `connect` does.
 
     Attributes:
-        local_host: The address of this side of the connection, which the server's host can reach.
+        local_host: The local address of the connection, which the server's host can reach.
     """
 
     def __init__(
@@ -334,35 +335,35 @@ class TcpStore:
         self.local_host: str = sock.getsockname()[0]
         self._idle.append(sock)
 
+    @override
     def set(self, key: str, value: bytes, *, timeout: float | None = None) -> None:
-        """See `Store.set`."""
         self._call(_Operation.SET, [check_key(key)], timeout, value=check_value(value))
 
+    @override
     def get(self, key: str, *, timeout: float | None = None) -> bytes:
-        """See `Store.get`."""
         return self._call(_Operation.GET, [check_key(key)], timeout)
 
+    @override
     def wait(self, keys: Iterable[str], *, timeout: float | None = None) -> None:
-        """See `Store.wait`."""
         self._call(_Operation.WAIT, check_keys(keys), timeout)
 
+    @override
     def add(self, key: str, amount: int, *, timeout: float | None = None) -> int:
-        """See `Store.add`."""
         return int(self._call(_Operation.ADD, [check_key(key)], timeout, amount=check_amount(amount)))
 
+    @override
     def compare_set(self, key: str, expected: bytes, desired: bytes, *, timeout: float | None = None) -> bytes:
-        """See `Store.compare_set`."""
         expected, desired = check_value(expected), check_value(desired)
         return self._call(_Operation.COMPARE_SET, [check_key(key)], timeout, value=desired, expected=expected)
 
+    @override
     def delete(self, key: str, *, timeout: float | None = None) -> bool:
-        """See `Store.delete`."""
         return self._call(_Operation.DELETE, [check_key(key)], timeout) == b"1"
 
+    @override
     def close(self) -> None:
-        """See `Store.close`; the server and its other clients go on."""
         if os.getpid() == self._process:  # see Listener.close
-            self._abandon("was closed")
+            self._fail("was closed")
 
     def _call(
         self,
@@ -375,40 +376,40 @@ class TcpStore:
         amount: int = 0,
     ) -> bytes:
         limit = Deadline(self._timeout if timeout is None else timeout).timeout
-        patience = Deadline(limit + _ANSWER_GRACE)
+        deadline = Deadline(limit + _REPLY_GRACE)
         request = msgspec.msgpack.encode(_Request(operation, keys, limit, value, expected, amount))
         if len(request) > _MAX_FRAME_BYTES:
             raise ValueError(f"a store request of {len(request)} bytes exceeds the limit of {_MAX_FRAME_BYTES}")
-        sock = self._take(patience)
+        sock = self._check_out(deadline)
         try:
-            sock.send_frame(request, patience)
-            reply = _REPLY_DECODER.decode(sock.receive_frame(_MAX_FRAME_BYTES, patience))
+            sock.send_frame(request, deadline)
+            reply = _REPLY_DECODER.decode(sock.receive_frame(_MAX_FRAME_BYTES, deadline))
         except TimeoutError:
-            self._drop(sock)
+            self._discard(sock)
             raise DistributedTimeoutError(
                 f"the store at {self.address} did not answer {operation.name} {', '.join(keys[:4])} within "
-                f"{patience.elapsed():.2f} s (limit {limit:.2f} s); is rank 0, which serves it, stopped?",
+                f"{deadline.elapsed():.2f} s (limit {limit:.2f} s); is rank 0, which serves it, stopped?",
                 ranks=(0,),
             ) from None
         except AuthenticationError as error:
-            self._drop(sock)
+            self._discard(sock)
             raise AuthenticationError(
                 f"the store of rank 0 at {self.address}: its answer to {operation.name} {', '.join(keys[:4])} can't be"
                 f" trusted: {error.message}. Who passes on this connection must change nothing of it."
             ) from error
         except (OSError, ProtocolError, ValueError) as error:
-            self._drop(sock)
-            raise self._abandon(f"went away: {error}") from error
+            self._discard(sock)
+            raise self._fail(f"went away: {error}") from error
         except BaseException:
-            self._drop(sock)
+            self._discard(sock)
             raise
-        self._return(sock)
+        self._check_in(sock)
         if reply.error is not None:
             name, message, ranks = reply.error
             raise ValueError(message) if name == ValueError.__name__ else error_from_wire(name, message, ranks)
         return reply.value
 
-    def _take(self, patience: Deadline) -> Connection:
+    def _check_out(self, deadline: Deadline) -> Connection:
         """Return a connection that no other thread uses."""
         if os.getpid() != self._process:
             raise RendezvousError(
@@ -427,11 +428,11 @@ class TcpStore:
                 self._port,
                 secret=self._secret,
                 hello=self._hello,
-                deadline=patience,
+                deadline=deadline,
                 retry_refused=False,
             )
         except NoConnectionError as error:
-            raise self._abandon(f"went away: {error}") from error
+            raise self._fail(f"went away: {error}") from error
         try:
             with self._lock:
                 self._check_usable()
@@ -441,26 +442,26 @@ class TcpStore:
             raise
         return sock
 
-    def _return(self, sock: Connection) -> None:
+    def _check_in(self, sock: Connection) -> None:
         with self._lock:
             self._busy.discard(sock)
-            if self._lost is None and len(self._idle) < _IDLE_CONNECTIONS_KEPT:
+            if self._lost is None and len(self._idle) < _MAX_IDLE_CONNECTIONS:
                 self._idle.append(sock)
                 return
         disconnect(sock)
 
-    def _drop(self, sock: Connection) -> None:
+    def _discard(self, sock: Connection) -> None:
         with self._lock:
             self._busy.discard(sock)
         disconnect(sock)
 
-    def _abandon(self, reason: str) -> RendezvousError:
-        """Make this call's and all other calls fail for the first reason that was given."""
+    def _fail(self, reason: str) -> RendezvousError:
+        """Make this call and all others fail, for the first reason."""
         with self._lock:
             self._lost = self._lost or reason
             idle, self._idle = self._idle, []
             busy = list(self._busy)
-            error = self._unusable()
+            error = self._lost_error()
         for sock in idle:
             disconnect(sock)
         for sock in busy:
@@ -470,9 +471,9 @@ class TcpStore:
 
     def _check_usable(self) -> None:
         if self._lost is not None:
-            raise self._unusable()
+            raise self._lost_error()
 
-    def _unusable(self) -> RendezvousError:
+    def _lost_error(self) -> RendezvousError:
         return RendezvousError(f"the store of rank 0 at {self.address} {self._lost}", ranks=(0,))
 
 
@@ -480,7 +481,7 @@ def _send(sock: Connection, reply: _Reply) -> None:
     sock.send_frame(msgspec.msgpack.encode(reply), None)
 
 
-def _is_gone(sock: socket.socket) -> bool:
+def _has_disconnected(sock: socket.socket) -> bool:
     try:
         return not sock.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT)
     except BlockingIOError:

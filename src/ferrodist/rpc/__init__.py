@@ -1,16 +1,15 @@
-"""Calls of registered functions on other ranks, and references to what they keep there.
+"""Remote procedure calls of registered functions, and references to remote objects.
 
 ::
 
-    calls        RpcContext, RpcAgent -> Future, RpcStatistics; current_agent in what is called; RpcError
+    calls        RpcContext, RpcAgent -> Future, RpcStatistics; current_agent in called functions; RpcError
     references   RRef, ReferenceCounts
-    ways         RpcBackend: GroupRpcBackend (any group), TcpRpcBackend (no group; processes may be started again),
+    transports   RpcBackend: GroupRpcBackend (any group), TcpRpcBackend (no group; processes may be started again),
                  SimulatedRpcBackend (threads)
 """
 
 from ferrodist.errors import RpcError
-from ferrodist.rpc.agent import DEFAULT_MESSAGE_LIMIT, RpcAgent, current_agent
-from ferrodist.rpc.context import RpcContext
+from ferrodist.rpc.agent import DEFAULT_MESSAGE_LIMIT, RpcAgent, RpcContext, current_agent
 from ferrodist.rpc.future import Future
 from ferrodist.rpc.metrics import RpcStatistics
 from ferrodist.rpc.refcount_tables import ReferenceCounts

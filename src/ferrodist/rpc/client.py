@@ -1,7 +1,4 @@
-"""The calls that a rank makes.
-
-Calls that wait for their results: who waits for them, and who gives up when.
-"""
+"""`RpcClient`: the calls that a rank makes, their results, and their timeouts."""
 
 from __future__ import annotations
 
@@ -10,137 +7,95 @@ import functools
 import heapq
 import threading
 import time
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from ferrodist.deadline import Deadline
-from ferrodist.errors import DistributedError, DistributedTimeoutError, GroupClosedError, RpcError
+from ferrodist.errors import DistributedError, DistributedTimeoutError, GroupClosedError, PeerLostError, RpcError
 from ferrodist.rpc.future import Future
-from ferrodist.rpc.messages import NO_NUMBER, OWN_NAMES, Call, MessageKind, error_of, unpack_failure, unpack_result
-from ferrodist.rpc.transport import lost_error
+from ferrodist.rpc.messages import (
+    NO_NUMBER,
+    OWN_NAMES,
+    Call,
+    Content,
+    MessageKind,
+    ReferenceTransfer,
+    ValueCodec,
+    error_of,
+    pack_call,
+    pack_plain_call,
+    unpack_failure,
+    unpack_result,
+)
+from ferrodist.rpc.peer_manager import PeerManager, lost_error
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Callable
 
     from ferrodist.backends.request import WaitEvent
-    from ferrodist.collectives.pytree import LeafCodec
-    from ferrodist.errors import PeerLostError
-    from ferrodist.rpc.executor import Workers
-    from ferrodist.rpc.messages import Content
-    from ferrodist.rpc.metrics import Counters
-    from ferrodist.rpc.peer import Caller
-    from ferrodist.rpc.window import Window
+    from ferrodist.rpc.executor import Executor
+    from ferrodist.rpc.metrics import RpcMetrics
+    from ferrodist.rpc.peer import Peer
 
-_MOST_ENDED = 1000
-"""Calls that have ended and whose timeouts are still known."""
+_MAX_ENDED_TIMEOUTS = 1000
+"""Timeouts of calls that have ended which may be in the heap."""
 
 
-class Callee(Protocol):
-    """A rank that is called."""
-
-    @property
-    def window(self) -> Window:
-        """Of calls to it."""
-
-    def send(self, kind: MessageKind, number: int, content: Content) -> None:
-        """Send it a message."""
-
-
-class Passed(Protocol):
-    """The references in a call, which may have to be told of before it goes; see `Passing`."""
-
-    def send(self, transmit: Callable[[], None], failed: Callable[[BaseException], None], deadline: Deadline) -> Any:
-        """Send the call, now or soon."""
-
-    def forget(self) -> None:
-        """Keep them no more."""
-
-
-class Waiting:
-    """A call whose result has not come.
-
-    Args:
-        peer: The rank that was called.
-        name: Of the function.
-        seconds: How long whoever made it waits.
-        future: Where its result goes; or
-        signal: what the thread waits for that made it. It finds the result in ``value``, or an error in ``error``.
-
-    Attributes:
-        caller: The rank, as who has the call's place in a window; none where the call has none, and is no user's.
-        passing: The references in it.
-    """
-
-    __slots__ = (
-        "caller",
-        "error",
-        "future",
-        "has_ended",
-        "is_given_up",
-        "name",
-        "passing",
-        "peer",
-        "seconds",
-        "signal",
-        "started",
-        "value",
-    )
+class PendingCall:
+    """A call whose result has not come: its future, or the event of the thread that waits, receives it."""
 
     def __init__(
-        self, peer: int, name: str, seconds: float, *, future: Future | None = None, signal: WaitEvent | None = None
+        self, rank: int, name: str, timeout: float, *, future: Future | None = None, event: WaitEvent | None = None
     ) -> None:
-        self.peer = peer
+        self.rank = rank
         self.name = name
-        self.seconds = seconds
+        self.timeout = timeout
         self.future = future
-        self.signal = signal
+        self.event = event
         self.started = time.monotonic()
         self.value: Any = None
         self.error: BaseException | None = None
         self.has_ended = self.is_given_up = False
-        self.caller: Callee | None = None
-        self.passing: Passed | None = None
+        self.peer: Peer | None = None  # whose flow-control slot this call occupies; None for internal calls
+        self.transfer: ReferenceTransfer | None = None
 
     @property
     def title(self) -> str:
-        """What errors call the function."""
+        """The function's name in errors."""
         return self.name.removeprefix(OWN_NAMES)
 
     @property
-    def left(self) -> float:
-        """How many of its seconds are left."""
-        return max(0.0, self.started + self.seconds - time.monotonic())
+    def remaining(self) -> float:
+        """Seconds left."""
+        return max(0.0, self.started + self.timeout - time.monotonic())
 
-    def end(self) -> None:
-        """Give back what it takes up, when it was answered or will not be."""
-        if self.caller is not None:
-            self.caller.window.leave()
-        if self.passing is not None:
-            self.passing.forget()
+    def release(self) -> None:
+        """Give back the call's slot and references, when it was answered or will not be."""
+        if self.peer is not None:
+            self.peer.window.release()
+        if self.transfer is not None:
+            self.transfer.forget()
 
     def succeed(self, value: Any) -> None:
-        """Give whoever made it the result."""
+        """Give the caller the result."""
         if self.future is not None:
             self.future.settle(value)
-        elif self.signal is not None:
+        elif self.event is not None:
             self.value = value
             self.has_ended = True
-            self.signal.set()
+            self.event.set()
 
     def fail(self, error: BaseException) -> None:
-        """Tell whoever made it of an error."""
+        """Give the caller an error."""
         if self.future is not None:
             self.future.settle(None, _without_frames(error))
-        elif self.signal is not None:
+        elif self.event is not None:
             self.error = error
             self.has_ended = True
-            self.signal.set()
+            self.event.set()
 
 
 def _without_frames(error: BaseException) -> BaseException:
-    """An error for a future, which lasts. Frames hold those of all callers, and so whatever these have.
-
-    Where messages are moved by the threads that wait those are a user's, with references of whose end the future hears.
-    """
+    """Strip an error of its frames, which keep alive all that a user's calling functions have: a future lasts."""
     error.__context__ = None
     each: BaseException | None = error
     while each is not None:
@@ -148,102 +103,85 @@ def _without_frames(error: BaseException) -> BaseException:
     return error
 
 
-class Calls:
-    """All of one agent that have not been answered, by their numbers.
+class PendingCalls:
+    """All calls of one agent that have not been answered, by number, and a thread for their timeouts.
 
-    One that its caller has given up stays until it is answered: until then it takes up a place at the other side.
-
-    Args:
-        name: Of the thread that ends what is late.
-        gave_up: Called with a call, and its number, that nobody waits for any more.
-
-    Attributes:
-        num_made: Calls of users.
-        num_ended: Those of them that have been answered, or will not be.
+    A call that its caller has given up stays until it is answered: until then it takes up room at the other side.
     """
 
-    def __init__(self, name: str, gave_up: Callable[[int, Waiting], None]) -> None:
-        self._gave_up = gave_up
-        self._next_number = 0
-        self.num_made = self.num_ended = 0
-        self._waiting: dict[int, Waiting] = {}
+    def __init__(self, name: str, on_give_up: Callable[[int, PendingCall], None]) -> None:
+        self._on_give_up = on_give_up
+        self._last_number = 0
+        self.num_made = self.num_ended = 0  # calls of users; those answered, or never to be
+        self._calls: dict[int, PendingCall] = {}
         self._lock = threading.Lock()
         self._changed = threading.Condition(self._lock)
-        self._ends: list[tuple[float, int]] = []  # a heap of when, and of which call
-        self._next_end = float("inf")  # which the thread sleeps until
+        self._timeouts: list[tuple[float, int]] = []  # a heap of times and numbers
+        self._next_timeout = float("inf")  # until which the thread sleeps
         self._closed: DistributedError | None = None
         self._thread = threading.Thread(target=self._watch, name=name, daemon=True)
         self._thread.start()
 
-    def add(self, waiting: Waiting) -> int:
-        """Wait for a call's result; gives its number.
-
-        Raises:
-            GroupClosedError: The agent is closed.
-        """
+    def add(self, pending: PendingCall) -> int:
+        """Wait for a call's result; returns the call's number."""
         with self._lock:
             if self._closed is not None:
                 raise self._closed.fresh()
-            self._next_number += 1
-            number = self._next_number
-            self.num_made += waiting.caller is not None
-            self._waiting[number] = waiting
-            if waiting.future is not None:  # who waits for a signal looks at the time
-                self._add_end(waiting.started + waiting.seconds, number)
+            self._last_number += 1
+            number = self._last_number
+            self.num_made += pending.peer is not None
+            self._calls[number] = pending
+            if pending.future is not None:  # a thread that waits for its event checks the time itself
+                self._add_timeout(pending.started + pending.timeout, number)
         return number
 
-    def take(self, number: int, peer: int | None = None) -> Waiting | None:
-        """A call whose result has come, for the caller to end, if nobody gave it up; None where there is none.
-
-        Args:
-            number: Of the call.
-            peer: Only if it was made to this rank.
-        """
+    def pop(self, number: int, rank: int | None = None) -> PendingCall | None:
+        """Remove a call (to this rank) whose result has come, for the caller to end unless it was given up."""
         with self._lock:
-            waiting = self._waiting.pop(number, None)
-            if waiting is not None and peer is not None and waiting.peer != peer:
-                self._waiting[number] = waiting
+            pending = self._calls.pop(number, None)
+            if pending is not None and rank is not None and pending.rank != rank:
+                self._calls[number] = pending
                 return None
-            self.num_ended += waiting is not None and waiting.caller is not None
-            return waiting
+            self.num_ended += pending is not None and pending.peer is not None
+            return pending
 
-    def give_up(self, number: int) -> Waiting | None:
-        """A call that nobody waits for any more, for the caller to end; None where its result has come after all."""
+    def give_up(self, number: int) -> PendingCall | None:
+        """Give a call up, for the caller to end it; None if its result has come after all."""
         with self._lock:
-            waiting = self._waiting.get(number)
-            if waiting is None or waiting.is_given_up:
+            pending = self._calls.get(number)
+            if pending is None or pending.is_given_up:
                 return None
-            waiting.is_given_up = True
-        if waiting.passing is not None:
-            waiting.passing.forget()
-        self._gave_up(number, waiting)
-        return waiting
+            pending.is_given_up = True
+        if pending.transfer is not None:
+            pending.transfer.forget()
+        self._on_give_up(number, pending)
+        return pending
 
     @property
     def is_closed(self) -> bool:
-        """Whether all calls have ended for good."""
+        """True once the agent is closed."""
         return self._closed is not None
 
     @property
-    def count(self) -> int:
-        """How many calls of users have no result."""
+    def num_in_flight(self) -> int:
+        """The number of users' calls without a result."""
         with self._lock:
-            return sum(waiting.caller is not None and not waiting.is_given_up for waiting in self._waiting.values())
+            return sum(pending.peer is not None and not pending.is_given_up for pending in self._calls.values())
 
-    def fail(self, peer: int | None, error: DistributedError) -> None:
-        """End the calls of a rank, or of all."""
+    def fail(self, rank: int | None, error: DistributedError) -> None:
+        """Fail the calls to a rank, or all."""
         with self._lock:
-            waiting_now = list(self._waiting.items())
-        for number, waiting in waiting_now:
-            if peer is None or waiting.peer == peer:
-                taken = self.take(number)
-                if taken is not None:
-                    taken.end()
-                    if not taken.is_given_up:
-                        taken.fail(error.fresh())
+            calls = list(self._calls.items())
+        for number, each in calls:
+            if rank is None or each.rank == rank:
+                pending = self.pop(number)
+                if pending is not None:
+                    pending.release()
+                    if not pending.is_given_up:
+                        pending.fail(error.fresh())
 
     def close(self) -> None:
-        """End all calls, and the thread."""
+        """Fail all calls, and end the thread."""
         with self._changed:
             self._closed = GroupClosedError("the agent was closed")
             self._changed.notify()
@@ -251,13 +189,13 @@ class Calls:
         if threading.current_thread() is not self._thread:
             self._thread.join()
 
-    def _add_end(self, end: float, number: int) -> None:
-        if len(self._ends) > 2 * len(self._waiting) + _MOST_ENDED:
-            self._ends = [each for each in self._ends if each[1] in self._waiting]
-            heapq.heapify(self._ends)
-        heapq.heappush(self._ends, (end, number))
-        if end < self._next_end:
-            self._next_end = end
+    def _add_timeout(self, end: float, number: int) -> None:
+        if len(self._timeouts) > 2 * len(self._calls) + _MAX_ENDED_TIMEOUTS:
+            self._timeouts = [each for each in self._timeouts if each[1] in self._calls]
+            heapq.heapify(self._timeouts)
+        heapq.heappush(self._timeouts, (end, number))
+        if end < self._next_timeout:
+            self._next_timeout = end
             self._changed.notify()
 
     def _watch(self) -> None:
@@ -266,234 +204,216 @@ class Calls:
                 if self._closed is not None:
                     return
                 now = time.monotonic()
-                late = []
-                while self._ends and (self._ends[0][0] <= now or self._ends[0][1] not in self._waiting):
-                    late.append(heapq.heappop(self._ends)[1])
-                self._next_end = self._ends[0][0] if self._ends else float("inf")
-                if not late:
-                    self._changed.wait(min(self._next_end - now, threading.TIMEOUT_MAX))
-            for number in late:
-                self._end_late(number)
+                expired = []
+                while self._timeouts and (self._timeouts[0][0] <= now or self._timeouts[0][1] not in self._calls):
+                    expired.append(heapq.heappop(self._timeouts)[1])
+                self._next_timeout = self._timeouts[0][0] if self._timeouts else float("inf")
+                if not expired:
+                    self._changed.wait(min(self._next_timeout - now, threading.TIMEOUT_MAX))
+            for number in expired:
+                self._expire(number)
 
-    def _end_late(self, number: int) -> None:
-        # By itself, so that nothing of the call is kept until there is another one: it may hold references.
-        waiting = self.give_up(number)
-        if waiting is not None:
-            waiting.fail(late_error(waiting))
+    def _expire(self, number: int) -> None:
+        # A function of its own, so that no local of the loop keeps the call alive: it may hold references.
+        pending = self.give_up(number)
+        if pending is not None:
+            pending.fail(_timeout_error(pending))
 
 
-def late_error(waiting: Waiting) -> DistributedTimeoutError:
-    """What a call ends with whose result does not come."""
+def _timeout_error(pending: PendingCall) -> DistributedTimeoutError:
     return DistributedTimeoutError(
-        f"rank {waiting.peer} did not answer the call of {waiting.title!r} within {waiting.seconds:g} s."
+        f"rank {pending.rank} did not answer the call of {pending.title!r} within {pending.timeout:g} s."
         " Is it busy, or does the function wait for something? Pass a longer timeout where it may",
-        ranks=(waiting.peer,),
+        ranks=(pending.rank,),
     )
 
 
-_LOOK_SECONDS = 1.0
-"""How long a thread sleeps that may not be told, as an interruption came between."""
+_POLL_INTERVAL_SECONDS = 1.0
+"""How long a thread sleeps whose wake-up may be lost, when an interruption came between."""
 
-_MOMENT_SECONDS = 0.01
-_FOUND_SECONDS = 10.0
-"""How long a result that has been found may take to be told."""
+_RESULT_POLL_SECONDS = 0.01
+_RESULT_TIMEOUT_SECONDS = 10.0
+"""How long another thread that has received a call's result may take to hand it over."""
 
 
-class Outgoing:
-    """Makes calls, and takes what they come to.
+class RpcClient:
+    """Makes calls, and takes their results."""
 
-    Args:
-        workers: Those of the agent, who may make calls themselves.
-        counters: Of calls.
-        caller: Finds a rank, which may take so many seconds.
-        extensions: For each rank, what may be in messages from it.
-        name: Of a thread.
-    """
+    def __init__(self, peers: PeerManager, executor: Executor, codec: ValueCodec, metrics: RpcMetrics) -> None:
+        self._peers = peers
+        self._executor = executor
+        self._codec = codec
+        self._metrics = metrics
+        self.pending = PendingCalls(f"ferrodist-rpc-{peers.rank}-timeouts", self._on_give_up)
 
-    def __init__(
-        self,
-        workers: Workers,
-        counters: Counters,
-        caller: Callable[[int, float], Caller],
-        extensions: Mapping[int, Sequence[LeafCodec]],
-        name: str,
-    ) -> None:
-        self._workers = workers
-        self._counters = counters
-        self._caller = caller
-        self._extensions = extensions
-        self.calls = Calls(name, self._gave_up)
-
-    def call(self, to: int, call: Call, seconds: float) -> Any:
-        """Call a function, and wait for its result, for so long; see `RpcAgent.rpc_sync`."""
-        signal = self._workers.waits.signal()
-        waiting = Waiting(to, call.name, seconds, signal=signal)
-        is_worker = self._workers.begin_wait()
+    def call(self, rank: int, call: Call, timeout: float) -> Any:
+        """Call a function, and wait for its result; see `RpcAgent.rpc_sync`."""
+        event = self._executor.wait_events.current()
+        pending = PendingCall(rank, call.name, timeout, event=event)
+        is_worker = self._executor.begin_wait()
         try:
-            self._await(self._begin(waiting, call), waiting, signal)
+            self._await(self._start_in_window(pending, call), pending, event)
         finally:
             if is_worker:
-                self._workers.end_wait()
-        if waiting.error is not None:
+                self._executor.end_wait()
+        if pending.error is not None:
             try:
-                raise waiting.error
+                raise pending.error
             finally:
-                del waiting  # its error holds this frame, and the caller's with all that is there
-        return waiting.value
+                del pending  # its error holds this frame, and the caller's with everything in it
+        return pending.value
 
-    def call_async(self, to: int, call: Call, seconds: float) -> Future:
+    def call_async(self, rank: int, call: Call, timeout: float) -> Future:
         """Call a function; see `RpcAgent.rpc_async`."""
-        future = Future(self._workers)
-        waiting = Waiting(to, call.name, seconds, future=future)
-        return self._promise(future, lambda: self._begin(waiting, call))
-
-    def start(self, to: int, call: Call, seconds: float) -> Future:
-        """Call a function of the agents' own, however many calls have no result."""
-        future = Future(self._workers)
-        waiting = Waiting(to, call.name, seconds, future=future)
-
-        def begin() -> None:
-            caller = self._caller(to, seconds)
-            content, waiting.passing = caller.write_call(call)
-            self._send(waiting, caller, MessageKind.INTERNAL_CALL, content)
-
-        return self._promise(future, begin)
-
-    def send_unanswered(self, to: int, name: str, make: Callable[[], tuple[Any, ...] | None]) -> None:
-        """Call a function of the agents' own that has no answer.
-
-        Args:
-            to: The rank.
-            name: Of the function.
-            make: Makes the arguments, or None if there is nothing to call it for. It is called when the connection is
-                known, so that it may make what belongs to that.
-        """
-        caller = self._caller(to, 0.0)
-        arguments = make()
-        if arguments is not None:
-            content, _ = caller.write_call(Call(name, arguments, {}))
-            caller.send(MessageKind.NOTICE, NO_NUMBER, content)
-
-    def answered(self, peer: int, number: int, kind: MessageKind, content: Content) -> None:
-        """Take what a call has come to; see `Office`."""
-        waiting = self.calls.take(number, peer)
-        if waiting is None:  # it has ended with its rank, or with this agent
-            if kind is MessageKind.RESULT:
-                with contextlib.suppress(Exception):
-                    unpack_result(content, peer, self._extensions[peer])  # as below
-            return
-        waiting.end()
-        if waiting.is_given_up:
-            if waiting.caller is not None:
-                self._counters.count("late")
-            with contextlib.suppress(Exception):
-                self._open(waiting, kind, content)  # references in it have been counted for this rank
-            return
-        if waiting.caller is not None:
-            self._counters.count_answer(time.monotonic() - waiting.started)
-        # At once, in the order in which messages come: what comes next may give back a reference in this.
+        future = Future(self._executor)
         try:
-            value = self._open(waiting, kind, content)
-        except Exception as error:  # noqa: BLE001 - it is the caller's
-            waiting.fail(error)
-        except BaseException:  # the handler of an interruption raised it in this thread, which need not be the caller's
-            waiting.fail(RpcError(f"the result of {waiting.title!r} was lost by an interruption", ranks=(peer,)))
-            raise
-        else:
-            waiting.succeed(value)
-
-    def lost(self, peer: int, error: PeerLostError) -> None:
-        """Nothing more will come for what was sent to a rank until now."""
-        self.calls.fail(peer, error)
-
-    def close(self) -> None:
-        """End all calls."""
-        self.calls.close()
-
-    def _promise(self, future: Future, begin: Callable[[], object]) -> Future:
-        try:
-            begin()
+            self._start_in_window(PendingCall(rank, call.name, timeout, future=future), call)
         except DistributedError as error:
             future.settle(None, _without_callers(error))
         return future
 
-    def _begin(self, waiting: Waiting, call: Call) -> int:
-        """Make a call; what is raised is not told to who waits for it."""
-        caller = self._caller(waiting.peer, waiting.seconds)
-        content, waiting.passing = caller.write_call(call)
-        if not caller.window.enter(0.0) and not self._await_place(caller, waiting.left):
-            raise DistributedTimeoutError(
-                f"rank {waiting.peer} has as many calls without a result as may be, for {waiting.seconds:g} s",
-                ranks=(waiting.peer,),
-            )
-        waiting.caller = caller
-        kind = MessageKind.INTERNAL_CALL if call.name.startswith(OWN_NAMES) else MessageKind.CALL
-        return self._send(waiting, caller, kind, content)
-
-    def _await_place(self, caller: Caller, seconds: float) -> bool:
-        with self._workers.resting():
-            return caller.window.enter(seconds)
-
-    def _send(self, waiting: Waiting, caller: Caller, kind: MessageKind, content: Content) -> int:
+    def call_internal(self, rank: int, call: Call, timeout: float) -> Future:
+        """Make an internal call, however many calls have no result."""
+        future = Future(self._executor)
         try:
-            number = self.calls.add(waiting)
-        except BaseException:
-            waiting.end()
+            pending = PendingCall(rank, call.name, timeout, future=future)
+            peer = self._peers.get(rank, timeout)
+            content, pending.transfer = self._codec.pack(rank, pack_call, call)
+            self._start(pending, peer, MessageKind.INTERNAL_CALL, content)
+        except DistributedError as error:
+            future.settle(None, _without_callers(error))
+        return future
+
+    def notify(self, rank: int, name: str, make_arguments: Callable[[], tuple[Any, ...] | None]) -> None:
+        """Make an internal call without a response; raises DistributedError if the rank is not there.
+
+        The arguments are made once the connection is known, so that they belong to it; None sends nothing.
+        """
+        peer = self._peers.get(rank, 0.0)
+        arguments = make_arguments()
+        if arguments is not None:
+            content, _ = self._codec.pack(rank, pack_call, Call(name, arguments, {}))
+            peer.send(MessageKind.NOTICE, NO_NUMBER, content)
+
+    def on_response(self, rank: int, number: int, kind: MessageKind, content: Content) -> None:
+        """Take the result or the failure of a call, in the thread that receives it."""
+        pending = self.pending.pop(number, rank)
+        if pending is None:  # it has ended with its rank, or with this agent
+            if kind is MessageKind.RESULT:
+                with contextlib.suppress(Exception):  # as below
+                    unpack_result(content, rank, self._codec.extensions[rank])
+            return
+        pending.release()
+        if pending.is_given_up:
+            if pending.peer is not None:
+                self._metrics.count("late")
+            with contextlib.suppress(Exception):  # references in it have been counted for this rank
+                self._unpack(pending, kind, content)
+            return
+        if pending.peer is not None:
+            self._metrics.count_answer(time.monotonic() - pending.started)
+        # At once, in the order of messages: the next one may give back a reference in this.
+        try:
+            value = self._unpack(pending, kind, content)
+        except Exception as error:  # noqa: BLE001 - it is the caller's
+            pending.fail(error)
+        except BaseException:  # the handler of an interruption raised it in this thread, which need not be the caller's
+            pending.fail(RpcError(f"the result of {pending.title!r} was lost by an interruption", ranks=(rank,)))
             raise
-        passing = waiting.passing
+        else:
+            pending.succeed(value)
 
-        def failed(error: BaseException) -> None:
-            if self.calls.take(number) is not None:
-                waiting.end()
-                if not waiting.is_given_up:
-                    waiting.fail(error)
+    def on_joined(self, rank: int, incarnation: int) -> None:
+        """Note that a peer is there; see `PeerListener`."""
 
+    def on_lost(self, rank: int, error: PeerLostError) -> None:
+        """Fail the calls to a peer; see `PeerListener`."""
+        self.pending.fail(rank, error)
+
+    def close(self) -> None:
+        """End all calls."""
+        self.pending.close()
+
+    def _start_in_window(self, pending: PendingCall, call: Call) -> int:
+        """Send a call once there is a slot for it; errors are raised, not given to the pending call."""
+        peer = self._peers.get(pending.rank, pending.timeout)
+        content: Content | None = pack_plain_call(call)
+        if content is None:
+            content, pending.transfer = self._codec.pack(pending.rank, pack_call, call)
+        if not peer.window.acquire(0.0) and not self._await_slot(peer, pending.remaining):
+            raise DistributedTimeoutError(
+                f"rank {pending.rank} has as many calls without a result as may be, for {pending.timeout:g} s",
+                ranks=(pending.rank,),
+            )
+        pending.peer = peer
+        kind = MessageKind.INTERNAL_CALL if call.name.startswith(OWN_NAMES) else MessageKind.CALL
+        return self._start(pending, peer, kind, content)
+
+    def _await_slot(self, peer: Peer, timeout: float) -> bool:
+        with self._executor.waiting():
+            return peer.window.acquire(timeout)
+
+    def _start(self, pending: PendingCall, peer: Peer, kind: MessageKind, content: Content) -> int:
         try:
-            if passing is None:
-                caller.send(kind, number, content)
+            number = self.pending.add(pending)
+        except BaseException:
+            pending.release()
+            raise
+        try:
+            if pending.transfer is None:
+                peer.send(kind, number, content)
             else:
-                send = functools.partial(caller.send, kind, number, content)
-                sent = passing.send(send, failed, Deadline(waiting.left))
-                if waiting.future is not None:
-                    waiting.future._sent = sent  # noqa: SLF001 - users have no use for it
+                self._send_references(pending, number, functools.partial(peer.send, kind, number, content))
         except BaseException as error:
-            if self.calls.take(number) is None:  # whoever waits has been told already
+            if self.pending.pop(number) is None:  # the caller has the error already
                 return number
-            waiting.end()
+            pending.release()
             is_wrong_argument = isinstance(error, (TypeError, ValueError))
-            if isinstance(error, DistributedError) and not is_wrong_argument and not self.calls.is_closed:
-                raise lost_error(waiting.peer, error) from error
+            if isinstance(error, DistributedError) and not is_wrong_argument and not self.pending.is_closed:
+                raise lost_error(pending.rank, error) from error
             raise
         return number
 
-    def _await(self, number: int, waiting: Waiting, signal: WaitEvent) -> None:
-        """Wait for a result. The signal may be set for what this thread has waited for before, too."""
+    def _send_references(self, pending: PendingCall, number: int, send: Callable[[], None]) -> None:
+        def on_error(error: BaseException) -> None:
+            if self.pending.pop(number) is not None:
+                pending.release()
+                if not pending.is_given_up:
+                    pending.fail(error)
+
+        assert pending.transfer is not None
+        sent = pending.transfer.send(send, on_error, Deadline(pending.remaining))
+        if pending.future is not None:
+            pending.future._sent = sent
+
+    def _await(self, number: int, pending: PendingCall, event: WaitEvent) -> None:
+        """Wait for a result. The event may also be set for something that this thread has waited for before."""
         try:
-            while not waiting.has_ended and (left := waiting.left) > 0:
-                self._workers.waits.wait(signal, min(left, _LOOK_SECONDS))
+            while not pending.has_ended and (left := pending.remaining) > 0:
+                self._executor.wait_events.wait(event, min(left, _POLL_INTERVAL_SECONDS))
         except BaseException:  # the handler of an interruption raised it
-            self.calls.give_up(number)
+            self.pending.give_up(number)
             raise
-        patience = Deadline(_FOUND_SECONDS)
-        while not waiting.has_ended:
-            if self.calls.give_up(number) is not None or patience.expired:
-                raise late_error(waiting)
-            signal.wait(_MOMENT_SECONDS)  # another thread has taken it, and is about to end it
+        deadline = Deadline(_RESULT_TIMEOUT_SECONDS)
+        while not pending.has_ended:
+            if self.pending.give_up(number) is not None or deadline.expired:
+                raise _timeout_error(pending)
+            event.wait(_RESULT_POLL_SECONDS)  # another thread has it, and is about to hand it over
 
-    def _gave_up(self, number: int, waiting: Waiting) -> None:
-        if waiting.caller is not None:
-            self._counters.count("timed_out")
+    def _on_give_up(self, number: int, pending: PendingCall) -> None:
+        if pending.peer is not None:
+            self._metrics.count("timed_out")
             with contextlib.suppress(DistributedError):  # or there is nobody who serves it
-                waiting.caller.send(MessageKind.WITHDRAWAL, number, b"")
+                pending.peer.send(MessageKind.CANCEL, number, b"")
 
-    def _open(self, waiting: Waiting, kind: MessageKind, content: Content) -> Any:
+    def _unpack(self, pending: PendingCall, kind: MessageKind, content: Content) -> Any:
         if kind is MessageKind.RESULT:
-            return unpack_result(content, waiting.peer, self._extensions[waiting.peer])
-        raise error_of(waiting.name, waiting.peer, unpack_failure(content, waiting.peer))
+            return unpack_result(content, pending.rank, self._codec.extensions[pending.rank])
+        raise error_of(pending.name, pending.rank, unpack_failure(content, pending.rank))
 
 
 def _without_callers(error: DistributedError) -> DistributedError:
-    """An error for a future. The frames it was raised in hold what their callers have, references for one."""
+    """An error for a future. The frames in which it was raised hold what their callers have, such as references."""
     copy = error.fresh()
-    copy.__cause__ = None  # has frames too, and its text is in the error's
+    copy.__cause__ = None  # it has frames too, and its text is in the error's
     return copy

@@ -1,16 +1,17 @@
-"""The way to one other rank: a group of two, and what is asked for ahead in it.
+"""`RemotePeer`: the connection to another rank, a group of two with a receive posted for the next frame.
 
-See [Note: frames] in `framing.py`, and [Note: turns] in `framing.py`.
+See [Note: frames] and [Note: message order] in `framing.py`.
 """
 
 from __future__ import annotations
 
 import contextlib
+import math
 import threading
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 from ferrodist.collectives.arguments import bytes_of
-from ferrodist.collectives.serialization import UnreadableError, decode_value_bytes, encode_value_bytes
+from ferrodist.collectives.serialization import UnreadableError, decode_value_from_bytes, encode_value_to_bytes
 from ferrodist.errors import (
     DistributedError,
     GroupClosedError,
@@ -21,103 +22,71 @@ from ferrodist.errors import (
 )
 from ferrodist.rpc.framing import (
     FRAME_BYTES,
+    FRAME_CONTENT_BYTES,
     FRAME_TAG,
-    MOST_CONTENT_BYTES,
-    ROOM,
+    MAX_CONTENT_BYTES,
     Form,
-    Turns,
+    Frame,
+    ReceiveQueue,
     outside_of_modes,
     pack_frame,
-    tag_of,
+    payload_tag,
 )
-from ferrodist.rpc.large_messages import Arrival, Intake
-from ferrodist.rpc.messages import REFERENCE_MARK, MessageKind
+from ferrodist.rpc.large_messages import LargeMessage
+from ferrodist.rpc.messages import REFERENCE_TAG, Content, MessageKind
+from ferrodist.rpc.peer import MessageHandler, Peer, PeerOptions
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable
 
     import torch
 
     from ferrodist.backends.base import Backend
     from ferrodist.backends.request import PersistentRecv, Request
-    from ferrodist.rpc.framing import Frame
-    from ferrodist.rpc.large_messages import Buffers
-    from ferrodist.rpc.messages import Content
 
 
-class Receiver(Protocol):
-    """Who is told of what comes, in any thread; frames of one link in the order in which they were sent.
+class RemotePeer(Peer):
+    """Another rank: sends messages to it, and receives from it, by a group of two, which it closes.
 
-    It must not block, for until it returns nothing else comes.
+    `on_disconnect` is called once when nothing can be received any more, but not after `close`. It must not block.
     """
 
-    @property
-    def buffers(self) -> Buffers:
-        """Where large tensors arrive."""
-
-    @property
-    def marks(self) -> Sequence[str]:
-        """Of the extensions that values may have."""
-
-    def attend(self, change: int) -> None:
-        """So many large messages more are on their way, and are moved by who waits for a `Signal`."""
-
-    def received(self, peer: int, kind: MessageKind, number: int, content: Content) -> None:
-        """A message has come."""
-
-    def withdrawn(self, peer: int, kind: MessageKind, number: int, content: Content) -> None:
-        """A call has come whose caller has given up while its tensors were on their way; they may have changed."""
-
-    def garbled(self, peer: int, kind: MessageKind, number: int, error: DistributedError) -> None:
-        """Of a message no more could be read than this."""
-
-    def lost(self, peer: int, error: DistributedError) -> None:
-        """Nothing comes any more. Called once, and not after `Link.close`."""
-
-
-class Link:
-    """Sends messages to a rank, and receives from it.
-
-    Args:
-        pair: A group of this rank and the other one; the link closes it.
-        peer: The other one's number for who uses this.
-        receiver: Who is told of what comes.
-        limit: Bytes that a message may have.
-    """
-
-    def __init__(self, pair: Backend, peer: int, receiver: Receiver, limit: int) -> None:
-        self._pair = pair
-        self._other = 1 - pair.rank
-        self._peer = peer
-        self._receiver = receiver
-        self._limit = limit
+    def __init__(
+        self,
+        rank: int,
+        options: PeerOptions,
+        handler: MessageHandler,
+        group: Backend,
+        on_disconnect: Callable[[RemotePeer, DistributedError], None],
+    ) -> None:
+        super().__init__(rank, options, handler)
+        self.group = group
+        self._group_rank = 1 - group.rank
+        self._executor = options.executor
+        self._limit = options.message_limit
+        self._pool = options.tensor_pool
+        self._tags = options.tags
+        self._on_disconnect = on_disconnect
         self._lock = threading.Lock()
-        self._over: DistributedError | None = None  # why it has ended
-        self._listener: PersistentRecv | None = None
-        self._under_way: set[Request] = set()  # what is larger than a frame, both ways
-        self._turns = Turns(peer, self._take, pair.abort)
-        self._intake = Intake(
-            pair, peer, limit, receiver.buffers, receiver.marks, self._keep, self._failed, self._settle
-        )
+        self._error: DistributedError | None = None  # why the connection has ended
+        self._frames: PersistentRecv | None = None
+        self._transfers: set[Request] = set()  # those larger than a frame, both ways
+        self._queue = ReceiveQueue(rank, self._take, group.abort)
 
     def start(self) -> None:
         """Receive from now on."""
         try:
-            self._listener = self._pair.listen(self._other, FRAME_BYTES, self._turns.put, self._ended, tag=FRAME_TAG)
+            self._frames = self.group.listen(
+                self._group_rank, FRAME_BYTES, self._queue.put, self._disconnected, tag=FRAME_TAG
+            )
         except DistributedError as error:
-            self._ended(error)
+            self._disconnected(error)
 
     def send(self, kind: MessageKind, number: int, content: Content) -> None:
-        """Send a message; its tensors are not to be changed until it is there.
-
-        Raises:
-            ValueError: It is too large.
-            TypeError: A tensor can't travel.
-            DistributedError: The rank was lost, or the link is closed.
-        """
-        if self._over is not None:  # looked at after whoever waits for an answer can be found by who is told of it
-            raise self._over.fresh()
-        apart: list[torch.Tensor] = []
+        """Send a message; see `Peer.send`."""
+        if self._error is not None:  # checked after the call is in the table that `on_disconnect` looks into
+            raise self._error.fresh()
+        out_of_band: list[torch.Tensor] = []
         has_references = False
         if isinstance(content, bytes):
             form, memory = Form.PLAIN, memoryview(content)
@@ -126,125 +95,171 @@ class Link:
                 raise UnsupportedOpError(
                     "what is sent has a tensor on a GPU: calls carry those on the CPU, pass tensor.cpu()"
                 )
-            letter, apart = encode_value_bytes(content, "what is sent")
-            form, memory = Form.LETTER, memoryview(letter)
-            has_references = REFERENCE_MARK in content.marks
+            in_band, out_of_band = encode_value_to_bytes(content, "what is sent")
+            form, memory = Form.ENCODED, memoryview(in_band)
+            has_references = REFERENCE_TAG in content.tags
         size = memory.nbytes
-        if kind is not MessageKind.FAILURE or size > ROOM:  # why there is no result is to be told in any case
-            self._check_size(size + sum([tensor.nbytes for tensor in apart]), size)
+        if kind is not MessageKind.FAILURE or size > FRAME_CONTENT_BYTES:  # a small failure is sent whatever the limit
+            self._check_size(size + sum([tensor.nbytes for tensor in out_of_band]), size)
         frame = pack_frame(kind, form, number, memory, has_references=has_references)
-        if not self._pair.try_send(frame, self._other, tag=FRAME_TAG):
-            self._pair.isend(frame, self._other, tag=FRAME_TAG)
-        if size > ROOM:
-            self._send_apart(memory, kind, number)
-        for tensor in apart:
-            self._send_apart(bytes_of(tensor), kind, number)
+        if not self.group.try_send(frame, self._group_rank, tag=FRAME_TAG):
+            self.group.isend(frame, self._group_rank, tag=FRAME_TAG)
+        if size > FRAME_CONTENT_BYTES:
+            self._send_payload(memory, kind, number)
+        for tensor in out_of_band:
+            self._send_payload(bytes_of(tensor), kind, number)
 
-    def close(self, seconds: float) -> None:
-        """Send nothing more, and receive nothing more.
+    def close(self, timeout: float) -> None:
+        """Send and receive nothing more; see `Peer.close`."""
+        self._error = GroupClosedError("the agent was closed")
+        if self._frames is not None:
+            self._frames.close()
+        self.group.close(timeout)
+        super().close(timeout)
 
-        Args:
-            seconds: How long the other side may take to take the goodbye.
-        """
-        self._over = GroupClosedError("the agent was closed")
-        if self._listener is not None:
-            self._listener.close()
-        self._pair.close(seconds)
-
-    def _check_size(self, size: int, size_of_content: int) -> None:
+    def _check_size(self, size: int, content_size: int) -> None:
         if size > self._limit:
             raise ValueError(
                 f"a message of {size:,} bytes is larger than {self._limit:,}, which agents take: send it in parts, or"
                 " make the agents with a larger message_limit"
             )
-        if size_of_content > MOST_CONTENT_BYTES:
+        if content_size > MAX_CONTENT_BYTES:
             raise ValueError(f"a message of {size:,} bytes has more than 4 GiB beside its tensors: send it in parts")
 
-    def _send_apart(self, memory: memoryview, kind: MessageKind, number: int) -> None:
-        self._keep(self._pair.isend(memory, self._other, tag=tag_of(kind, number)), _nothing)
+    def _send_payload(self, memory: memoryview, kind: MessageKind, number: int) -> None:
+        self._retain(self.group.isend(memory, self._group_rank, tag=payload_tag(kind, number)), _nothing)
 
-    def _keep(self, request: Request, then: Callable[[], None]) -> None:
-        """Keep a transfer until it has ended, and do something then."""
+    def _retain(self, request: Request, then: Callable[[], None]) -> None:
+        """Keep a transfer until it has ended, and call a function then."""
         if request.done():  # a small one, most often
             then()
             return
         with self._lock:
-            self._under_way.add(request)
-        self._receiver.attend(1)
+            self._transfers.add(request)
+        self._executor.add_transfers(1)
 
         def end() -> None:
             with self._lock:
-                self._under_way.discard(request)
-            self._receiver.attend(-1)
+                self._transfers.discard(request)
+            self._executor.add_transfers(-1)
             then()
 
         request.add_done_callback(end)
 
-    # What comes.
+    # Receiving.
 
     def _take(self, frame: Frame) -> bool:
-        """Deal with a message, or begin to receive what follows; see `Turns`."""
+        """Handle a message, or begin to receive the rest of it; see `ReceiveQueue`."""
         try:
-            if not frame.is_whole:
-                return bool(outside_of_modes(self._take_more, frame))
-            if frame.kind is not MessageKind.WITHDRAWAL or not self._turns.withdraw(frame.number):
-                self._give(frame, frame.content())
-        except Exception as error:  # noqa: BLE001 - nothing that comes ends more than this link
+            if not frame.is_complete:
+                return bool(outside_of_modes(self._take_encoded, frame))
+            if frame.kind is not MessageKind.CANCEL or not self._queue.cancel(frame.number):
+                self._deliver(frame, frame.content())
+        except Exception as error:  # noqa: BLE001 - whatever is received ends this connection at most
             self._failed(error)
         return True
 
-    def _take_more(self, frame: Frame) -> bool:
-        if frame.size <= ROOM and frame.form == Form.LETTER:
-            text = memoryview(bytearray(frame.content()))
+    def _take_encoded(self, frame: Frame) -> bool:
+        if frame.size <= FRAME_CONTENT_BYTES and frame.form == Form.ENCODED:
+            in_band = memoryview(bytearray(frame.content()))
             with contextlib.suppress(UnreadableError):
-                parcel, apart = decode_value_bytes(text, self._intake.marks)
-                if not apart:
-                    self._give(frame, parcel)
+                value, out_of_band = decode_value_from_bytes(in_band, self._tags)
+                if not out_of_band:
+                    self._deliver(frame, value)
                     return True
-        self._intake.check_size(frame.size)
-        Arrival(frame, self._intake).start()
+        _LargeReceive(self, LargeMessage(frame, self.rank, self._limit, self._pool, self._tags)).advance()
         return False
 
-    def _settle(self, frame: Frame, content: Content | ProtocolError, num_apart: int) -> None:
-        """A message has come whole: deal with it, and with what waited for that."""
-        kind, number = frame.kind, frame.number
-        is_told = False
+    def _deliver(self, frame: Frame, content: Content) -> None:
+        self._handler.on_message(self, frame.kind, frame.number, content)
+        if frame.is_cancelled:  # while it was held up
+            self._handler.on_message(self, MessageKind.CANCEL, frame.number, b"")
+
+    def _deliver_large(self, message: LargeMessage) -> None:
+        """Handle a large message that was received, and those that waited for it."""
+        frame = message.frame
+        content, num_out_of_band = message.take_content()
+        was_refused = False
         try:
             if isinstance(content, ProtocolError):
-                self._receiver.garbled(self._peer, kind, number, content)
-            elif frame.is_withdrawn and num_apart:
-                is_told = True
-                self._receiver.withdrawn(self._peer, kind, number, content)
+                self._handler.on_undecodable(self, frame.kind, frame.number, content)
+            elif frame.is_cancelled and num_out_of_band:
+                was_refused = True
+                self._handler.on_cancelled_message(self, frame.number, content)
             else:
-                self._receiver.received(self._peer, kind, number, content)
+                self._handler.on_message(self, frame.kind, frame.number, content)
         finally:
-            if self._turns.settle(frame) and not is_told:
-                self._receiver.received(self._peer, MessageKind.WITHDRAWAL, number, b"")
-
-    def _give(self, frame: Frame, content: Content) -> None:
-        self._receiver.received(self._peer, frame.kind, frame.number, content)
-        if frame.is_withdrawn:  # while it was held up
-            self._receiver.received(self._peer, MessageKind.WITHDRAWAL, frame.number, b"")
+            if self._queue.finish(frame) and not was_refused:
+                self._handler.on_message(self, MessageKind.CANCEL, frame.number, b"")
 
     def _failed(self, error: Exception) -> None:
-        """Whatever is wrong with what comes ends this link and nothing else."""
+        """End this connection, and nothing else, for an error while receiving."""
         if isinstance(error, (ProtocolError, SizeMismatchError)):
-            self._abort(f"rank {self._peer} broke the protocol: {error}")
+            self._abort(f"rank {self.rank} broke the protocol: {error}")
         elif isinstance(error, DistributedError):
-            pass  # the group has ended, which is told apart
+            pass  # the group has ended, which `_disconnected` is called for
         elif threading.current_thread() is threading.main_thread():
             raise error  # most probably the handler of an interruption did
         else:
-            self._abort(f"a message of rank {self._peer} can't be taken: {describe_error(error)}")
+            self._abort(f"a message of rank {self.rank} can't be taken: {describe_error(error)}")
 
     def _abort(self, text: str) -> None:
-        self._turns.stop()
-        self._pair.abort(ProtocolError(text, ranks=(self._peer,)))
+        self._queue.stop()
+        self.group.abort(ProtocolError(text, ranks=(self.rank,)))
 
-    def _ended(self, error: DistributedError) -> None:
-        if self._over is None:
-            self._over = error
-            self._receiver.lost(self._peer, error)
+    def _disconnected(self, error: DistributedError) -> None:
+        if self._error is None:
+            self._error = error
+            self._on_disconnect(self, error)
+
+
+class _LargeReceive:
+    """The transfers of one large message, one after the other. They may end while another thread begins the next."""
+
+    def __init__(self, peer: RemotePeer, message: LargeMessage) -> None:
+        self._peer = peer
+        self._message = message
+        self._lock = threading.Lock()
+        self._is_busy = self._is_due = self._has_ended = False
+        self._request: Request | None = None
+
+    def advance(self) -> None:
+        """Go on; the message may be there at once."""
+        with self._lock:
+            self._is_due = True
+            if self._is_busy:
+                return  # the busy thread looks again
+            self._is_busy = True
+        try:
+            while self._is_wanted():
+                outside_of_modes(self._try_to_advance)
+        finally:
+            self._is_busy = False
+
+    def _is_wanted(self) -> bool:
+        with self._lock:
+            self._is_busy, self._is_due = self._is_due and not self._has_ended, False
+            return self._is_busy
+
+    def _try_to_advance(self) -> None:
+        peer = self._peer
+        try:
+            while True:
+                if self._request is None:
+                    buffer = self._message.next_buffer()
+                    if buffer is None:
+                        self._has_ended = True
+                        peer._deliver_large(self._message)
+                        return
+                    tag = payload_tag(self._message.frame.kind, self._message.frame.number)
+                    self._request = peer.group.irecv(buffer, peer._group_rank, tag=tag)
+                if not self._request.done():
+                    peer._retain(self._request, self.advance)
+                    return
+                self._request.wait(math.inf)
+                self._request = None
+        except Exception as error:  # noqa: BLE001 - whatever it is, it was received
+            peer._failed(error)
 
 
 def _nothing() -> None:

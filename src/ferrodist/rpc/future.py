@@ -1,7 +1,4 @@
-"""The result of a call that is under way.
-
-Something that will be known, for those who want to know.
-"""
+"""`Future`: the result of a call under way; `OneShot`: a one-shot value with callbacks."""
 
 from __future__ import annotations
 
@@ -15,14 +12,11 @@ import time
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from ferrodist.deadline import check_timeout
-from ferrodist.rpc.executor import AGES
+from ferrodist.rpc.executor import FOREVER_SECONDS, Executor
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Generator
 
-    from ferrodist.rpc.executor import Waiters
-
-if TYPE_CHECKING:
     _Callback = Callable[[concurrent.futures.Future[Any]], object]
 
 
@@ -30,8 +24,8 @@ _log = logging.getLogger(__name__)
 
 _PENDING = "PENDING"
 
-_LOOK_SECONDS = 1.0
-"""How long a thread sleeps that may not be told of the end, as an interruption came between."""
+_POLL_INTERVAL_SECONDS = 1.0
+"""How long a thread sleeps whose wake-up may be lost, when an interruption came between."""
 
 
 class Future(concurrent.futures.Future[Any]):
@@ -41,33 +35,33 @@ class Future(concurrent.futures.Future[Any]):
     ends by its timeout.
     """
 
-    _sent: Outcome[BaseException | None] | None = None
-    """Where the call waits for references in it to be registered: why it could not be sent, or None if it was."""
+    _sent: OneShot[BaseException | None] | None = None
+    """For a call that waits until references in it are registered: why it could not be sent, or None if it was."""
 
-    def __init__(self, workers: Waiters) -> None:
+    def __init__(self, executor: Executor) -> None:
         super().__init__()
-        self._workers = workers
+        self._executor = executor
 
     def cancel(self) -> bool:
-        """A call goes on until its result comes, or its timeout."""
+        """Return False: a call goes on until its result comes, or its timeout."""
         return False
 
     def result(self, timeout: float | None = None) -> Any:
-        """The call's result; raises what the call has failed with, or TimeoutError after so many seconds."""
+        """The call's result; raises the call's error, or TimeoutError after so many seconds."""
         self._await(timeout)
         return super().result(0)
 
     def exception(self, timeout: float | None = None) -> BaseException | None:
-        """What the call has failed with, or None; raises TimeoutError after so many seconds."""
+        """The call's error, or None; raises TimeoutError after so many seconds."""
         self._await(timeout)
         return super().exception(0)
 
     def add_done_callback(self, fn: _Callback) -> None:
-        """Have ``fn(future)`` called at the end, or now; what it raises is logged."""
+        """Call ``fn(future)`` at the end, or now; an exception that it raises is logged."""
         super().add_done_callback(functools.partial(_call_guarded, fn))
 
     def settle(self, value: Any, error: BaseException | None = None) -> None:
-        """End it, if it has not ended: a function of the user's may have done that."""
+        """Set the result or the error, unless a function of the user's has done that."""
         with contextlib.suppress(concurrent.futures.InvalidStateError):
             if error is None:
                 self.set_result(value)
@@ -78,85 +72,83 @@ class Future(concurrent.futures.Future[Any]):
         return asyncio.wrap_future(self).__await__()
 
     def _await(self, timeout: float | None) -> None:
-        """Wait as `RpcAgent.rpc_sync` does: a worker gives its place to another one, and messages are moved."""
+        """Wait as `RpcAgent.rpc_sync` does: a worker makes room for another one, and messages are moved."""
         if self.done():
             return
-        end = time.monotonic() + (AGES if timeout is None else check_timeout(timeout))
-        signal = self._workers.waits.signal()
+        end = time.monotonic() + (FOREVER_SECONDS if timeout is None else check_timeout(timeout))
+        event = self._executor.wait_events.current()
 
-        def tell(_: object) -> None:
-            signal.set()
+        def wake(_: object) -> None:
+            event.set()
 
-        is_worker = self._workers.begin_wait()
-        try:
-            super().add_done_callback(tell)
-            while not self.done() and (left := end - time.monotonic()) > 0:
-                self._workers.waits.wait(signal, min(left, _LOOK_SECONDS))
-        finally:
-            if is_worker:
-                self._workers.end_wait()
-            with self._condition, contextlib.suppress(ValueError):  # an interruption came before it was added
-                if self._state == _PENDING:  # or they are being called
-                    self._done_callbacks.remove(tell)  # type: ignore[attr-defined]
+        with self._executor.waiting():
+            try:
+                super().add_done_callback(wake)
+                while not self.done() and (left := end - time.monotonic()) > 0:
+                    self._executor.wait_events.wait(event, min(left, _POLL_INTERVAL_SECONDS))
+            finally:
+                with self._condition, contextlib.suppress(ValueError):  # an interruption came before it was added
+                    if self._state == _PENDING:  # or they are being called
+                        self._done_callbacks.remove(wake)  # type: ignore[attr-defined]
 
 
 def _call_guarded(fn: _Callback, future: concurrent.futures.Future[Any]) -> None:
-    """Call a callback. It runs where messages are received: what ends a thread would end that, and hold up others."""
+    """Call a callback, and log an exception that would end the thread: other messages are received there."""
     try:
         fn(future)
     except Exception:
         raise  # which `concurrent.futures` logs
     except BaseException:  # noqa: BLE001 - see above
-        _log.exception("a callback of a call's future raised what ends threads")
+        _log.exception("a callback of a call's future raised an exception that ends threads")
 
 
 _Value = TypeVar("_Value")
 
 
-class Outcome(Generic[_Value]):
-    """What something comes to.
+class OneShot(Generic[_Value]):
+    """A one-shot value with callbacks.
 
-    Other than a future it keeps nothing of whom it has told: those may hold references, whose ends count here.
+    Unlike a future it drops its callbacks once they are called: they may hold RRefs, whose lifetime is counted.
     """
 
     def __init__(self) -> None:
         self._changed = threading.Condition()
-        self._values: list[_Value] = []  # none, or one
-        self._then: list[Callable[[_Value], object]] = []
+        self._values: list[_Value] = []  # empty, or one
+        self._callbacks: list[Callable[[_Value], object]] = []
 
     def set(self, value: _Value) -> None:
-        """Tell what it came to; the first time counts."""
-        self._set(value, is_new=True)
+        """Set the value and call the callbacks; only the first call counts."""
+        self._set(value, is_first=True)
 
     def replace(self, value: _Value) -> None:
-        """Have it come to something else, for those who have not been told."""
-        self._set(value, is_new=False)
+        """Set another value, for callbacks that have not been called."""
+        self._set(value, is_first=False)
 
-    def when_set(self, then: Callable[[_Value], object]) -> None:
-        """Call something with it: at once if it is known, or else in the thread that sets it."""
+    def add_callback(self, callback: Callable[[_Value], object]) -> None:
+        """Call a function with the value: at once if it is set, or else in the thread that sets it."""
         with self._changed:
             if not self._values:
-                self._then.append(then)
+                self._callbacks.append(callback)
                 return
             value = self._values[0]
-        then(value)
+        callback(value)
 
-    def look(self) -> list[_Value]:
-        """It in a list, or an empty one."""
+    def peek(self) -> list[_Value]:
+        """The value in a list, or an empty list."""
         return self._values[:]
 
-    def wait(self, seconds: float) -> list[_Value]:
-        """The same, after no longer than that."""
+    def wait(self, timeout: float) -> list[_Value]:
+        """The same, after waiting for the value."""
         with self._changed:
-            self._changed.wait_for(lambda: bool(self._values), seconds)
+            self._changed.wait_for(lambda: bool(self._values), timeout)
             return self._values[:]
 
-    def _set(self, value: _Value, *, is_new: bool) -> None:
+    def _set(self, value: _Value, *, is_first: bool) -> None:
         with self._changed:
-            if is_new and self._values:
+            if is_first and self._values:
                 return
             self._values = [value]
-            then, self._then = self._then, []
+            callbacks, self._callbacks = self._callbacks, []
             self._changed.notify_all()
-        for each in then:
-            each(value)
+        for callback in callbacks:
+            callback(value)

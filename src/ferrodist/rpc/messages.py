@@ -1,8 +1,8 @@
-"""What agents say to each other: calls, results and failures, and how they are written down.
+"""Messages between agents: calls, results and failures, and how they are packed.
 
-[Note: forms]
-What is plain, that is without tensors and without values in values, is written by msgspec at once, which is what most
-calls are; everything else as a letter (`collectives/serialization.py`) of nested values.
+[Note: plain content]
+Most calls and results have neither tensors nor nested values: those are packed by msgspec at once, into bytes. All
+others become a `PackedValue` (`collectives/serialization.py`).
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 import enum
 import pickle
+from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -24,73 +25,70 @@ from ferrodist.collectives.serialization import PackedValue
 from ferrodist.errors import DistributedTimeoutError, PeerLostError, ProtocolError, RpcError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Callable, Iterable, Mapping, Sequence
+
+    from ferrodist.deadline import Deadline
+    from ferrodist.rpc.future import OneShot
 
 Content = bytes | PackedValue
-"""What a message holds beside its kind and number: see [Note: forms]."""
+"""The content of a message, beside its kind and number: see [Note: plain content]."""
 
 
 class MessageKind(enum.IntEnum):
-    """What a message is."""
+    """The kind of a message."""
 
     CALL = 0
     RESULT = 1
     FAILURE = 2
 
-    WITHDRAWAL = 3
-    """Whoever made a call waits no more."""
+    CANCEL = 3
+    """The caller of a call waits no more."""
 
     INTERNAL_CALL = 4
-    """A call of an agent to another one, which is served at once."""
+    """A call of one agent by another one, which is handled in the thread that receives it."""
 
     NOTICE = 5
-    """The same without an answer, and after all that was sent before."""
+    """An internal call without a response, which is handled after everything sent before it."""
 
 
 OWN_NAMES = "ferrodist."
-"""What names of functions that users can't register begin with: agents call these of each other."""
+"""Prefix of the names of internal calls, which users can't register."""
 
 HELLO = "ferrodist.hello"
-"""(name): what the rank is called that calls this. It has no answer."""
+"""(name): the name of the calling rank. A notice."""
 
 MET = "ferrodist.met"
-"""(): whoever calls this knows of the connection, and so of whatever is sent to it from now on. It has no answer."""
+"""(): the caller knows of the connection, and so of whatever is sent to it from now on. A notice."""
 
 NO_NUMBER = 0
-"""Of a `NOTICE`."""
+"""The number of a `NOTICE`."""
 
 
 class FailureKind(enum.IntEnum):
     """Why a call has no result."""
 
     RAISED = 0
-    """The function did."""
+    """The function raised an exception."""
 
     UNKNOWN = 1
     """There is no function of that name."""
 
     UNDECODABLE = 2
-    """What came is no call."""
+    """The message could not be unpacked."""
 
     UNENCODABLE = 3
-    """What the function returned can't travel."""
+    """The result can't be sent."""
 
     EXPIRED = 4
-    """Its time was over before its turn, or before its end."""
+    """The call was given up before it began, or before it ended."""
 
     OVERLOADED = 5
-    """There are too many calls without a result."""
+    """The caller has too many calls without a result."""
 
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """A function to be called.
-
-    Args:
-        name: Of the function.
-        arguments: By their places.
-        keywords: By their names.
-    """
+    """A call of a function: the function's name, and the arguments."""
 
     name: str
     arguments: Sequence[Any]
@@ -98,14 +96,7 @@ class Call:
 
 
 class Failure(msgspec.Struct, frozen=True, array_like=True):
-    """Why there is no result.
-
-    Args:
-        kind: What went wrong.
-        type_name: Of the exception.
-        text: What it says.
-        traceback: Where it was raised.
-    """
+    """The reason why a call has no result: its kind, and the exception's type, text and traceback."""
 
     kind: FailureKind
     type_name: str
@@ -114,7 +105,7 @@ class Failure(msgspec.Struct, frozen=True, array_like=True):
 
 
 _ARRAYS = frozenset({np.ndarray, np.memmap})
-"""A masked array, a matrix, or a user's own kind is more than its elements."""
+"""Array types that are no more than their elements; masked arrays, matrices and users' subclasses are."""
 
 
 def _take_array(value: Any) -> torch.Tensor | None:
@@ -133,7 +124,7 @@ def _take_array(value: Any) -> torch.Tensor | None:
     return tensor
 
 
-def _take_array_that_fits(value: Any) -> torch.Tensor | None:
+def _take_array_or_leave(value: Any) -> torch.Tensor | None:
     try:
         return _take_array(value)
     except TypeError:
@@ -146,17 +137,11 @@ def _put_array(value: Any) -> Any:
     raise ValueError("an array that is no tensor")
 
 
-ARRAYS = LeafCodec(mark="array", take_apart=_take_array, put_together=_put_array)
-"""Numpy arrays as tensors."""
+ARRAY_CODEC = LeafCodec(tag="array", encode=_take_array, decode=_put_array)
+"""Sends numpy arrays as tensors."""
 
-EXTENSIONS = (ARRAYS,)
-"""What goes from rank to rank beside nested values."""
-
-EXTENSIONS_BESIDE_PICKLES = (dataclasses.replace(ARRAYS, take_apart=_take_array_that_fits),)
-"""The same where `PICKLED` takes what they can't."""
-
-REFERENCE_MARK = "rref"
-"""Of references, whose extension each agent has its own of for each rank."""
+REFERENCE_TAG = "rref"
+"""The tag of references. Their codec differs by agent and peer."""
 
 
 def _take_object(value: Any) -> bytes | None:
@@ -168,8 +153,8 @@ def _take_object(value: Any) -> bytes | None:
         raise TypeError(f"can't be pickled: {error}") from error
 
 
-PICKLED = LeafCodec(mark="pickle", take_apart=_take_object, put_together=pickle.loads)
-"""Whatever else Python knows; the last to be asked, and only where whoever calls is trusted with everything."""
+_PICKLE_CODEC = LeafCodec(tag="pickle", encode=_take_object, decode=pickle.loads)
+"""Pickles all other values. It is the last codec, and used only where callers are trusted with everything."""
 
 _PLAIN = frozenset({type(None), bool, int, float, str, bytes})
 _ENCODE = msgspec.msgpack.Encoder().encode
@@ -194,10 +179,10 @@ def _check_tensor(tensor: torch.Tensor) -> None:
         raise TypeError(f"is a tensor that does not go from rank to rank: {error}") from None
 
 
-def _place_in(call: Call, text: str) -> str:
-    """What an error says, with the place as who made the call knows it."""
+def _locate_argument(call: Call, text: str) -> str:
+    """An error's text, with the position as the caller wrote it."""
     prefixes = {"[1]": "argument ", "[2]": "keyword "}
-    if call.name.startswith(OWN_NAMES):  # the last two arguments are what a function is to have
+    if call.name.startswith(OWN_NAMES):  # the last two arguments are the function's own
         last = len(call.arguments) - 1
         prefixes = {f"[1][{last - 1}]": "argument ", f"[1][{last}]": "keyword "}
     for prefix, kind in prefixes.items():
@@ -206,32 +191,31 @@ def _place_in(call: Call, text: str) -> str:
     return text.lstrip()
 
 
-def pack_call(call: Call, extensions: Sequence[LeafCodec]) -> Content:
-    """Write a call down.
-
-    Raises:
-        TypeError: Something in it can't travel; it is named.
-    """
+def pack_plain_call(call: Call) -> bytes | None:
+    """Pack a call whose arguments are all plain; None for others."""
     if _are_plain(call.arguments) and _are_plain(call.keywords.values()):
         try:
             return _ENCODE((call.name, call.arguments, call.keywords))
         except (OverflowError, UnicodeEncodeError):
-            pass  # an integer of more than 64 bits, or half of a surrogate pair, which is named below
+            pass  # an integer of more than 64 bits, or half of a surrogate pair, which `pack_call` names
+    return None
+
+
+def pack_call(call: Call, extensions: Sequence[LeafCodec]) -> Content:
+    """Pack a call; raises TypeError with the position of a value that can't be sent."""
+    content = pack_plain_call(call)
+    if content is not None:
+        return content
     value = [call.name, tuple(call.arguments), call.keywords]
     try:
         return PackedValue.of(value, "", extensions, _check_tensor)
     except TypeError as error:
         title = call.name.removeprefix(OWN_NAMES)
-        raise TypeError(f"the call of {title!r}: {_place_in(call, str(error))}") from None
+        raise TypeError(f"the call of {title!r}: {_locate_argument(call, str(error))}") from None
 
 
 def unpack_call(content: Content, src: int, extensions: Sequence[LeafCodec]) -> Call:
-    """Read a call.
-
-    Raises:
-        ProtocolError: It is none.
-        PeerLostError: A reference in it is not taken; see `Tables.arrived`.
-    """
+    """Unpack a call; raises ProtocolError for other content, and PeerLostError if a reference in it is refused."""
     try:
         if isinstance(content, bytes):
             call = Call(*_DECODE_CALL(content))
@@ -241,34 +225,31 @@ def unpack_call(content: Content, src: int, extensions: Sequence[LeafCodec]) -> 
             match content.open(extensions):
                 case [str(name), tuple(arguments), dict(keywords)]:
                     return Call(name, arguments, keywords)
-    except PeerLostError:  # of a reference that is not taken
+    except PeerLostError:  # a reference is refused
         raise
     except Exception as error:
-        raise _no(f"call: {error}", src) from error
-    raise _no("call", src)
+        raise _protocol_error(f"call: {error}", src) from error
+    raise _protocol_error("call", src)
 
 
-def pack_result(value: Any, extensions: Sequence[LeafCodec]) -> Content:
-    """Write down what a function has returned.
-
-    Raises:
-        TypeError: Something in it can't travel; it is named.
-    """
+def pack_plain_result(value: Any) -> bytes | None:
+    """Pack a plain result; None for others."""
     if type(value) in _PLAIN:
         try:
             return _ENCODE(value)
         except (OverflowError, UnicodeEncodeError):
             pass  # as above
-    return PackedValue.of(value, "the result", extensions, _check_tensor)
+    return None
+
+
+def pack_result(value: Any, extensions: Sequence[LeafCodec]) -> Content:
+    """Pack a function's result; raises TypeError with the position of a value that can't be sent."""
+    content = pack_plain_result(value)
+    return PackedValue.of(value, "the result", extensions, _check_tensor) if content is None else content
 
 
 def unpack_result(content: Content, src: int, extensions: Sequence[LeafCodec]) -> Any:
-    """Read a result.
-
-    Raises:
-        ProtocolError: It is none.
-        PeerLostError: As for `unpack_call`.
-    """
+    """Unpack a result; raises as `unpack_call`."""
     try:
         if not isinstance(content, bytes):
             return content.open(extensions)
@@ -278,31 +259,27 @@ def unpack_result(content: Content, src: int, extensions: Sequence[LeafCodec]) -
     except PeerLostError:
         raise
     except Exception as error:
-        raise _no(f"result: {error}", src) from error
-    raise _no("result", src)
+        raise _protocol_error(f"result: {error}", src) from error
+    raise _protocol_error("result", src)
 
 
 def pack_failure(failure: Failure) -> bytes:
-    """Write a failure down."""
+    """Pack a failure."""
     return _ENCODE(failure)
 
 
 def unpack_failure(content: Content, src: int) -> Failure:
-    """Read a failure.
-
-    Raises:
-        ProtocolError: It is none.
-    """
+    """Unpack a failure; raises ProtocolError for other content."""
     try:
         if isinstance(content, bytes):
             return _DECODE_FAILURE(content)
     except Exception as error:
-        raise _no(f"failure: {error}", src) from error
-    raise _no("failure", src)
+        raise _protocol_error(f"failure: {error}", src) from error
+    raise _protocol_error("failure", src)
 
 
 def error_of(name: str, peer: int, failure: Failure) -> Exception:
-    """What a call raises that has failed."""
+    """The exception that a failed call raises."""
     if failure.kind is FailureKind.EXPIRED:
         return DistributedTimeoutError(f"rank {peer}: {failure.text}", ranks=(peer,))
     how = "{} failed on rank {}" if failure.kind is FailureKind.RAISED else "the call of {} on rank {}"
@@ -314,5 +291,47 @@ def error_of(name: str, peer: int, failure: Failure) -> Exception:
     )
 
 
-def _no(what: str, src: int) -> ProtocolError:
+def _protocol_error(what: str, src: int) -> ProtocolError:
     return ProtocolError(f"rank {src} sent what is no {what}", ranks=(src,))
+
+
+class ReferenceTransfer(ABC):
+    """The references in a message, whose owners may have to know of them before it is sent."""
+
+    @abstractmethod
+    def send(
+        self, transmit: Callable[[], None], on_error: Callable[[BaseException], None], deadline: Deadline
+    ) -> OneShot[BaseException | None] | None:
+        """Send the message, now or soon.
+
+        Returns None if it was sent at once, and raises if it can't be. Otherwise the result is set to None when it was
+        sent, or to the error, with which `on_error` is called first.
+        """
+
+    @abstractmethod
+    def forget(self, _: object = None) -> None:
+        """Drop the references: the call has ended, whether it was sent or not."""
+
+
+class ValueCodec(ABC):
+    """Packs and unpacks values to and from each rank."""
+
+    def __init__(self, reference_codecs: Mapping[int, LeafCodec], *, allow_pickle: bool) -> None:
+        arrays = ARRAY_CODEC
+        last: tuple[LeafCodec, ...] = ()
+        if allow_pickle:  # which takes the arrays that can't be sent as tensors
+            arrays = dataclasses.replace(ARRAY_CODEC, encode=_take_array_or_leave)
+            last = (_PICKLE_CODEC,)
+        # By peer, the codecs of values beside nested ones.
+        self.extensions = {peer: (arrays, codec, *last) for peer, codec in reference_codecs.items()}
+        self.tags = tuple(each.tag for each in (arrays, *list(reference_codecs.values())[:1], *last))
+
+    @abstractmethod
+    def pack(
+        self, peer: int, write: Callable[[Any, Sequence[LeafCodec]], Content], value: Any
+    ) -> tuple[Content, ReferenceTransfer | None]:
+        """Pack a value for a peer by `pack_call` or `pack_result`.
+
+        Returns:
+            The content, and the references in it, which are to send it.
+        """

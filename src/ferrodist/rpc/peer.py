@@ -1,372 +1,195 @@
-"""Who calls functions here, and is called: another rank, or this one itself.
-
-Another rank, at the end of a link.
-"""
+"""Peers: the ranks that an agent calls and is called by, which include the rank itself."""
 
 from __future__ import annotations
 
 import contextlib
-import functools
 import threading
+import time
 from abc import ABC, abstractmethod
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
-from ferrodist.deadline import Deadline
-from ferrodist.errors import DistributedError, PeerLostError, ProtocolError, describe_error
-from ferrodist.rpc.connection import Link
-from ferrodist.rpc.messages import (
-    HELLO,
-    MET,
-    NO_NUMBER,
-    Call,
-    Failure,
-    FailureKind,
-    MessageKind,
-    pack_call,
-    pack_failure,
-    pack_result,
-    unpack_call,
-    unpack_result,
-)
-from ferrodist.rpc.server import Served
-from ferrodist.rpc.window import Window
-from ferrodist.wording import counted
+from ferrodist.errors import DistributedError
+from ferrodist.rpc.messages import NO_NUMBER, Call, Content, MessageKind, pack_call
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from ferrodist.backends.base import Backend
-    from ferrodist.rpc.agent_context import Office
-    from ferrodist.rpc.large_messages import Buffers
-    from ferrodist.rpc.messages import Content
-    from ferrodist.rpc.refcount_protocol import Passing
+    from ferrodist.backends.request import WaitEvent
+    from ferrodist.rpc.executor import Executor, WaitEvents
+    from ferrodist.rpc.large_messages import TensorPool
 
-_MOST_BESIDE = 100
-
-_MOST_LETTERS, _MOST_OF_A_NAME = 300, 40
-"""Of a failure that can't travel as it is; a frame has room for them whatever the limit of messages."""
+_POLL_INTERVAL_SECONDS = 0.002
 
 
-class _Incoming(Served):
-    """A call of a caller's."""
+class CallWindow:
+    """Flow control: the number of calls to a peer that may be without a result.
 
-    __slots__ = ("_caller", "_content", "_number")
-
-    def __init__(self, caller: Caller, number: int, content: Content) -> None:
-        super().__init__()
-        self._caller = caller
-        self._number = number
-        self._content: Content | None = content
-
-    def read(self) -> Call:
-        content, self._content = self._content, None  # its tensors are the function's now
-        assert content is not None
-        return self._caller.read_call(content)
-
-    def answer(self, found: Any) -> None:
-        self._caller.answer(self._number, found)
-
-
-class Withdrawable(Protocol):
-    """What is done for a caller, until it is answered."""
-
-    def withdraw(self) -> None:
-        """The caller waits no more."""
-
-
-class Reply:
-    """Takes what a call of an agent's own has come to, which may be a call of a function in turn.
-
-    Args:
-        caller: Who made it.
-        number: Of it.
+    Waking a thread for each free slot costs more than a call, so waiting threads are woken when several slots are free.
+    For the last slots, which may never be joined by others, they poll.
     """
 
-    __slots__ = ("_caller", "_number", "_served", "is_withdrawn")
+    def __init__(self, size: int, wait_events: WaitEvents) -> None:
+        self._num_free = size
+        self._wake_threshold = max(1, size // 4)
+        self._wait_events = wait_events
+        self._lock = threading.Lock()
+        self._waiting: list[WaitEvent] = []
+        self._are_woken = False
 
-    def __init__(self, caller: Caller, number: int) -> None:
-        self._caller = caller
-        self._number = number
-        self._served: Served | None = None
-        self.is_withdrawn = False
+    def acquire(self, timeout: float) -> bool:
+        """Take a slot, waiting for one; returns whether there was one. Threads that wait already come first."""
+        with self._lock:
+            if self._num_free > len(self._waiting):
+                self._num_free -= 1
+                return True
+        return timeout > 0 and self._wait(time.monotonic() + timeout)
 
-    def __call__(self, found: Any) -> None:
-        """Send it."""
-        self._served = None  # which keeps this, and the function
-        self._caller.reply(self._number, found)
+    def release(self) -> None:
+        """Give a slot back."""
+        with self._lock:
+            self._num_free += 1
+            if self._num_free < self._wake_threshold or self._are_woken or not self._waiting:
+                return
+            self._are_woken = True
+            woken = self._waiting.copy()
+        for event in woken:
+            event.set()
 
-    def withdraw(self) -> None:
-        """The caller waits no more."""
-        self.is_withdrawn = True
-        if self._served is not None:
-            self._served.withdraw()
+    def close(self) -> None:
+        """Let all threads in: sending tells them what is wrong."""
+        with self._lock:
+            self._num_free = self._wake_threshold = 1 << 62
+            woken = self._waiting.copy()
+        for event in woken:
+            event.set()
 
-    def leave_to(self, served: Served) -> None:
-        """It will be answered by the call of a function."""
-        self._served = served
-        if self.is_withdrawn:
-            served.withdraw()
+    def _wait(self, end: float) -> bool:
+        event = self._wait_events.current()
+        with self._lock:
+            self._waiting.append(event)
+        has_slot = False
+        try:
+            while not (has_slot := self._take()) and (left := end - time.monotonic()) > 0:
+                event.wait(min(left, _POLL_INTERVAL_SECONDS))
+        finally:
+            with self._lock:
+                self._waiting.remove(event)
+        return has_slot
+
+    def _take(self) -> bool:
+        with self._lock:
+            self._are_woken = False
+            if self._num_free <= 0:
+                return False
+            self._num_free -= 1
+            return True
 
 
-class Caller(ABC):
-    """A rank that makes calls here, and is called.
+class IncomingCall:
+    """A call by a peer, until it is answered; `RpcServer` serves it."""
 
-    Args:
-        rank: It.
-        office: Of the agent.
-    """
+    def __init__(self, peer: Peer, number: int | None, content: Content) -> None:
+        self.peer = peer
+        self.number = number  # among the caller's calls; None for a notice, which has no response
+        self.content: Content | None = content  # the packed call, or
+        self.call: Call | None = None  # the unpacked one, until it is served
+        self.function: Callable[..., Any] | None = None  # in place of the one registered under the call's name
+        self.on_result: Callable[[Any], Any] | None = None  # makes the result an object; returns what is sent instead
+        self.is_submitted = False  # whether a function of the user's is to be called
+        self.is_cancelled = False  # whether the caller waits no more
+        self._cancel: Callable[[], object] | None = None
 
-    def __init__(self, rank: int, office: Office) -> None:
-        self.rank = rank
-        self.window = Window(office.most_outstanding, office.waits)
-        self._office = office
-        self._served: dict[int, Withdrawable] = {}  # by number: calls that have come and are not answered
+    def cancel(self) -> None:
+        """Note that the caller waits no more: a function that has not begun is not called, a coroutine is cancelled.
 
-    def write_call(self, call: Call) -> tuple[Content, Passing | None]:
-        """A call to this rank, written down, and the references in it; see `pack_call`."""
-        return self._office.objects.pack(self.rank, pack_call, call)
-
-    def read_call(self, content: Content) -> Call:
-        """A call of this rank; see `unpack_call`."""
-        return unpack_call(content, self.rank, self._office.objects.extensions[self.rank])
-
-    def read_result(self, content: Content) -> Any:
-        """A result of this rank's; see `unpack_result`."""
-        return unpack_result(content, self.rank, self._office.objects.extensions[self.rank])
-
-    def answer(self, number: int, found: Any) -> None:
-        """Send what a call has come to, a value or a `Failure`; does not raise."""
-        self._office.counters.count("failed" if isinstance(found, Failure) else "served")
-        self.reply(number, found)
-
-    def reply(self, number: int, found: Any) -> None:
-        """`answer`, of what is no call of a user's."""
-        self._served.pop(number, None)
-        self._send_answer(number, found)
-
-    def num_served(self) -> int:
-        """How many of its calls of functions have no answer; those of methods count for themselves."""
-        return sum(isinstance(each, _Incoming) for each in self._served.copy().values())
-
-    def close(self, seconds: float) -> None:
-        """Serve nothing more of it, and call it no more.
-
-        Args:
-            seconds: How long it may take to take the goodbye.
+        A call that makes an object goes on: the caller may use its reference later.
         """
-        del seconds
-        self.window.close()
-        for served in self._served.copy().values():
-            served.withdraw()
+        if self.on_result is not None:
+            return
+        self.is_cancelled = True
+        if self._cancel is not None:
+            self._cancel()
+
+    def on_cancel(self, callback: Callable[[], object]) -> None:
+        """Have `cancel` call a function, at least once; at once if the call was cancelled already."""
+        self._cancel = callback
+        if self.is_cancelled:
+            callback()
+
+
+class MessageHandler(Protocol):
+    """Handles the messages of peers, in the threads that receive them; those of one peer in their order.
+
+    Methods must not block: until they return, nothing else is received.
+    """
+
+    def on_message(self, peer: Peer, kind: MessageKind, number: int, content: Content) -> None:
+        """Handle a message."""
+
+    def on_cancelled_message(self, peer: Peer, number: int, content: Content) -> None:
+        """Refuse a call that was cancelled while its tensors were on their way, which may have changed."""
+
+    def on_undecodable(self, peer: Peer, kind: MessageKind, number: int, error: DistributedError) -> None:
+        """Handle a message of which no more could be read than this."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PeerOptions:
+    """The options and resources that the peers of one agent share."""
+
+    executor: Executor
+    tensor_pool: TensorPool  # for received tensors
+    tags: Sequence[str]  # of the codecs that received values may use
+    max_outstanding: int  # calls to one peer
+    message_limit: int  # in bytes
+
+
+class Peer(ABC):
+    """A rank that is called, and makes calls here."""
+
+    def __init__(self, rank: int, options: PeerOptions, handler: MessageHandler) -> None:
+        self.rank = rank
+        self.window = CallWindow(options.max_outstanding, options.executor.wait_events)
+        self.incoming: dict[int, IncomingCall] = {}  # the peer's calls that are not answered, by number
+        self.internal_lock = threading.RLock()  # held while an internal call of the peer is handled
+        self.internal_thread: int | None = None  # the thread that handles one
+        self.deferred: list[tuple[int, Any]] = []  # results of internal calls, to be sent once the lock is released
+        self.is_lost = False  # whether internal calls are handled no more
+        self._handler = handler
 
     @abstractmethod
     def send(self, kind: MessageKind, number: int, content: Content) -> None:
-        """Send a message to this rank; see `Link.send`."""
+        """Send a message; its tensors must not be changed until it has arrived.
 
-    def _take(self, kind: MessageKind, number: int, content: Content) -> None:
-        """Act on a message of this rank."""
-        if kind is MessageKind.CALL:
-            self._take_call(number, content)
-        elif kind is MessageKind.INTERNAL_CALL:
-            reply = Reply(self, number)
-            if self._has_room(number, content) and self._is_new(number, reply):
-                self._take_internal_call(content, reply)
-        elif kind is MessageKind.NOTICE:
-            self._take_internal_call(content, _no_answer)
-        elif kind is MessageKind.WITHDRAWAL:
-            served = self._served.get(number)
-            if served is not None:
-                served.withdraw()
-        else:
-            self._office.answered(self.rank, number, kind, content)
+        Raises ValueError if it is too large, TypeError if a tensor can't be sent, DistributedError if the peer was
+        lost.
+        """
 
-    def _take_withdrawn(self, number: int, content: Content) -> None:
-        """Refuse a call whose caller had given up while its tensors were on their way: they may have changed."""
-        with contextlib.suppress(ProtocolError, PeerLostError):
-            self.read_call(content)  # references in it have been counted for this rank
-        text = "the call's tensors were on their way until its caller had given up"
-        self.answer(number, Failure(FailureKind.EXPIRED, "", text, ""))
-
-    def _take_call(self, number: int, content: Content) -> None:
-        served = _Incoming(self, number, content)
-        if self._has_room(number, content) and self._is_new(number, served):
-            self._office.workers.submit(served)
-
-    def _has_room(self, number: int, content: Content) -> bool:
-        # Agents' calls of each other that take no place in a window are few: one for each answer with references.
-        most = 2 * self._office.most_outstanding + _MOST_BESIDE
-        if len(self._served) < most:
-            return True
-        with contextlib.suppress(ProtocolError, PeerLostError):
-            self.read_call(content)  # references in it have been counted for this rank
-        text = f"rank {self.rank} has {counted(len(self._served), 'call')} here without a result, as many as may be"
-        self._send_answer(number, Failure(FailureKind.OVERLOADED, "", text, ""))
-        return False
-
-    def _is_new(self, number: int, served: Withdrawable) -> bool:
-        if self._served.setdefault(number, served) is not served:
-            raise ProtocolError(f"rank {self.rank} made call {number} twice", ranks=(self.rank,))
-        return True
-
-    def _take_internal_call(self, content: Content, answer: Callable[[Any], None]) -> None:
-        try:
-            call = self.read_call(content)
-        except (ProtocolError, PeerLostError) as error:
-            answer(Failure(FailureKind.UNDECODABLE, "", str(error), ""))
-        else:
-            self._office.serve_internal(self.rank, call, answer)
-
-    def _send_answer(self, number: int, found: Any) -> None:
-        if isinstance(found, Failure):
-            if not self._office.objects.is_closed:  # what fails then fails for that, which the caller is about to learn
-                self._send_failure(number, found)
-            return
-        try:
-            content, passing = self._office.objects.pack(self.rank, pack_result, found)
-            send = functools.partial(self.send, MessageKind.RESULT, number, content)
-            if passing is None:
-                send()
-                return
-            sent = passing.send(send, functools.partial(self._fail_answer, number), Deadline(self._office.timeout))
-            if sent is not None:
-                sent.when_set(passing.forget)
-        except (TypeError, ValueError, DistributedError) as error:
-            self._fail_answer(number, error)
-        except Exception as error:  # noqa: BLE001 - a value of the user's may raise anything when it is looked at
-            self._fail_answer(number, TypeError(f"the result can't travel: {describe_error(error)}"))
-
-    def _fail_answer(self, number: int, error: BaseException) -> None:
-        """An answer can't travel, or is too large, or its caller is gone."""
-        self._send_failure(number, Failure(FailureKind.UNENCODABLE, type(error).__name__, str(error), ""))
-
-    def _send_failure(self, number: int, failure: Failure) -> None:
-        with contextlib.suppress(DistributedError):  # whoever waited is gone
-            try:
-                self.send(MessageKind.FAILURE, number, pack_failure(failure))
-            except Exception:  # noqa: BLE001 - a traceback may be too large, or no text that travels
-                text = failure.text[:_MOST_LETTERS].encode("ascii", "backslashreplace")[:_MOST_LETTERS].decode("ascii")
-                short = Failure(failure.kind, failure.type_name[:_MOST_OF_A_NAME], text, "")
-                self.send(MessageKind.FAILURE, number, pack_failure(short))
-
-
-def _no_answer(found: Any) -> None:
-    del found  # nobody waits for it
-
-
-class OwnCaller(Caller):
-    """This rank, which calls itself without a network; tensors are not copied."""
-
-    def send(self, kind: MessageKind, number: int, content: Content) -> None:
-        """Take a message of its own."""
-        self._take(kind, number, content)
-
-
-class Neighbor(Caller):
-    """Another rank; it is its link's `Receiver`.
-
-    Args:
-        rank: It.
-        office: Of the agent.
-        pair: A group of this rank and that one, which the neighbor closes.
-        ended: Called with this, and why nothing comes any more; must not block.
-    """
-
-    def __init__(
-        self, rank: int, office: Office, pair: Backend, ended: Callable[[Neighbor, DistributedError], None]
-    ) -> None:
-        super().__init__(rank, office)
-        self.pair = pair
-        self._ended = ended
-        self._link = Link(pair, rank, self, office.message_limit)
-        self._taking = threading.RLock()  # what belongs to objects
-        self._taker: int | None = None  # the thread that has it
-        self._later: list[tuple[int, Any]] = []  # its answers: to send may be to receive, from other ranks too
-        self._is_lost = False
-
-    def start(self) -> None:
-        """Receive from now on."""
-        self._link.start()
-        self._tell(Call(MET, (), {}))
-        self._tell(Call(HELLO, (self._office.name or "",), {}))
-
-    def _tell(self, call: Call) -> None:
-        content, _ = self.write_call(call)
-        with contextlib.suppress(DistributedError):  # its end is told apart
-            self.send(MessageKind.NOTICE, NO_NUMBER, content)
-
-    def send(self, kind: MessageKind, number: int, content: Content) -> None:
-        """See `Link.send`."""
-        self._link.send(kind, number, content)
-
-    def close(self, seconds: float) -> None:
-        """Send nothing more, and receive nothing more."""
-        self._link.close(seconds)
-        super().close(seconds)
+    def notify(self, name: str, *arguments: Any) -> None:
+        """Send an internal call of plain values that has no response; a peer that is lost is passed over."""
+        with contextlib.suppress(DistributedError):
+            self.send(MessageKind.NOTICE, NO_NUMBER, pack_call(Call(name, arguments, {}), ()))
 
     def forget(self) -> None:
-        """Let it have no more to do with objects here: what it has left behind is about to be cleared away.
+        """Handle no more internal calls of the peer: what it leaves behind is about to be cleared away.
 
-        Messages of their own that follow a frame may be taken after the end of the link has been told.
+        Messages that follow a frame may be received after the connection's end was reported.
         """
-        with self._taking:
-            self._is_lost = True
+        with self.internal_lock:
+            self.is_lost = True
 
-    def _take_internal_call(self, content: Content, answer: Callable[[Any], None]) -> None:
-        with self._taking:
-            if self._is_lost:
-                return
-            before, self._taker = self._taker, threading.get_ident()
-            try:
-                super()._take_internal_call(content, answer)
-            finally:
-                self._taker = before
-                answers: list[tuple[int, Any]] = []
-                if before is None:
-                    answers, self._later = self._later, answers
-        for number, found in answers:
-            super()._send_answer(number, found)
+    def close(self, timeout: float) -> None:
+        """Cancel the peer's calls, and let go the threads that wait to call it; a goodbye may take that long."""
+        del timeout
+        self.window.close()
+        for call in self.incoming.copy().values():
+            call.cancel()
 
-    def _send_answer(self, number: int, found: Any) -> None:
-        if self._taker == threading.get_ident():
-            self._later.append((number, found))
-        else:
-            super()._send_answer(number, found)
 
-    # What the link tells.
+class LoopbackPeer(Peer):
+    """The rank itself, called without a network; tensors are not copied."""
 
-    @property
-    def buffers(self) -> Buffers:
-        """See `Receiver`."""
-        return self._office.buffers
-
-    @property
-    def marks(self) -> Sequence[str]:
-        """See `Receiver`."""
-        return self._office.objects.marks
-
-    def attend(self, change: int) -> None:
-        """See `Receiver`."""
-        self._office.workers.attend(change)
-
-    def received(self, peer: int, kind: MessageKind, number: int, content: Content) -> None:
-        """See `Receiver`."""
-        del peer
-        self._take(kind, number, content)
-
-    def withdrawn(self, peer: int, kind: MessageKind, number: int, content: Content) -> None:
-        """See `Receiver`."""
-        del peer, kind
-        self._take_withdrawn(number, content)
-
-    def garbled(self, peer: int, kind: MessageKind, number: int, error: DistributedError) -> None:
-        """See `Receiver`."""
-        failure = Failure(FailureKind.UNDECODABLE, "", str(error), "")
-        if kind in (MessageKind.CALL, MessageKind.INTERNAL_CALL):
-            self._send_answer(number, failure)
-        else:
-            self._office.answered(peer, number, MessageKind.FAILURE, pack_failure(failure))
-
-    def lost(self, peer: int, error: DistributedError) -> None:
-        """See `Receiver`."""
-        del peer
-        self._ended(self, error)
+    def send(self, kind: MessageKind, number: int, content: Content) -> None:
+        """Handle a message of this rank's own."""
+        self._handler.on_message(self, kind, number, content)

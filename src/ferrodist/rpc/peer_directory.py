@@ -1,11 +1,11 @@
-"""Which process is which rank now, through a store.
+"""`PeerDirectory`: the current process of each rank, in a store.
 
-[Note: the roster]
-Every process that starts takes the next number of its rank, its *incarnation*, and writes where it listens under its
-rank, over what the one before has written. Then it rings the bell of each higher rank: a key that wakes the process
-which waits for it. Who is woken takes the key away and then reads the addresses of all lower ranks, so a bell that is
-rung twice and heard once loses nothing. A bell belongs to one incarnation: a process that has been replaced but lives
-on does not hear its successor's. Each rank has two keys, and two bells at most.
+[Note: peer directory]
+Every process that starts takes the next number of its rank, its *incarnation*, and writes its address under its rank,
+over that of the process before. Then it sets the *change key* of each higher rank, which wakes the process that waits
+for it. That process deletes the key and then reads the addresses of all lower ranks, so a key that is set twice and
+seen once loses nothing. A change key belongs to one incarnation: a process that has been replaced but lives on does not
+see its successor's. Each rank has two keys, and two change keys at most.
 """
 
 from __future__ import annotations
@@ -28,19 +28,16 @@ if TYPE_CHECKING:
 _log = logging.getLogger(__name__)
 
 _NEVER = b"\0"
-"""What no key holds: compared with it, a key is read without being waited for."""
+"""No key has this value: a comparison with it reads a key without waiting for it."""
 
 _CLOSE_SECONDS = 2.0
-_LOOK_AGAIN_SECONDS = 60.0
+_REREAD_SECONDS = 60.0
 
 
-class Entry(msgspec.Struct, frozen=True, array_like=True):
-    """The process that is a rank.
+class PeerRecord(msgspec.Struct, frozen=True, array_like=True):
+    """A process of a rank: its incarnation, a random token, and its address, which is empty once it has left.
 
-    Args:
-        incarnation: How many processes have been this rank, with this one.
-        token: Random: a store that is started anew counts from one again.
-        address: Where it listens, or empty once it has left.
+    The token tells processes apart whose store was started anew, and counts from one again.
     """
 
     incarnation: int
@@ -48,72 +45,60 @@ class Entry(msgspec.Struct, frozen=True, array_like=True):
     address: str
 
 
-_DECODER = msgspec.msgpack.Decoder(Entry)
+_DECODER = msgspec.msgpack.Decoder(PeerRecord)
 
 
-class Roster:
-    """See [Note: the roster].
-
-    Args:
-        store: For the keys; it stays open.
-        rank: This rank.
-        world_size: How many there are.
-        timeout: Seconds the store may take.
-    """
+class PeerDirectory:
+    """The processes of all ranks, and this one among them; see [Note: peer directory]."""
 
     def __init__(self, store: Store, rank: int, world_size: int, timeout: float) -> None:
         self._store = store
         self._rank = rank
         self._world_size = world_size
         self._timeout = timeout
-        self._entry: Entry | None = None
+        self._record: PeerRecord | None = None
         self._closed = False
         self._thread: threading.Thread | None = None
 
-    def enter(self, address: str) -> Entry:
-        """Become the rank's newest process, which listens at an address, and tell the higher ranks.
+    def enter(self, address: str) -> PeerRecord:
+        """Become the rank's newest process, which listens at an address, and notify the higher ranks.
 
-        Raises:
-            DistributedError: The store is gone, or does not answer.
+        Raises DistributedError if the store is gone, or does not answer.
         """
-        number = self._store.add(f"incarnation/{self._rank}", 1, timeout=self._timeout)
-        self._entry = entry = Entry(number, secrets.token_hex(8), address)
-        self._store.delete(_bell(self._rank, number - 2), timeout=self._timeout)
-        if number > 1:  # a process that this one replaces, and that lives, is to know
-            self._store.set(_bell(self._rank, number - 1), b"1", timeout=self._timeout)
-        self._write(entry)
+        incarnation = self._store.add(f"incarnation/{self._rank}", 1, timeout=self._timeout)
+        self._record = record = PeerRecord(incarnation, secrets.token_hex(8), address)
+        self._store.delete(_change_key(self._rank, incarnation - 2), timeout=self._timeout)
+        if incarnation > 1:  # wakes a process that this one replaces, if it lives
+            self._store.set(_change_key(self._rank, incarnation - 1), b"1", timeout=self._timeout)
+        self._write(record)
         for rank in range(self._rank + 1, self._world_size):
-            self._ring(rank)
-        return entry
+            self._notify(rank)
+        return record
 
-    def watch(
-        self,
-        found: Callable[[int, Entry], None],
-        ended: Callable[[str], None],
-    ) -> None:
-        """Have a thread tell which processes the lower ranks are, now and whenever that changes.
+    def watch(self, on_found: Callable[[int, PeerRecord], None], on_end: Callable[[str], None]) -> None:
+        """Have a thread report the lower ranks' newest processes, now and whenever they change.
 
         Args:
-            found: Called with a rank and its newest process, again and again.
-            ended: Called once with the reason, a sentence, when nothing more will be found.
+            on_found: Called with a rank and its newest process, again and again.
+            on_end: Called once with the reason, a sentence, when no more will be found.
         """
         self._thread = threading.Thread(
-            target=self._watch, args=(found, ended), name=f"ferrodist-rpc-{self._rank}-roster", daemon=True
+            target=self._watch, args=(on_found, on_end), name=f"ferrodist-rpc-{self._rank}-directory", daemon=True
         )
         self._thread.start()
 
     def leave(self) -> None:
-        """Take this process off the roster, unless another one has replaced it, and have the thread end."""
+        """Remove this process from the directory, unless another one has replaced it, and have the thread end."""
         self._closed = True
-        entry = self._entry
-        if entry is None:
+        record = self._record
+        if record is None:
             return
-        with contextlib.suppress(DistributedError):  # the store may be gone, and nobody then finds what is left there
-            gone = Entry(entry.incarnation, entry.token, "")
-            self._store.compare_set(self._key, _pack(entry), _pack(gone), timeout=_CLOSE_SECONDS)
-            self._store.set(self._bell, b"1", timeout=_CLOSE_SECONDS)
+        with contextlib.suppress(DistributedError):  # the store may be gone, and with it the keys
+            gone = PeerRecord(record.incarnation, record.token, "")
+            self._store.compare_set(self._key, _pack(record), _pack(gone), timeout=_CLOSE_SECONDS)
+            self._store.set(self._change_key, b"1", timeout=_CLOSE_SECONDS)
             self.join(_CLOSE_SECONDS)
-            self._store.delete(self._bell, timeout=_CLOSE_SECONDS)
+            self._store.delete(self._change_key, timeout=_CLOSE_SECONDS)
 
     def join(self, timeout: float) -> None:
         """Wait for the thread's end, after `leave`."""
@@ -121,18 +106,18 @@ class Roster:
             self._thread.join(timeout)
 
     @property
-    def _number(self) -> int:
-        return 0 if self._entry is None else self._entry.incarnation
+    def _incarnation(self) -> int:
+        return 0 if self._record is None else self._record.incarnation
 
     @property
-    def _bell(self) -> str:
-        return _bell(self._rank, self._number)
+    def _change_key(self) -> str:
+        return _change_key(self._rank, self._incarnation)
 
     @property
     def _key(self) -> str:
         return f"process/{self._rank}"
 
-    def _number_of(self, rank: int) -> int:
+    def _incarnation_of(self, rank: int) -> int:
         """The incarnation of a rank's newest process, or 0."""
         data = self._peek(f"incarnation/{rank}")
         try:
@@ -140,75 +125,75 @@ class Roster:
         except ValueError:
             raise _foreign(f"incarnation/{rank}", data) from None
 
-    def _entry_of(self, rank: int) -> Entry | None:
+    def _record_of(self, rank: int) -> PeerRecord | None:
         data = self._peek(f"process/{rank}")
         return _unpack(f"process/{rank}", data) if data else None
 
-    def _write(self, entry: Entry) -> None:
+    def _write(self, record: PeerRecord) -> None:
         current = self._peek(self._key)
-        while not current or _unpack(self._key, current).incarnation < entry.incarnation:
-            found = self._store.compare_set(self._key, current, _pack(entry), timeout=self._timeout)
-            if found == _pack(entry):
+        while not current or _unpack(self._key, current).incarnation < record.incarnation:
+            found = self._store.compare_set(self._key, current, _pack(record), timeout=self._timeout)
+            if found == _pack(record):
                 return
             current = found
 
-    def _ring(self, rank: int) -> None:
-        """Wake the process that is a rank now. One that starts meanwhile finds this one's address by itself."""
-        while number := self._number_of(rank):
-            self._store.set(_bell(rank, number), b"1", timeout=self._timeout)
-            if self._number_of(rank) == number:
+    def _notify(self, rank: int) -> None:
+        """Wake a rank's current process. One that starts meanwhile finds this one's address by itself."""
+        while incarnation := self._incarnation_of(rank):
+            self._store.set(_change_key(rank, incarnation), b"1", timeout=self._timeout)
+            if self._incarnation_of(rank) == incarnation:
                 return
-            self._store.delete(_bell(rank, number), timeout=self._timeout)
+            self._store.delete(_change_key(rank, incarnation), timeout=self._timeout)
 
     def _peek(self, key: str) -> bytes:
         return self._store.compare_set(key, _NEVER, _NEVER, timeout=self._timeout)
 
-    def _watch(self, found: Callable[[int, Entry], None], ended: Callable[[str], None]) -> None:
+    def _watch(self, on_found: Callable[[int, PeerRecord], None], on_end: Callable[[str], None]) -> None:
         try:
             while not self._closed and self._is_newest():
-                with contextlib.suppress(DistributedTimeoutError):  # nothing new; or the store's process is stopped
-                    self._look(found)
-                    self._store.get(self._bell, timeout=_LOOK_AGAIN_SECONDS)
-                    self._store.delete(self._bell, timeout=self._timeout)
+                with contextlib.suppress(DistributedTimeoutError):  # nothing new, or the store's process is stopped
+                    self._read(on_found)
+                    self._store.get(self._change_key, timeout=_REREAD_SECONDS)
+                    self._store.delete(self._change_key, timeout=self._timeout)
         except ProtocolError as error:
             if not self._closed:
-                ended(f" No process can join again: {error}.")
+                on_end(f" No process can join again: {error}.")
             return
         except DistributedError as error:
             if not self._closed:
-                ended(f" No process can join again, for the store through which they meet is gone: {error}.")
+                on_end(f" No process can join again, for the store through which they meet is gone: {error}.")
             return
-        except Exception as error:  # noqa: BLE001 - whatever it is, nobody else tells of it
+        except Exception as error:  # noqa: BLE001 - no other thread reports it
             _log.exception("rank %d looks for other ranks no more", self._rank)
-            ended(f" This process finds no other one any more: {describe_error(error)}.")
+            on_end(f" This process finds no other one any more: {describe_error(error)}.")
             return
         if not self._closed:
-            ended(f" Another process was started as rank {self._rank}: this one joins no rank again.")
+            on_end(f" Another process was started as rank {self._rank}: this one joins no rank again.")
 
     def _is_newest(self) -> bool:
-        """Whether no other process has replaced this one; also when the store does not say."""
+        """Return True unless another process has replaced this one, as far as the store answers."""
         with contextlib.suppress(DistributedTimeoutError):
-            number = self._number_of(self._rank)
-            if not number:
+            incarnation = self._incarnation_of(self._rank)
+            if not incarnation:
                 raise ProtocolError("the store through which they meet has none of their keys any more")
-            return number == self._number
+            return incarnation == self._incarnation
         return True
 
-    def _look(self, found: Callable[[int, Entry], None]) -> None:
+    def _read(self, on_found: Callable[[int, PeerRecord], None]) -> None:
         for rank in range(self._rank):
-            entry = self._entry_of(rank)
-            if entry is not None:
-                found(rank, entry)
+            record = self._record_of(rank)
+            if record is not None:
+                on_found(rank, record)
 
 
-def _bell(rank: int, incarnation: int) -> str:
+def _change_key(rank: int, incarnation: int) -> str:
     return f"bell/{rank}/{incarnation}"
 
 
-def _unpack(key: str, data: bytes) -> Entry:
+def _unpack(key: str, data: bytes) -> PeerRecord:
     try:
         return _DECODER.decode(data)
-    except ValueError:  # text that isn't UTF-8 is one, too
+    except ValueError:  # also for text that isn't UTF-8
         raise _foreign(key, data) from None
 
 
@@ -218,5 +203,5 @@ def _foreign(key: str, data: bytes) -> ProtocolError:
     )
 
 
-def _pack(entry: Entry) -> bytes:
-    return msgspec.msgpack.encode(entry)
+def _pack(record: PeerRecord) -> bytes:
+    return msgspec.msgpack.encode(record)

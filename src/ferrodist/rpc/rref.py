@@ -5,34 +5,31 @@ from __future__ import annotations
 import functools
 from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn, Protocol
 
+from ferrodist.rpc.messages import OWN_NAMES
+
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from ferrodist.rpc.future import Future
 
+FETCH = f"{OWN_NAMES}to_here"
+"""(object): the internal call that returns a copy."""
+
+METHOD = f"{OWN_NAMES}RRef."
+"""Followed by a method's name. (id, object, arguments, keywords): call it; with an id, the result is an object."""
+
 
 class ReferenceId(NamedTuple):
-    """Of an object.
-
-    Args:
-        owner: The rank that keeps it.
-        creator: The rank that had it made.
-        incarnation: Of the creator's agent; no other one has the same.
-        number: Among the creator's.
-    """
+    """The global id of a remote object: its number among those that one agent has had made."""
 
     owner: int
-    creator: int
-    incarnation: int
+    creator: int  # the rank that had it made
+    incarnation: int  # a random number of that rank's agent
     number: int
 
     @classmethod
-    def of(cls, plain: Any, world_size: int) -> ReferenceId:
-        """What came from another rank.
-
-        Raises:
-            ValueError: It is no id.
-        """
+    def parse(cls, plain: Any, world_size: int) -> ReferenceId:
+        """Check an id from another rank; raises ValueError for anything else."""
         if isinstance(plain, tuple) and len(plain) == 4 and all(type(each) is int for each in plain):
             found = cls(*plain)
             if 0 <= found.owner < world_size and 0 <= found.creator < world_size:
@@ -40,72 +37,63 @@ class ReferenceId(NamedTuple):
         raise ValueError("what should name a remote object does not")
 
 
-class _Part(Protocol):
-    """What a rank knows of an object."""
-
+class _Record(Protocol):
     @property
     def id(self) -> ReferenceId:
-        """Of the object."""
+        """The object's id."""
 
 
-class Referring(Protocol):
-    """What an agent does for references; see `RRef` for each."""
+class RRefOperations(Protocol):
+    """The agent's side of its references."""
 
     rank: int
 
     def local_value(self, reference: RRef, timeout: float | None) -> Any:
-        """The object itself."""
+        """Return the object itself."""
 
-    def fetch(self, reference: RRef, timeout: float | None) -> Future:
-        """A copy."""
+    def call(self, owner: int, name: str, arguments: tuple[Any, ...], timeout: float | None) -> Future:
+        """Make an internal call."""
 
-    def call_method(
-        self, reference: RRef, name: str, arguments: tuple[Any, ...], keywords: dict[str, Any], *, timeout: float | None
-    ) -> Future:
-        """Call a method."""
-
-    def create_by_method(
-        self, reference: RRef, name: str, arguments: tuple[Any, ...], keywords: dict[str, Any], *, timeout: float | None
-    ) -> RRef:
-        """Have a method make another object."""
+    def create(self, owner: int, name: str, rest: tuple[Any, ...], timeout: float | None) -> RRef:
+        """Make an internal call whose result stays at the owner; `rest` are its arguments after the object's id."""
 
 
 class RRef:
-    """Refers to an object that one rank, its owner, keeps for as long as any rank has a reference to it.
+    """A reference to an object on its owner's rank, which keeps the object while any rank has a reference to it.
 
-    `RpcAgent.remote` and `RpcAgent.reference` make them. They may stand anywhere in arguments and results of calls: the
-    other rank gets a reference to the same object, and the owner its own one. A rank has one `RRef` for an object at a
-    time, so ``is`` compares them; a copy is the same one, and there is no pickling.
+    `RpcAgent.remote` and `RpcAgent.reference` make references. Calls may have them anywhere in arguments and results:
+    the other rank receives a reference to the same object. A rank has one `RRef` for an object at a time, so ``is``
+    compares them. A copy is the same `RRef`, and none can be pickled.
     """
 
-    __slots__ = ("__weakref__", "_objects", "_part")
+    __slots__ = ("__weakref__", "_manager", "_record")
 
-    def __init__(self, objects: Referring, part: _Part) -> None:
-        self._objects = objects
-        self._part = part
+    def __init__(self, manager: RRefOperations, record: _Record) -> None:
+        self._manager = manager
+        self._record = record
 
     @property
     def owner(self) -> int:
         """The rank that has the object."""
-        return self._part.id.owner
+        return self._record.id.owner
 
     @property
     def is_owner(self) -> bool:
-        """Whether this rank has it."""
-        return self._objects.rank == self.owner
+        """True if this rank has the object."""
+        return self._manager.rank == self.owner
 
     def local_value(self, timeout: float | None = None) -> Any:
         """The object itself, at its owner; waits until it is made.
 
         Args:
-            timeout: Seconds until this gives up; None takes the backend's.
+            timeout: Seconds to wait; None takes the backend's timeout.
 
         Raises:
             ValueError: This rank is not the owner.
-            RpcError: What was to make the object raised.
-            DistributedTimeoutError: It is not made in time.
+            RpcError: The function that was to make the object raised.
+            DistributedTimeoutError: The object is not made in time.
         """
-        return self._objects.local_value(self, timeout)
+        return self._manager.local_value(self, timeout)
 
     def to_here(self, timeout: float | None = None) -> Any:
         """A copy of the object, at the owner too; waits until the object is made.
@@ -114,37 +102,47 @@ class RRef:
             timeout: As for `local_value`.
 
         Raises:
-            RpcError: What was to make the object raised, or the object can't travel.
-            DistributedTimeoutError: It does not come in time.
+            RpcError: The function that was to make the object raised, or the object can't be sent.
+            DistributedTimeoutError: The copy does not arrive in time.
             PeerLostError: The owner died or left.
         """
-        return self._objects.fetch(self, timeout).result()
+        return self.to_here_async(timeout).result()
 
     def to_here_async(self, timeout: float | None = None) -> Future:
-        """A copy of the object, as `to_here`, when it comes: the future's result, which can be awaited.
+        """A copy of the object, as `to_here`, as the result of a future that can be awaited.
 
         Args:
             timeout: As for `local_value`.
         """
-        return self._objects.fetch(self, timeout)
+        return self._manager.call(self.owner, FETCH, (self,), timeout)
 
     def rpc_sync(self, timeout: float | None = None) -> Methods:
         """The object's methods: ``reference.rpc_sync().add(3)`` calls one at the owner, and waits for its result.
 
-        Only public methods of classes that are registered with the owner's agent, or of their subclasses, are called.
+        Only public methods of classes registered with the owner's agent, and of their subclasses, can be called.
 
         Args:
             timeout: As for `RpcAgent.rpc_sync`, whose errors these calls raise.
         """
-        return Methods(lambda *call: self._objects.call_method(self, *call, timeout=timeout).result())
+        return Methods(lambda *call: self._call_method(timeout, *call).result())
 
     def rpc_async(self, timeout: float | None = None) -> Methods:
         """The object's methods, as `rpc_sync`; calls give futures."""
-        return Methods(lambda *call: self._objects.call_method(self, *call, timeout=timeout))
+        return Methods(functools.partial(self._call_method, timeout))
 
     def remote(self, timeout: float | None = None) -> Methods:
         """The object's methods, as `rpc_sync`; results stay at the owner, and calls give references to them."""
-        return Methods(lambda *call: self._objects.create_by_method(self, *call, timeout=timeout))
+        return Methods(functools.partial(self._create_by_method, timeout))
+
+    def _call_method(
+        self, timeout: float | None, name: str, arguments: tuple[Any, ...], keywords: dict[str, Any]
+    ) -> Future:
+        return self._manager.call(self.owner, f"{METHOD}{name}", (None, self, arguments, keywords), timeout)
+
+    def _create_by_method(
+        self, timeout: float | None, name: str, arguments: tuple[Any, ...], keywords: dict[str, Any]
+    ) -> RRef:
+        return self._manager.create(self.owner, f"{METHOD}{name}", (self, arguments, keywords), timeout)
 
     def __copy__(self) -> RRef:
         return self
@@ -156,15 +154,11 @@ class RRef:
         raise TypeError("an RRef can't be pickled, as its owner would not know of it: pass it in a call's arguments")
 
     def __repr__(self) -> str:
-        return f"RRef(owner={self.owner}, created by rank {self._part.id.creator}, number {self._part.id.number})"
+        return f"RRef(owner={self.owner}, created by rank {self._record.id.creator}, number {self._record.id.number})"
 
 
 class Methods:
-    """Methods of a remote object: attributes that can be called.
-
-    Args:
-        call: Called with a method's name, the arguments and the keywords.
-    """
+    """Methods of a remote object, as attributes that can be called."""
 
     __slots__ = ("_call",)
 

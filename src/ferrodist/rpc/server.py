@@ -1,38 +1,52 @@
-"""A table of functions: what may be called.
-
-A call that has come is served: its function is called, and what that returns is the answer.
-"""
+"""`RpcServer`: the calls that peers make, and their responses."""
 
 from __future__ import annotations
 
+import contextlib
 import contextvars
+import functools
 import inspect
+import threading
 import traceback
-from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
-from ferrodist.errors import describe_error
-from ferrodist.rpc.messages import OWN_NAMES, Call, Failure, FailureKind
-from ferrodist.wording import with_article
+from typing_extensions import override
+
+from ferrodist.deadline import Deadline
+from ferrodist.errors import DistributedError, PeerLostError, ProtocolError, RpcError, describe_error
+from ferrodist.rpc.messages import (
+    OWN_NAMES,
+    Call,
+    Content,
+    Failure,
+    FailureKind,
+    MessageKind,
+    ValueCodec,
+    pack_failure,
+    pack_plain_result,
+    pack_result,
+    unpack_call,
+)
+from ferrodist.rpc.peer import IncomingCall, MessageHandler, Peer
+from ferrodist.wording import counted, with_article
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from ferrodist.rpc.client import RpcClient
+    from ferrodist.rpc.executor import Executor
+    from ferrodist.rpc.metrics import RpcMetrics
+
+    InternalHandler = Callable[[IncomingCall, Call], object]
 
 
-class Functions:
-    """What may be called, by name. Only what was registered can be."""
+class FunctionRegistry:
+    """The functions that may be called, by name."""
 
     def __init__(self) -> None:
         self._functions: dict[str, Callable[..., Any]] = {}
 
     def register(self, name: str, function: Callable[..., Any]) -> None:
-        """Have a function called by a name.
-
-        Raises:
-            TypeError: It is none, or the name is no text.
-            ValueError: There is another one of that name, it is empty, or agents have such names for themselves.
-        """
+        """Register a function; see `RpcAgent.register`."""
         if not isinstance(name, str) or not callable(function):
             raise TypeError(f"register(name, function) takes a text and a function, not {name!r} and {function!r}")
         if not name:
@@ -43,11 +57,7 @@ class Functions:
             raise ValueError(f"there is a function {name!r} already: take another name")
 
     def register_all(self, functions: Mapping[str, Callable[..., Any]]) -> None:
-        """Register functions by their names.
-
-        Raises:
-            TypeError, ValueError: As for `register`, or they have no names.
-        """
+        """Register functions by their names; raises as `register`, and TypeError if this is not a mapping."""
         if not isinstance(functions, Mapping):
             raise TypeError(
                 f"functions are given by their names, as in {{'add': add}}, not as"
@@ -57,11 +67,11 @@ class Functions:
             self.register(name, function)
 
     def find(self, name: str) -> Callable[..., Any] | None:
-        """The function of a name, or None."""
+        """The function registered under a name, or None."""
         return self._functions.get(name)
 
     def classes(self) -> set[type]:
-        """Those that are classes."""
+        """The registered classes."""
         return {function for function in list(self._functions.values()) if isinstance(function, type)}
 
     def names(self) -> list[str]:
@@ -69,87 +79,294 @@ class Functions:
         return sorted(self._functions)
 
 
-if TYPE_CHECKING:
-    Answer = Callable[[Any], None]
-    """Takes what a call has come to, a value or a `Failure`; must not raise."""
+serving_agent: contextvars.ContextVar[Any] = contextvars.ContextVar("ferrodist-rpc-agent")
+"""The agent whose call a thread, or a coroutine, serves."""
+
+_MAX_INTERNAL_CALLS = 100
+"""Internal calls beside those in a window: one for each response with references."""
+
+_MAX_FAILURE_CHARACTERS, _MAX_TYPE_NAME_CHARACTERS = 300, 40
+"""Of a failure that can't be sent as it is: a frame has room for them, whatever the limit of messages."""
 
 
-serving: contextvars.ContextVar[Any] = contextvars.ContextVar("ferrodist-rpc-agent")
-"""The agent that serves what a thread is at."""
+class RpcServer(MessageHandler):
+    """Handles the messages of peers: serves calls, and gives responses to the client."""
 
+    def __init__(
+        self,
+        registry: FunctionRegistry,
+        executor: Executor,
+        codec: ValueCodec,
+        client: RpcClient,
+        metrics: RpcMetrics,
+        *,
+        max_outstanding: int,
+        timeout: float,
+    ) -> None:
+        self.registry = registry
+        self._executor = executor
+        self._codec = codec
+        self._client = client
+        self._metrics = metrics
+        self._max_incoming = 2 * max_outstanding + _MAX_INTERNAL_CALLS
+        self._timeout = timeout
+        self._internal: dict[str, InternalHandler] = {}
+        self._serving: set[IncomingCall] = set()
+        self._is_closing = False
 
-class Served(ABC):
-    """A call that has come, until it is answered."""
+    def register_internal(self, name: str, handler: InternalHandler) -> None:
+        """Have internal calls of a name, or of a prefix of two parts, handled in the thread that receives them.
 
-    __slots__ = ("_cancel", "function", "is_withdrawn")
+        The handler, or something it starts, is to `respond`. It must not block; its RpcError or ValueError is the
+        response.
+        """
+        self._internal[name] = handler
 
-    def __init__(self) -> None:
-        self.function: Callable[..., Any] | None = None  # in place of the one of the call's name
-        self.is_withdrawn = False
-        self._cancel: Callable[[], object] | None = None
+    @property
+    def num_serving(self) -> int:
+        """The number of calls of users' functions that are not answered."""
+        return len(self._serving)
 
-    @abstractmethod
-    def read(self) -> Call:
-        """Read what has come; may raise anything."""
+    def close(self) -> None:
+        """Send no more failures: what fails now does so as the agent closes, which callers are about to learn."""
+        self._is_closing = True
 
-    @abstractmethod
-    def answer(self, found: Any) -> None:
-        """Take what the call has come to, a value or a `Failure`; must not raise."""
+    # Messages; see `MessageHandler`.
 
-    def withdraw(self) -> None:
-        """Its caller waits no more: it is not begun, and what is asynchronous in it is cancelled."""
-        self.is_withdrawn = True
-        if self._cancel is not None:
-            self._cancel()
+    @override
+    def on_message(self, peer: Peer, kind: MessageKind, number: int, content: Content) -> None:
+        if kind is MessageKind.CALL:
+            incoming = IncomingCall(peer, number, content)
+            if self._accept(incoming):
+                self.submit(incoming)
+        elif kind is MessageKind.INTERNAL_CALL:
+            incoming = IncomingCall(peer, number, content)
+            if self._accept(incoming):
+                self._serve_internal(incoming)
+        elif kind is MessageKind.NOTICE:
+            self._serve_internal(IncomingCall(peer, None, content))
+        elif kind is MessageKind.CANCEL:
+            call = peer.incoming.get(number)
+            if call is not None:
+                call.cancel()
+        else:
+            self._client.on_response(peer.rank, number, kind, content)
 
-    def on_withdrawal(self, cancel: Callable[[], object]) -> None:
-        """Have something called by `withdraw`, at least once if that has been called."""
-        self._cancel = cancel
-        if self.is_withdrawn:
-            cancel()
+    @override
+    def on_cancelled_message(self, peer: Peer, number: int, content: Content) -> None:
+        self._discard(peer, content)
+        self._metrics.count("failed")
+        text = "the call's tensors were on their way until its caller had given up"
+        self._send_response(peer, number, Failure(FailureKind.EXPIRED, "", text, ""))
 
+    @override
+    def on_undecodable(self, peer: Peer, kind: MessageKind, number: int, error: DistributedError) -> None:
+        failure = Failure(FailureKind.UNDECODABLE, "", str(error), "")
+        if kind in (MessageKind.CALL, MessageKind.INTERNAL_CALL):
+            self._send_response(peer, number, failure)
+        else:
+            self._client.on_response(peer.rank, number, MessageKind.FAILURE, pack_failure(failure))
 
-def serve(served: Served, functions: Functions, finish_later: Callable[[Served, Any], None]) -> None:
-    """Serve a call, in this thread.
+    def _accept(self, incoming: IncomingCall) -> bool:
+        """Add a call to those of its peer; refuse it if they are too many."""
+        peer, number = incoming.peer, incoming.number
+        assert number is not None
+        if len(peer.incoming) >= self._max_incoming:
+            assert incoming.content is not None
+            self._discard(peer, incoming.content)
+            calls = counted(len(peer.incoming), "call")
+            text = f"rank {peer.rank} has {calls} here without a result, as many as may be"
+            self._send_response(peer, number, Failure(FailureKind.OVERLOADED, "", text, ""))
+            return False
+        if peer.incoming.setdefault(number, incoming) is not incoming:
+            raise ProtocolError(f"rank {peer.rank} made call {number} twice", ranks=(peer.rank,))
+        return True
 
-    Args:
-        served: It.
-        functions: What may be called.
-        finish_later: Called with a call and the awaitable that its function has returned.
-    """
-    try:
-        call = served.read()
-    except Exception as error:  # noqa: BLE001 - it is the caller's
-        served.answer(Failure(FailureKind.UNDECODABLE, "", str(error), ""))
-        return
-    function = served.function or functions.find(call.name)
-    if function is None:
-        known = ", ".join(functions.names()) or "none"
-        text = f"there is no function {call.name!r} here: register it; those registered: {known}"
-        served.answer(Failure(FailureKind.UNKNOWN, "", text, ""))
-        return
-    if served.is_withdrawn:
-        text = f"{call.name!r} waited for its turn until its caller had given up"
-        served.answer(Failure(FailureKind.EXPIRED, "", text, ""))
-        return
-    try:
-        value = function(*call.arguments, **call.keywords)
-        is_later = inspect.isawaitable(value)
-    except BaseException as error:  # noqa: BLE001 - it is the caller's, and no reason for this thread to end
-        served.answer(failure_of(error))
-        return
-    if is_later:
-        finish_later(served, value)
-    else:
-        served.answer(value)
+    def _unpack(self, peer: Peer, content: Content) -> Call:
+        return unpack_call(content, peer.rank, self._codec.extensions[peer.rank])
+
+    def _discard(self, peer: Peer, content: Content) -> None:
+        """Drop a call: references in it have been counted for this rank, and are given back."""
+        with contextlib.suppress(ProtocolError, PeerLostError):
+            self._unpack(peer, content)
+
+    # Internal calls.
+
+    def _serve_internal(self, incoming: IncomingCall) -> None:
+        """Handle an internal call. Responses are sent once the lock is released: to send may be to receive."""
+        peer = incoming.peer
+        with peer.internal_lock:
+            if peer.is_lost:
+                return
+            outer, peer.internal_thread = peer.internal_thread, threading.get_ident()
+            try:
+                self._handle_internal(incoming)
+            finally:
+                peer.internal_thread = outer
+                responses: list[tuple[int, Any]] = []
+                if outer is None:
+                    responses, peer.deferred = peer.deferred, responses
+        for number, value in responses:
+            self._send_response(peer, number, value)
+
+    def _handle_internal(self, incoming: IncomingCall) -> None:
+        content, incoming.content = incoming.content, None
+        assert content is not None
+        try:
+            call = self._unpack(incoming.peer, content)
+        except (ProtocolError, PeerLostError) as error:
+            self.respond(incoming, Failure(FailureKind.UNDECODABLE, "", str(error), ""))
+            return
+        name = call.name
+        handler = self._internal.get(name) or self._internal.get(name[: name.find(".", len(OWN_NAMES)) + 1])
+        if handler is None:
+            self.respond(incoming, refusal("it is no call of these agents"))
+            return
+        try:
+            handler(incoming, call)
+        except (RpcError, ValueError) as error:
+            self.respond(incoming, refusal(str(error)))
+
+    # Calls of users' functions.
+
+    def submit(
+        self, incoming: IncomingCall, call: Call | None = None, function: Callable[..., Any] | None = None
+    ) -> None:
+        """Have a worker serve a call: the packed one, or another, by the registered function, or another."""
+        incoming.call, incoming.function = call, function
+        incoming.is_submitted = True
+        self._serving.add(incoming)
+        self._executor.submit(functools.partial(self._run, incoming))
+
+    def _run(self, incoming: IncomingCall) -> None:
+        """Serve a call, in this thread."""
+        try:
+            call = self._take_call(incoming)
+        except Exception as error:  # noqa: BLE001 - it is the caller's
+            self.respond(incoming, Failure(FailureKind.UNDECODABLE, "", str(error), ""))
+            return
+        function = incoming.function or self.registry.find(call.name)
+        if function is None:
+            known = ", ".join(self.registry.names()) or "none"
+            text = f"there is no function {call.name!r} here: register it; those registered: {known}"
+            self.respond(incoming, Failure(FailureKind.UNKNOWN, "", text, ""))
+            return
+        if incoming.is_cancelled:
+            text = f"{call.name!r} waited for its turn until its caller had given up"
+            self.respond(incoming, Failure(FailureKind.EXPIRED, "", text, ""))
+            return
+        try:
+            value = function(*call.arguments, **call.keywords)
+            is_awaitable = inspect.isawaitable(value)
+        except BaseException as error:  # noqa: BLE001 - it is the caller's, and no reason for this thread to end
+            self.respond(incoming, failure_of(error))
+            return
+        if is_awaitable:
+            self._run_coroutine(incoming, value)
+        else:
+            self.respond(incoming, value)
+
+    def _take_call(self, incoming: IncomingCall) -> Call:
+        """The call, which is the function's alone from now on, with its tensors."""
+        call, incoming.call = incoming.call, None
+        if call is not None:
+            return call
+        content, incoming.content = incoming.content, None
+        assert content is not None
+        return self._unpack(incoming.peer, content)
+
+    def _run_coroutine(self, incoming: IncomingCall, awaitable: Any) -> None:
+        """Answer a call with the result of an awaitable."""
+        coroutine = self._await_and_respond(incoming, awaitable)
+        try:
+            future = self._executor.event_loop.run(coroutine)
+        except RuntimeError:  # closed meanwhile
+            coroutine.close()
+            if inspect.iscoroutine(awaitable):
+                awaitable.close()
+            self.respond(incoming, Failure(FailureKind.EXPIRED, "", "the agent was closed", ""))
+        else:
+            incoming.on_cancel(future.cancel)
+
+    async def _await_and_respond(self, incoming: IncomingCall, awaitable: Any) -> None:
+        try:
+            value = await awaitable
+        except BaseException as error:  # noqa: BLE001 - it is the caller's, and no reason for the loop to end
+            value = failure_of(error)
+        self.respond(incoming, value)
+
+    # Responses.
+
+    def respond(self, incoming: IncomingCall, value: Any) -> None:
+        """Answer a call with a value or a `Failure`; does not raise."""
+        if incoming.is_submitted:
+            self._metrics.count("failed" if isinstance(value, Failure) else "served")
+        try:
+            if incoming.on_result is not None:
+                value = incoming.on_result(value)
+        finally:  # calls that follow from it are being served by now, and the caller's has not ended
+            self._serving.discard(incoming)
+        incoming.function = incoming.on_result = None
+        if incoming.number is not None:
+            incoming.peer.incoming.pop(incoming.number, None)
+            self._send_response(incoming.peer, incoming.number, value)
+
+    def _send_response(self, peer: Peer, number: int, value: Any) -> None:
+        if peer.internal_thread == threading.get_ident():
+            peer.deferred.append((number, value))
+            return
+        if isinstance(value, Failure):
+            if not self._is_closing:
+                self._send_failure(peer, number, value)
+            return
+        try:
+            content = pack_plain_result(value)
+            if content is not None:
+                peer.send(MessageKind.RESULT, number, content)
+            else:
+                self._send_value(peer, number, value)
+        except (TypeError, ValueError, DistributedError) as error:
+            self._send_unsendable(peer, number, error)
+        except Exception as error:  # noqa: BLE001 - a value of the user's may raise anything when it is looked at
+            self._send_unsendable(peer, number, TypeError(f"the result can't travel: {describe_error(error)}"))
+
+    def _send_value(self, peer: Peer, number: int, value: Any) -> None:
+        content, transfer = self._codec.pack(peer.rank, pack_result, value)
+        send = functools.partial(peer.send, MessageKind.RESULT, number, content)
+        if transfer is None:
+            send()
+            return
+        on_error = functools.partial(self._send_unsendable, peer, number)
+        sent = transfer.send(send, on_error, Deadline(self._timeout))
+        if sent is not None:
+            sent.add_callback(transfer.forget)
+
+    def _send_unsendable(self, peer: Peer, number: int, error: BaseException) -> None:
+        """Send why a result can't be sent: it is of another type, or too large, or the caller is gone."""
+        self._send_failure(peer, number, Failure(FailureKind.UNENCODABLE, type(error).__name__, str(error), ""))
+
+    def _send_failure(self, peer: Peer, number: int, failure: Failure) -> None:
+        with contextlib.suppress(DistributedError):  # the caller is gone
+            try:
+                peer.send(MessageKind.FAILURE, number, pack_failure(failure))
+            except Exception:  # noqa: BLE001 - a traceback may be too large, or text that can't be encoded
+                escaped = failure.text[:_MAX_FAILURE_CHARACTERS].encode("ascii", "backslashreplace")
+                text = escaped[:_MAX_FAILURE_CHARACTERS].decode("ascii")
+                short = Failure(failure.kind, failure.type_name[:_MAX_TYPE_NAME_CHARACTERS], text, "")
+                peer.send(MessageKind.FAILURE, number, pack_failure(short))
 
 
 def failure_of(error: BaseException) -> Failure:
-    """What a caller is told that its function has raised."""
+    """The failure that a caller receives for its function's exception."""
     frames = error.__traceback__.tb_next if error.__traceback__ is not None else None
     name = type(error).__name__
     try:
         text = "".join(traceback.format_exception(type(error), error, frames))
         return Failure(FailureKind.RAISED, name, describe_error(error), text)
-    except BaseException:  # noqa: BLE001 - of its own text
+    except BaseException:  # noqa: BLE001 - raised by the exception's own text
         return Failure(FailureKind.RAISED, name, f"{name}, whose text can't be had", "")
+
+
+def refusal(text: str) -> Failure:
+    """The failure of a call that can't be carried out here."""
+    return Failure(FailureKind.UNKNOWN, "", text, "")

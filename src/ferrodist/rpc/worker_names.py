@@ -1,63 +1,64 @@
-"""What ranks are called, beside their numbers."""
+"""`WorkerNames`: the names of ranks, beside their numbers."""
 
 from __future__ import annotations
 
 import threading
 from typing import TYPE_CHECKING
 
-from ferrodist.errors import GroupClosedError, InvalidRankError
+from ferrodist.errors import GroupClosedError, InvalidRankError, PeerLostError
+from ferrodist.rpc.messages import HELLO, Call
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
     from ferrodist.deadline import Deadline
+    from ferrodist.rpc.peer import IncomingCall
+    from ferrodist.rpc.peer_manager import PeerManager
+    from ferrodist.rpc.server import RpcServer
 
-_LOOK_SECONDS = 0.2
-"""Between two looks whether a rank may still come, of which nobody tells."""
+_POLL_INTERVAL_SECONDS = 0.2
+"""Between two checks whether a rank may still come, which nothing notifies of."""
 
 
-class Names:
-    """The names of ranks, as each has told.
+class WorkerNames:
+    """The names that ranks have announced.
 
-    A name is that of the rank which is there; of lost ones only where none is, so that calls of it raise at once.
-
-    Args:
-        is_complete: Whether no name can come any more that is not known; called under a lock, and takes none.
+    A name belongs to the rank that is there. A lost rank keeps its name until another one takes it, so that calls by
+    that name raise at once.
     """
 
-    def __init__(self, is_complete: Callable[[], bool] = lambda: False) -> None:
-        self._is_complete = is_complete
+    def __init__(self, own_name: str, peers: PeerManager, server: RpcServer) -> None:
+        self._peers = peers
+        self._server = server
         self._changed = threading.Condition()
         self._names: dict[int, str] = {}
-        self._told: set[int] = set()
-        self._lost: dict[str, int] = {}  # which rank had a name last
+        self._announced: set[int] = set()
+        self._lost: dict[str, int] = {}  # the last rank that had a name
         self._is_closed = False
+        self.add(peers.rank, own_name)
+        server.register_internal(HELLO, self._on_hello)
 
     def close(self) -> None:
-        """Let nobody wait for a name any more."""
+        """Let no thread wait for a name any more."""
         with self._changed:
             self._is_closed = True
             self._changed.notify_all()
 
     def add(self, rank: int, name: str) -> None:
-        """A rank has told its name; an empty one for none."""
+        """Note a rank's name; an empty one for none."""
         with self._changed:
-            self._told.add(rank)
+            self._announced.add(rank)
             if name:
                 self._names[rank] = name
             self._changed.notify_all()
 
-    def has_told(self, rank: int) -> bool:
-        """Whether a rank that is there has told its name, or that it has none. Takes no lock."""
-        return rank in self._told
-
-    def joined(self, rank: int) -> None:
-        """A rank is there, for the first time or again, and has not told its name."""
+    def on_joined(self, rank: int, incarnation: int) -> None:
+        """Wait for a peer's name; see `PeerListener`."""
+        del incarnation
         with self._changed:
             self._forget(rank)
 
-    def lost(self, rank: int) -> None:
-        """A rank is gone."""
+    def on_lost(self, rank: int, error: PeerLostError) -> None:
+        """Note that a name's rank is lost; see `PeerListener`."""
+        del error
         with self._changed:
             name = self._names.get(rank)
             self._forget(rank)
@@ -66,26 +67,21 @@ class Names:
                 self._changed.notify_all()
 
     def find(self, name: str, deadline: Deadline) -> int:
-        """The rank of a name, waiting for one that has not been there yet.
-
-        Raises:
-            InvalidRankError: There is none in time, or none once all ranks are there, or more than one.
-            GroupClosedError: The agent is closed.
-        """
+        """The rank with a name, waiting for one that has not been there yet; raises InvalidRankError."""
         return self._find(name, deadline, among_lost=True)
 
     def wait_for(self, name: str, deadline: Deadline) -> int:
-        """The rank of a name, waiting also for the next one of a name whose rank was lost. Raises as `find`."""
+        """The rank with a name, waiting also for the next one where the last was lost; raises as `find`."""
         return self._find(name, deadline, among_lost=False)
 
     def _find(self, name: str, deadline: Deadline, *, among_lost: bool) -> int:
         def is_known() -> bool:
             is_there = name in self._names.values() or (among_lost and name in self._lost)
-            return self._is_closed or is_there or self._is_complete()
+            return self._is_closed or is_there or self._are_complete()
 
         with self._changed:
             while not (is_known() or deadline.expired):
-                self._changed.wait(min(deadline.remaining(), _LOOK_SECONDS))
+                self._changed.wait(min(deadline.remaining(), _POLL_INTERVAL_SECONDS))
             if self._is_closed:
                 raise GroupClosedError("the agent was closed")
             ranks = [rank for rank, each in self._names.items() if each == name]
@@ -103,5 +99,16 @@ class Names:
 
     def _forget(self, rank: int) -> None:
         self._names.pop(rank, None)
-        self._told.discard(rank)
+        self._announced.discard(rank)
         self._lost = {name: each for name, each in self._lost.items() if each != rank}
+
+    def _on_hello(self, incoming: IncomingCall, call: Call) -> None:
+        if len(call.arguments) == 1 and isinstance(call.arguments[0], str):
+            self.add(incoming.peer.rank, call.arguments[0])
+        self._server.respond(incoming, None)
+
+    def _are_complete(self) -> bool:
+        """Return True if no more names can come: all ranks that are there have announced theirs, and none can join."""
+        return all(
+            rank in self._announced or self._peers.is_absent_for_good(rank) for rank in range(self._peers.world_size)
+        )

@@ -1,4 +1,4 @@
-"""DTensor: tensors that are one to the program and lie in parts over a mesh."""
+"""DTensor: tensors distributed over a device mesh by placements."""
 
 from __future__ import annotations
 

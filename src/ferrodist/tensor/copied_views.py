@@ -1,12 +1,12 @@
-"""Views whose parts are copies: none is read after it is out of date, none is written where the write would be lost.
+"""Views whose shards are copies: none is read when it is out of date, none is written if the write would be lost.
 
 [Note: views]
-A view of a distributed tensor has a part that is a view of the tensor's part, so that what is written to one is seen in
-the other; autograd knows from the wrappers which is a view of which, and where in the whole tensor's memory it starts.
-Two kinds of views have parts with memory of their own. Where the parts had to be moved first, writing to the view is an
-error, and so is reading it after the tensor was written. Where this rank's part alone lies in memory so that its view
-takes a copy, which the other ranks can't know, what is written to either is copied to the other. Views that backward
-formulas take are not watched: they are of tensors that nobody else has.
+A view of a distributed tensor has a shard that is a view of the tensor's shard, so that a write to one is seen in the
+other. From the wrappers autograd knows which tensor is a view of which, and its offset in the full tensor's memory. Two
+kinds of views have shards with memory of their own. If shards had to be redistributed first, a write to the view is an
+error, and so is a read of it after a write to the tensor. If only this rank's shard has strides that make its view a
+copy, which other ranks can't know, a write to either is copied to the other. Views that backward formulas take are not
+tracked: they are of tensors that nobody else has.
 """
 
 from __future__ import annotations
@@ -21,35 +21,35 @@ from ferrodist.errors import UnsupportedOpError
 from ferrodist.torch_private.tensors import no_torch_dispatch, storage_identity
 
 VIEW_COPIES: dict[int, list[weakref.ref[ViewCopy]]] = {}
-"""The copies of what lies in a storage, by the storage's identity; ranks that are threads share it."""
+"""The copies of each storage, by the storage's identity; ranks that are threads share them."""
 
 
 class ViewKind(Enum):
-    """Where a view's part lies."""
+    """The storage of a view's shard."""
 
-    SHARED = "in the memory of the viewed tensor's part"
+    SHARED = "in the memory of the viewed tensor's shard"
     COPIED = "in memory of its own, on this rank alone"
     MOVED = "in memory of its own, on every rank"
-    UNSPECIFIED = "as MOVED, where torch itself gives no promise that it shares memory"
+    UNSPECIFIED = "as MOVED, where torch itself does not promise shared memory"
 
 
 def actual_kind(kind: ViewKind, view: torch.Tensor, viewed: torch.Tensor) -> ViewKind:
-    """The kind of a view, of which it is known what it is if it has memory of its own."""
+    """The kind of a view, given the kind that it has if its shard has memory of its own."""
     if kind is ViewKind.COPIED and storage_identity(view) == storage_identity(viewed):
         return ViewKind.SHARED
     return kind
 
 
 class ViewCopy:
-    """The memory that a view's part has of its own. The view has it, and so have the views of that view.
+    """The memory of its own that a view's shard has; the views of that view share the `ViewCopy`.
 
     Args:
-        source: The part of the tensor that was viewed.
-        copy: The view's part.
-        is_moved: Whether it is of other elements than the source, which other ranks had.
-        parent: The same for the tensor that was viewed, if that is such a view itself.
-        owner: The tensor that was viewed, if torch gives no promise that it and the view share memory: then the copy
-            is nobody's concern once that tensor is gone. None where torch promises it.
+        source: The viewed tensor's shard.
+        copy: The view's shard.
+        is_moved: Whether the copy has other elements than the source, received from other ranks.
+        parent: The viewed tensor's own `ViewCopy`, if that is a view with a copy too.
+        owner: The viewed tensor, if torch does not promise that it and the view share memory: the copy needs no update
+            once that tensor is gone. None if torch promises it.
     """
 
     __slots__ = ("__weakref__", "_owner", "_source", "copy", "is_moved", "is_stale", "parent", "views")
@@ -61,20 +61,20 @@ class ViewCopy:
         self._owner = None if owner is None else weakref.ref(owner)
         self.copy, self.is_moved, self.parent = copy, is_moved, parent
         self.is_stale = False
-        """Whether the source was written after elements were moved: then no view can be read."""
+        """Whether the source was written after its elements were moved: no view can be read then."""
         self.views: list[weakref.ref[Any]] = []
-        """All tensors whose parts lie in the copy."""
+        """All tensors whose shards are in the copy."""
 
     @staticmethod
-    def of(viewed: Any, copy: torch.Tensor, kind: ViewKind) -> ViewCopy:
-        """What a view of a tensor has."""
+    def make(viewed: Any, copy: torch.Tensor, kind: ViewKind) -> ViewCopy:
+        """The copy that a view of a tensor has."""
         owner = viewed if kind is ViewKind.UNSPECIFIED else None
         is_moved = kind is not ViewKind.COPIED
         return ViewCopy(viewed._local, copy, is_moved=is_moved, parent=viewed._view_copy, owner=owner)
 
     @property
     def source(self) -> torch.Tensor | None:
-        """The part of the tensor that was viewed; None where that is gone."""
+        """The viewed tensor's shard; None if that is gone."""
         if self._owner is None:
             return self._source
         owner = self._owner()
@@ -82,13 +82,13 @@ class ViewCopy:
 
     @property
     def takes_writes(self) -> bool:
-        """Whether what is written to the copy can be brought to where it belongs."""
+        """Return whether a write to the copy can be brought to the viewed tensor."""
         if self.source is None:
             return True
         return not self.is_moved and (self.parent is None or self.parent.takes_writes)
 
     def write_back(self) -> None:
-        """Copy what was written to the copy to the source, and to all other copies of that."""
+        """Bring a write to the copy to the source, and to all other copies of the source."""
         source = self.source
         if source is None:
             return
@@ -98,7 +98,7 @@ class ViewCopy:
             self.parent.write_back()
 
     def refresh(self) -> None:
-        """Copy what was written to the source, or give the views up where they are of other elements."""
+        """Bring a write to the source to the copy, or invalidate the views if they have other elements."""
         source = self.source
         if source is None:
             return
@@ -108,16 +108,16 @@ class ViewCopy:
             self.is_stale = True
             for view in [one() for one in self.views]:
                 if view is not None:
-                    view._give_up()
+                    view._invalidate()
         _refresh(storage_identity(self.copy))
 
 
-def track(view: Any, part: ViewCopy) -> None:
-    """Keep a view's part and what it is a copy of in step, as long as the view lives."""
-    view._view_copy = part
-    is_new = not part.views
-    part.views = [*[one for one in part.views if one() is not None], weakref.ref(view)]
-    source = part.source
+def track(view: Any, view_copy: ViewCopy) -> None:
+    """Keep a view's shard and its source in sync, as long as the view lives."""
+    view._view_copy = view_copy
+    is_new = not view_copy.views
+    view_copy.views = [*[one for one in view_copy.views if one() is not None], weakref.ref(view)]
+    source = view_copy.source
     if source is None or not is_new:
         return
     key = storage_identity(source)
@@ -129,13 +129,13 @@ def track(view: Any, part: ViewCopy) -> None:
         else:
             VIEW_COPIES.pop(key, None)
 
-    VIEW_COPIES[key] = [*VIEW_COPIES.get(key, ()), weakref.ref(part, forget)]
+    VIEW_COPIES[key] = [*VIEW_COPIES.get(key, ()), weakref.ref(view_copy, forget)]
 
 
 def rebind(tensor: Any, source: Any) -> Any:
-    """Have a tensor share memory with another, whose shape and layout it takes too."""
+    """Let a tensor share memory with another, and take its shape and spec too."""
     with no_torch_dispatch():
-        torch.ops.aten.set_.source_Tensor(tensor, source)  # the wrapper's own shape and stride
+        torch.ops.aten.set_.source_Tensor(tensor, source)  # the wrapper's own shape and strides
     tensor._local, tensor._spec, tensor._view_copy = source._local, source._spec, None
     if source._view_copy is not None:
         track(tensor, source._view_copy)
@@ -143,7 +143,7 @@ def rebind(tensor: Any, source: Any) -> Any:
 
 
 def after_write(tensor: Any) -> None:
-    """Bring what was written to a tensor to all others that share memory with the whole."""
+    """Bring a write to a tensor to all others that share memory with the full tensor."""
     if tensor._view_copy is not None:
         tensor._view_copy.write_back()
     if VIEW_COPIES:
@@ -151,37 +151,37 @@ def after_write(tensor: Any) -> None:
 
 
 def _refresh(storage: int, but: ViewCopy | None = None) -> None:
-    """Bring what was written to a storage to the copies of it."""
+    """Bring a write to a storage to its copies."""
     for one in VIEW_COPIES.get(storage, ()):
-        part = one()
-        if part is not None and part is not but:
-            part.refresh()
+        view_copy = one()
+        if view_copy is not None and view_copy is not but:
+            view_copy.refresh()
 
 
 def check_writable(func: torch._ops.OpOverload, tensor: Any) -> None:
-    """Raise if what is written to a tensor would be lost, or be written to one element for many.
+    """Raise if a write to a tensor would be lost, or would write one element in the place of many.
 
-    torch refuses the latter by the part that each rank has, which may be of one element, or of none, on some.
+    torch refuses the latter by the local shard, which may have one element, or none, on some ranks.
     """
     spec = getattr(tensor, "_spec", None)
     if spec is not None and 0 in spec.stride and not _may_write_expanded(func):
-        repeated = any(size > 1 and not step for size, step in zip(spec.shape, spec.stride, strict=True))
-        if repeated and 0 not in spec.shape:
+        is_repeated = any(size > 1 and not step for size, step in zip(spec.shape, spec.stride, strict=True))
+        if is_repeated and 0 not in spec.shape:
             raise RuntimeError(
                 f"{func}: unsupported operation: more than one element of the written-to tensor, {spec}, refers to a"
                 " single memory location. Please clone() the tensor before performing the operation."
             )
-    copied = getattr(tensor, "_view_copy", None)
-    if copied is not None and not copied.takes_writes:
+    view_copy = getattr(tensor, "_view_copy", None)
+    if view_copy is not None and not view_copy.takes_writes:
         raise UnsupportedOpError(
-            f"{func} would write to a view whose parts had to be moved, {tensor._spec}, so that the"
-            " tensor that it is a view of would not change: redistribute() that tensor first, so that what"
-            " the view cuts or joins is whole, or write to a clone() of the view"
+            f"{func} would write to a view whose shards had to be redistributed, {tensor._spec}, so that the viewed"
+            " tensor would not change: redistribute() that tensor first, so that the dims that the view splits or"
+            " joins are replicated, or write to a clone() of the view"
         )
 
 
 def _may_write_expanded(func: torch._ops.OpOverload) -> bool:
-    """Whether torch lets an operator write to expanded tensors: one value, or as transpose_ no element."""
+    """Return whether torch lets an operator write to expanded tensors: one value, or, as transpose_, no element."""
     return torch.Tag.inplace_view in func.tags or str(func.overloadpacket) in _WRITING_ONE_VALUE
 
 
@@ -196,9 +196,9 @@ _WRITING_ONE_VALUE = (
 
 
 def describe_stale(spec: object) -> str:
-    """Say of a view that was given up why it can't be read."""
+    """Say why a view that was invalidated can't be read."""
     return (
-        f"the tensor was written of which this is a view whose parts had to be moved, {spec}, so that the view is out"
-        " of date: take the view again after writing, or redistribute() the tensor first, so that what the view cuts"
-        " or joins is whole"
+        f"a view whose shards had to be redistributed, {spec}, is out of date, as the viewed tensor was written: take"
+        " the view again after writing, or redistribute() the tensor first, so that the dims that the view splits or"
+        " joins are replicated"
     )

@@ -8,6 +8,7 @@ itself and runs the common kinds inline, which takes less time than a call would
 from __future__ import annotations
 
 import functools
+from dataclasses import dataclass, field
 from enum import Enum
 from typing import TYPE_CHECKING, Any
 
@@ -41,7 +42,7 @@ _MAX_CACHED = 1 << 14
 
 
 class DispatchKind(Enum):
-    """What a cached call does with the local tensors and results."""
+    """The work around a cached call's local computation."""
 
     RESULT = "one tensor comes out of the local tensors as they are"
     IN_PLACE = "the first argument is written, given the local tensors as they are"
@@ -51,63 +52,41 @@ class DispatchKind(Enum):
     ANY = "anything, inputs redistributed first"
 
 
+@dataclass(slots=True, eq=False)
 class CachedDispatch:
-    """How a kind of call is computed.
+    """The prepared computation of a kind of call.
 
     Args:
-        local: What is called with the local tensors: the operator (its C++ call, which is faster), or a function that
-            its rule has for it.
+        local: The function called with the local tensors: the operator (its C++ call, which is faster), or the local
+            function of its rule.
         specs: For each distributed tensor among the arguments, in order, the spec to which it is redistributed.
         outputs: The specs of the tensors that ``local`` returns, in order.
         replaced: The arguments that differ on this rank, by name.
         written: The names of the arguments that are written to.
     """
 
-    __slots__ = (
-        "kind",
-        "local",
-        "may_copy",
-        "offset",
-        "offsets",
-        "output",
-        "outputs",
-        "positions",
-        "replaced",
-        "specs",
-        "view_kind",
-        "written",
-    )
-
-    def __init__(
-        self,
-        local: Callable[..., Any],
-        specs: Sequence[DTensorSpec],
-        outputs: Sequence[DTensorSpec],
-        replaced: Mapping[str, Any],
-        written: Sequence[str],
-    ) -> None:
-        self.local = local
-        self.specs = specs
-        self.outputs = outputs
-        self.replaced = replaced
-        self.written = written
-        self.kind = DispatchKind.ANY
-        self.output: DTensorSpec | None = None
-        """The spec of the only result, for RESULT and VIEW."""
-        self.positions: Sequence[tuple[int, Any]] = ()
-        """``replaced`` by position, for all kinds but ANY; for LISTS the positions of what is written."""
-        self.offsets: Sequence[int] | None = None
-        """The storage offsets of views in the full tensor; None if the results are no views."""
-        self.offset = 0
-        """The only one of ``offsets``, for VIEW."""
-        self.view_kind = ViewKind.COPIED
-        """The kind of views whose shards have memory of their own."""
-        self.may_copy = True
-        """Whether the shards of a VIEW may be copies: views by the operator itself never are."""
+    local: Callable[..., Any]
+    specs: Sequence[DTensorSpec]
+    outputs: Sequence[DTensorSpec]
+    replaced: Mapping[str, Any]
+    written: Sequence[str]
+    kind: DispatchKind = field(default=DispatchKind.ANY, init=False)
+    output: DTensorSpec | None = field(default=None, init=False)
+    """The spec of the only result, for RESULT and VIEW."""
+    positions: Sequence[tuple[int, Any]] = field(default=(), init=False)
+    """``replaced`` by position, for all kinds but ANY; for LISTS the positions of what is written."""
+    offsets: Sequence[int] | None = field(default=None, init=False)
+    """The storage offsets of views in the full tensor; None if the results are no views."""
+    offset: int = field(default=0, init=False)
+    """The only one of ``offsets``, for VIEW."""
+    view_kind: ViewKind = field(default=ViewKind.COPIED, init=False)
+    """The kind of views whose shards have memory of their own."""
+    may_copy: bool = field(default=True, init=False)
+    """Whether the shards of a VIEW may be copies: views by the operator itself never are."""
 
 
 def cache_key(value: Any, cls: Any) -> Any:
-    """What an argument contributes to the key of a cached call."""
+    """The contribution of an argument to the key of a cached call."""
     kind = type(value)
     if kind is int or value is None:
         return value
@@ -131,8 +110,8 @@ def dispatch(
 
     Args:
         func: The operator.
-        args: Its positional arguments.
-        kwargs: Its keyword arguments.
+        args: The positional arguments.
+        kwargs: The keyword arguments.
         cls: The class of distributed tensors.
         key: The call's key: the operator's identity, and the `cache_key` of each argument.
 
@@ -179,7 +158,7 @@ def dispatch_foreach(
 
 
 def _depends_on_default_dtype(cached: CachedDispatch, arguments: Sequence[Any]) -> bool:
-    """Whether integers become floats, of torch's default dtype unless an argument gives one."""
+    """Return whether integers become floats, of torch's default dtype unless an argument gives one."""
     if any(isinstance(value, torch.dtype) for value in arguments):
         return False
     return any(map(_is_float, cached.outputs)) and not any(map(_is_float, cached.specs))
@@ -291,7 +270,7 @@ def _find_exception(
 
 
 class _NoStrategyError(UnsupportedOpError):
-    """No strategy of an operator leaves the placements of what it writes to."""
+    """No strategy of an operator keeps the placements of its written arguments."""
 
 
 def _reduce_written_first(func: torch._ops.OpOverload, cls: Any, refusal: str, /, *args: Any, **kwargs: Any) -> Any:
@@ -348,7 +327,7 @@ def _select(call: OpCall, rule: OpRule) -> CachedDispatch:
     fixed = _input_indices(call, written)
     if not select_strategy(call, rule, fixed):
         raise _NoStrategyError(
-            f"{func} can't write to a tensor that lies as {call.inputs[fixed[0]] if fixed else call.inputs}:"
+            f"{func} can't write to a tensor placed as {call.inputs[fixed[0]] if fixed else call.inputs}:"
             " redistribute() it first, or use the form that makes a new tensor"
         )
     call.place(fixed if written else None)
@@ -371,7 +350,7 @@ def _input_indices(call: OpCall, names: Sequence[str]) -> list[int]:
 
 
 def _has_scalars(args: Sequence[Any], kwargs: Mapping[str, Any], cls: type) -> bool:
-    """Whether there are plain tensors, which are scalars then: `record_scalars` looks at them in each call."""
+    """Return whether there are plain tensors, which are scalars then: `record_scalars` looks at them in each call."""
     tensors: list[Any] = []
     map_tensors(tensors.append, [*args, *kwargs.values()], torch.Tensor)
     return not all(isinstance(one, cls) for one in tensors)
@@ -429,18 +408,11 @@ def _prepare_foreach(
         one = {name: [value[index]] if name in lists and value else value for name, value in arguments.items()}
         elements.append(_select(OpCall(func, one, mesh), rule))
     # The specs of all elements' inputs, in the order in which they are found among the arguments.
-    spec_indices = iter(range(count * len(arguments)))
-    order = {}
+    specs: list[DTensorSpec] = []
+    element_specs = [iter(element.specs) for element in elements]
     for name, value in arguments.items():
-        for index in range(len(value) if name in lists else 1):
-            if isinstance(value[index] if name in lists else value, DTensorSpec):
-                order[name, index] = next(spec_indices)
-    specs: list[DTensorSpec] = [None] * len(order)  # type: ignore[list-item] # filled below
-    for index, element in enumerate(elements):
-        element_specs = iter(element.specs)
-        for name in arguments:
-            key = (name, index if name in lists else 0)
-            if key in order:
-                specs[order[key]] = next(element_specs)
+        values = value if name in lists else [value] * count
+        found = [next(element_specs[at]) for at, one in enumerate(values) if isinstance(one, DTensorSpec)]
+        specs += found if name in lists else found[-1:]
     outputs = [spec for element in elements for spec in element.outputs]
     return CachedDispatch(plain_call(func), specs, outputs, {}, elements[0].written)

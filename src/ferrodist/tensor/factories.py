@@ -1,7 +1,4 @@
-"""New tensors over a mesh: what torch's functions of these names make, in parts.
-
-A tensor that one rank has, or every rank, as a tensor over a mesh.
-"""
+"""Makers of distributed tensors: `distribute` for a plain tensor, and torch's factories such as `zeros` and `randn`."""
 
 from __future__ import annotations
 
@@ -29,6 +26,8 @@ if TYPE_CHECKING:
     from ferrodist.mesh import DeviceMesh
     from ferrodist.tensor.placement import Placement
 
+    Placements = Placement | Sequence[Placement]
+
 
 def distribute(
     tensor: torch.Tensor,
@@ -37,25 +36,26 @@ def distribute(
     *,
     src: int | None = 0,
 ) -> DTensor:
-    """Place a tensor over a mesh; every rank of it calls this.
+    """Distribute a tensor over a mesh; every rank of the mesh calls this.
 
     Args:
-        tensor: Of equal shape and dtype on all ranks; a leaf of autograd. Only that of ``src`` is read.
+        tensor: The full tensor, a leaf of autograd, with the same shape and dtype on all ranks. Only the elements of
+            ``src`` are read.
         mesh: The mesh.
-        placements: How it shall lie, for each axis of the mesh; one placement for a mesh of one axis.
-        src: The rank of the mesh whose elements count, as ``mesh.group`` numbers them. None sends nothing: each rank
-            takes its part of its own tensor, which must be the same on all.
+        placements: The placement along each axis of the mesh; one placement for a mesh of one axis.
+        src: The rank whose elements are sent, by its index in ``mesh.group``. With None nothing is sent: each rank
+            takes its shard of its own tensor, which must be the same on all.
 
     Returns:
         A leaf, which requires grad if ``tensor`` does.
 
     Raises:
-        TypeError: ``tensor`` is distributed already, or of a dtype that no collective carries.
+        TypeError: ``tensor`` is distributed already, or has a dtype that no collective carries.
         ValueError, IndexError: ``placements`` don't fit the mesh or the tensor.
-        RuntimeError: ``tensor`` has a history, which would be lost: use `DTensor.from_local`.
+        RuntimeError: ``tensor`` has an autograd history, which would be lost: use `DTensor.from_local`.
         UnsupportedOpError: ``tensor`` is nested, sparse or on a GPU.
-        CollectiveMismatchError: On all ranks: ``tensor`` has another shape or dtype on some.
-        InvalidRankError: ``src`` is not in the mesh, or this rank is not.
+        CollectiveMismatchError: On all ranks: the ranks' tensors differ in shape or dtype.
+        InvalidRankError: ``src``, or this rank, is not in the mesh.
     """
     if isinstance(tensor, DTensor):
         raise TypeError("the tensor is distributed already: use its redistribute()")
@@ -73,68 +73,60 @@ def distribute(
         )
     checked = check_placements(mesh, placements, tensor.shape)
     group = mesh.group
-    whole = tensor.detach().resolve_conj().resolve_neg()
-    # Parts of a sum are made of whole tensors, without anything sent.
+    full = tensor.detach().resolve_conj().resolve_neg()
+    # Partial tensors are made of replicated ones, with nothing sent.
     target = DTensorSpec.make(mesh, checked, tensor.shape, tensor.dtype)
     spec = target.without_partial
     if src is None:
-        local = redistribute_local(whole, spec.replicated, spec)
-        local = local.clone() if local is whole else local
+        local = redistribute_local(full, spec.replicated, spec)
+        local = local.clone() if local is full else local
     else:
         root = mesh.coords(mesh.ranks[check_rank(group, src, f"src={src!r}")])
-        _agree(tensor, mesh)
-        local = _send(whole, spec, root)
+        _check_same_form(tensor, mesh)
+        local = _send_shards(full, spec, root)
     made = DTensor._wrap(redistribute_local(local, spec, target), target)
     made.requires_grad_(tensor.requires_grad)
     return made
 
 
-def _agree(tensor: torch.Tensor, mesh: DeviceMesh) -> None:
-    said = all_gather_object((tuple(tensor.shape), str(tensor.dtype)), group=mesh.group)
-    for rank, other in zip(mesh.ranks, said, strict=True):
-        if other != said[0]:
+def _check_same_form(tensor: torch.Tensor, mesh: DeviceMesh) -> None:
+    forms = all_gather_object((tuple(tensor.shape), str(tensor.dtype)), group=mesh.group)
+    for rank, other in zip(mesh.ranks, forms, strict=True):
+        if other != forms[0]:
             raise CollectiveMismatchError(
-                f"distribute needs the same shape and dtype on all ranks: rank {mesh.ranks[0]} has {said[0][1]} of"
-                f" shape {said[0][0]}, rank {rank} {other[1]} of shape {other[0]}",
+                f"distribute needs the same shape and dtype on all ranks: rank {mesh.ranks[0]} has {forms[0][1]} of"
+                f" shape {forms[0][0]}, rank {rank} {other[1]} of shape {other[0]}",
                 ranks=(rank,),
             )
 
 
-def _send(tensor: torch.Tensor, spec: DTensorSpec, root: Sequence[int]) -> torch.Tensor:
-    """This rank's part, from the rank at ``root``: along each axis in turn, from those that have theirs already."""
+def _send_shards(tensor: torch.Tensor, spec: DTensorSpec, root: Sequence[int]) -> torch.Tensor:
+    """This rank's shard, sent from the rank at a coordinate: along each axis in turn, by ranks that have theirs."""
     mesh = spec.mesh
-    here = spec.coordinate
+    own = spec.coordinate
     for axis, (placement, num_ranks) in enumerate(zip(spec.placements, mesh.shape, strict=True)):
-        if tuple(here[axis + 1 :]) != tuple(root[axis + 1 :]):
-            part = _empty_part(tensor, placement, num_ranks, here[axis])
+        if tuple(own[axis + 1 :]) != tuple(root[axis + 1 :]):
+            # The shard arrives along a later axis: until then a tensor of its shape.
+            shard = tensor
+            if isinstance(placement, Shard):
+                shard = torch.empty_like(shard_of(tensor, placement, num_ranks, own[axis]))
         elif isinstance(placement, Shard) and placement.blocks == 1:
             group = mesh[mesh.axis_names[axis]].group
-            part = _scatter(tensor, placement.dim, root[axis], group)
+            shard = _scatter(tensor, placement.dim, root[axis], group)
         else:
             group = mesh[mesh.axis_names[axis]].group
-            whole = broadcast(tensor, root[axis], group=group)
-            part = shard_of(whole, placement, num_ranks, here[axis]) if isinstance(placement, Shard) else whole
-        tensor = part.contiguous()
+            full = broadcast(tensor, root[axis], group=group)
+            shard = shard_of(full, placement, num_ranks, own[axis]) if isinstance(placement, Shard) else full
+        tensor = shard.contiguous()
     return tensor
-
-
-def _empty_part(tensor: torch.Tensor, placement: Placement, num_ranks: int, at: int) -> torch.Tensor:
-    """Something of the shape of a part, until it comes along another axis."""
-    if not isinstance(placement, Shard):
-        return tensor
-    return torch.empty_like(shard_of(tensor, placement, num_ranks, at))
 
 
 def _scatter(tensor: torch.Tensor, dim: int, root: int, group: Backend) -> torch.Tensor:
     sizes = compute_shard_sizes(tensor.shape[dim], group.world_size)
     shape = [*tensor.shape[:dim], sizes[group.rank], *tensor.shape[dim + 1 :]]
     target = prepare_out(None, shape, tensor.dtype, device=tensor.device, dim=dim)
-    whole = tensor if group.rank == root else None
-    return scatter_with_sizes(whole, target, sizes, root, dim=dim, group=group, timeout=group.timeout)
-
-
-if TYPE_CHECKING:
-    Placements = Placement | Sequence[Placement]
+    full = tensor if group.rank == root else None
+    return scatter_with_sizes(full, target, sizes, root, dim=dim, group=group, timeout=group.timeout)
 
 
 def empty(
@@ -145,14 +137,14 @@ def empty(
     dtype: torch.dtype | None = None,
     requires_grad: bool = False,
 ) -> DTensor:
-    """A tensor whose elements are not set. Nothing is sent.
+    """An uninitialized tensor. Nothing is sent.
 
     Args:
-        shape: Of the whole tensor.
+        shape: The shape of the full tensor.
         mesh: The mesh; every rank of it calls this.
-        placements: How it lies, for each axis of the mesh; one placement for a mesh of one axis.
-        dtype: None is torch's default.
-        requires_grad: Whether it gets a gradient.
+        placements: The placement along each axis of the mesh; one placement for a mesh of one axis.
+        dtype: The dtype; None is torch's default.
+        requires_grad: Whether the tensor requires grad.
     """
     target = _spec(shape, mesh, placements, dtype)
     return _leaf(torch.empty(target.local_shape, dtype=target.dtype, device="cpu"), target, requires_grad=requires_grad)
@@ -167,12 +159,11 @@ def full(
     dtype: torch.dtype | None = None,
     requires_grad: bool = False,
 ) -> DTensor:
-    """A tensor of which every element is ``value``, whose type decides where ``dtype`` is None; else as `empty`."""
+    """A tensor filled with ``value``, whose type gives the dtype if ``dtype`` is None; else like `empty`."""
     target = _spec(shape, mesh, placements, torch.full((), value, device="cpu").dtype if dtype is None else dtype)
-    # Parts of a sum are made of whole tensors.
-    first = target.without_partial
-    local = torch.full(first.local_shape, value, dtype=target.dtype, device="cpu")
-    return _leaf(redistribute_local(local, first, target), target, requires_grad=requires_grad)
+    source = target.without_partial  # partial tensors are made of replicated ones
+    local = torch.full(source.local_shape, value, dtype=target.dtype, device="cpu")
+    return _leaf(redistribute_local(local, source, target), target, requires_grad=requires_grad)
 
 
 def zeros(
@@ -183,9 +174,8 @@ def zeros(
     dtype: torch.dtype | None = None,
     requires_grad: bool = False,
 ) -> DTensor:
-    """A tensor of zeros, as `full`."""
-    kind = torch.get_default_dtype() if dtype is None else dtype
-    return full(shape, 0, mesh=mesh, placements=placements, dtype=kind, requires_grad=requires_grad)
+    """A tensor of zeros; else like `full`."""
+    return full(shape, 0.0, mesh=mesh, placements=placements, dtype=dtype, requires_grad=requires_grad)
 
 
 def ones(
@@ -196,9 +186,8 @@ def ones(
     dtype: torch.dtype | None = None,
     requires_grad: bool = False,
 ) -> DTensor:
-    """A tensor of ones, as `full`."""
-    kind = torch.get_default_dtype() if dtype is None else dtype
-    return full(shape, 1, mesh=mesh, placements=placements, dtype=kind, requires_grad=requires_grad)
+    """A tensor of ones; else like `full`."""
+    return full(shape, 1.0, mesh=mesh, placements=placements, dtype=dtype, requires_grad=requires_grad)
 
 
 def rand(
@@ -210,27 +199,24 @@ def rand(
     requires_grad: bool = False,
     generator: torch.Generator | None = None,
 ) -> DTensor:
-    """A tensor of numbers from 0 to 1, the same that ``torch.rand(shape)`` draws in one process; else as `empty`.
+    """A tensor of uniform random numbers in [0, 1), those that ``torch.rand(shape)`` draws in one process.
 
     Args:
-        shape: As of `empty`, and the following.
-        mesh: The mesh.
-        placements: How it lies.
-        dtype: None is torch's default.
-        requires_grad: Whether it gets a gradient.
-        generator: What draws, in the same state on all ranks. None is torch's default generator, which ranks that are
-            threads share: they pass one of their own each.
+        shape: The shape of the full tensor.
+        mesh: The mesh; every rank of it calls this.
+        placements: The placement along each axis of the mesh; one placement for a mesh of one axis.
+        dtype: The dtype; None is torch's default.
+        requires_grad: Whether the tensor requires grad.
+        generator: The generator, in the same state on all ranks. None is torch's default one, which ranks that are
+            threads share: they pass a generator each.
 
     Raises:
         CollectiveMismatchError: On all ranks: their generators are in different states.
     """
     target = _spec(shape, mesh, placements, dtype)
     check_generators(mesh, generator, "rand")
-    return _part(
-        torch.rand(target.shape, dtype=target.dtype, generator=generator, device="cpu"),
-        target,
-        requires_grad=requires_grad,
-    )
+    drawn = torch.rand(target.shape, dtype=target.dtype, generator=generator, device="cpu")
+    return _leaf(local_of_full(drawn, target), target, requires_grad=requires_grad)
 
 
 def randn(
@@ -242,14 +228,11 @@ def randn(
     requires_grad: bool = False,
     generator: torch.Generator | None = None,
 ) -> DTensor:
-    """A tensor of normally distributed numbers, those that ``torch.randn(shape)`` draws in one process; as `rand`."""
+    """A tensor of normal random numbers, those that ``torch.randn(shape)`` draws in one process; else like `rand`."""
     target = _spec(shape, mesh, placements, dtype)
     check_generators(mesh, generator, "randn")
-    return _part(
-        torch.randn(target.shape, dtype=target.dtype, generator=generator, device="cpu"),
-        target,
-        requires_grad=requires_grad,
-    )
+    drawn = torch.randn(target.shape, dtype=target.dtype, generator=generator, device="cpu")
+    return _leaf(local_of_full(drawn, target), target, requires_grad=requires_grad)
 
 
 def arange(
@@ -262,21 +245,17 @@ def arange(
     dtype: torch.dtype | None = None,
     requires_grad: bool = False,
 ) -> DTensor:
-    """The numbers that ``torch.arange`` of the same gives, which starts from 0 when there is no ``end``; as `empty`."""
+    """The range of ``torch.arange``, which starts from 0 if ``end`` is omitted; else like `empty`."""
     if end is None:
         start, end = 0, start
-    whole = torch.arange(start, end, step, dtype=dtype, device="cpu")
-    target = _spec(whole.shape, mesh, placements, whole.dtype)
-    return _part(whole, target, requires_grad=requires_grad)
+    full_range = torch.arange(start, end, step, dtype=dtype, device="cpu")
+    target = _spec(full_range.shape, mesh, placements, full_range.dtype)
+    return _leaf(local_of_full(full_range, target), target, requires_grad=requires_grad)
 
 
 def _spec(shape: Sequence[int], mesh: DeviceMesh, placements: Placements, dtype: torch.dtype | None) -> DTensorSpec:
     kind = torch.get_default_dtype() if dtype is None else dtype
     return DTensorSpec.make(mesh, check_placements(mesh, placements, shape), shape, kind)
-
-
-def _part(whole: torch.Tensor, target: DTensorSpec, *, requires_grad: bool) -> DTensor:
-    return _leaf(local_of_full(whole, target), target, requires_grad=requires_grad)
 
 
 def _leaf(local: torch.Tensor, spec: DTensorSpec, *, requires_grad: bool) -> DTensor:

@@ -1,7 +1,4 @@
-"""What computes operators that have no rule: other operators, where these give the same.
-
-What happens to operators without a rule: an error, or whole tensors on every rank where the program allows it.
-"""
+"""Fallbacks for operators without a rule: other operators, full tensors on every rank, or an error."""
 
 from __future__ import annotations
 
@@ -33,16 +30,16 @@ if TYPE_CHECKING:
     from ferrodist.mesh import DeviceMesh
 
 _FORWARD_MODE = private_aten.has_same_storage_numel.default
-"""What forward-mode differentiation asks of a tensor and its tangent before anything else, and nothing else does."""
+"""The first operator that forward-mode differentiation calls, and nothing else does."""
 
 _allowed: ContextVar[bool] = ContextVar("allowed", default=False)
 
 
 @contextlib.contextmanager
 def allow_replication() -> Iterator[None]:
-    """Inside, an operator that DTensor has no rule for is computed on whole tensors, on every rank, with a warning.
+    """Inside, an operator that DTensor has no rule for is computed on full tensors, on every rank, with a warning.
 
-    Its inputs are gathered, and its outputs are `Replicate`. Without it such an operator raises `UnsupportedOpError`.
+    Its inputs are gathered, and its outputs are `Replicate`. Outside, such an operator raises `UnsupportedOpError`.
     """
     before = _allowed.set(True)
     try:
@@ -51,18 +48,14 @@ def allow_replication() -> Iterator[None]:
         _allowed.reset(before)
 
 
-def replicate_call(func: torch._ops.OpOverload, cls: Any) -> Callable[..., Any]:
-    """What calls an operator without a rule, or raises."""
-    return partial(_call, func, cls)
-
-
-def _call(func: torch._ops.OpOverload, cls: Any, /, *args: Any, **kwargs: Any) -> Any:
+def _replicate_or_raise(func: torch._ops.OpOverload, cls: Any, /, *args: Any, **kwargs: Any) -> Any:
+    """Compute an operator without a rule on full tensors if that is allowed."""
     if func is _FORWARD_MODE:
         raise UnsupportedOpError(
             "distributed tensors are not differentiated forward (torch.func.jvp, jacfwd, forward_ad): use backward(),"
             " torch.func.vjp or jacrev, or differentiate a function of full_tensor()"
         )
-    if _is_safe(cls, args, kwargs):
+    if _needs_no_consent(cls, args, kwargs):
         return compute_replicated(func, cls, args, kwargs)
     if not _allowed.get():
         raise UnsupportedOpError(
@@ -74,10 +67,10 @@ def _call(func: torch._ops.OpOverload, cls: Any, /, *args: Any, **kwargs: Any) -
     return compute_replicated(func, cls, args, kwargs)
 
 
-def _is_safe(cls: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
-    """Whether nothing would be gathered, and a parallel module's code computes, or gradients do: theirs is not chosen.
+def _needs_no_consent(cls: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
+    """Return whether nothing would be gathered, in a parallel module or a backward, whose operators users don't choose.
 
-    So recurrent layers of float32, and what else torch has kernels of its own for, need no consent.
+    So recurrent layers of float32, and other layers with torch kernels of their own, need no consent.
     """
     if ACTIVE_CHECK.get() is None and current_graph_task() == -1:
         return False
@@ -91,71 +84,69 @@ def _is_safe(cls: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
 
 
 def compute_replicated(func: torch._ops.OpOverload, cls: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    """Compute an operator on whole tensors, on every rank.
+    """Compute an operator on full tensors, on every rank.
 
     Raises:
-        UnsupportedOpError: It gives a tensor that it writes to another shape.
-        ValueError: A plain tensor among the arguments may be another one on each rank.
+        UnsupportedOpError: The operator gives a tensor that it writes another shape.
+        ValueError: A plain tensor among the arguments may differ between ranks.
     """
     tensors: list[Any] = []
     map_tensors(tensors.append, [*args, *kwargs.values()], cls)
     mesh = tensors[0]._spec.mesh
     given = bind_arguments(func, args, kwargs)
     written = {argument.name for argument in schema_of(func).arguments if argument.is_write}
-    # What is only written may be each rank's own.
+    # Plain tensors that are only written may differ between ranks.
     read = {name: value for name, value in given.items() if name not in written or find_plain([value]) == []}
-    adopted, _ = replicate_plain(func, cls, mesh, list(read.values()), {})
-    arguments = given | dict(zip(read, adopted, strict=True))
+    replicated, _ = replicate_plain(func, cls, mesh, list(read.values()), {})
+    arguments = given | dict(zip(read, replicated, strict=True))
 
     def gather(tensor: Any) -> torch.Tensor:
         spec = tensor._spec
         return redistribute_local(tensor._local, spec, spec.replicated)
 
-    wholes = {name: map_tensors(gather, value, cls) for name, value in arguments.items()}
+    full = {name: map_tensors(gather, value, cls) for name, value in arguments.items()}
     for name in written:
-        wholes[name] = (
-            map_tensors(torch.clone, wholes[name], torch.Tensor) if _has(arguments[name], cls) else given[name]
-        )
+        is_distributed = any(isinstance(one, cls) for one in _listed(arguments[name]))
+        full[name] = map_tensors(torch.clone, full[name], torch.Tensor) if is_distributed else given[name]
     if torch.Tag.nondeterministic_seeded in func.tags:
-        check_generators(
-            mesh, next((one for one in wholes.values() if isinstance(one, torch.Generator)), None), str(func)
-        )
-    positional, named = split_arguments(func, wholes)
+        generator = next((one for one in full.values() if isinstance(one, torch.Generator)), None)
+        check_generators(mesh, generator, str(func))
+    positional, named = split_arguments(func, full)
     results = func(*positional, **named)
     for name in written:
-        for tensor, whole in zip(_listed(arguments[name]), _listed(wholes[name]), strict=True):
+        for tensor, value in zip(_listed(arguments[name]), _listed(full[name]), strict=True):
             if isinstance(tensor, cls):
-                _write(func, tensor, whole)
+                _write(func, tensor, value)
     if not schema_of(func).returns:
         return None
     returned = returned_arguments(func)
-    several = len(returned) > 1
+    has_several = len(returned) > 1
     made = [
-        given[name] if name is not None else _wrap(result, cls, mesh, _viewed(func, place, arguments))
-        for place, (name, result) in enumerate(zip(returned, results if several else [results], strict=True))
+        given[name] if name is not None else _wrap(result, cls, mesh, _viewed_argument(func, index, arguments))
+        for index, (name, result) in enumerate(zip(returned, results if has_several else [results], strict=True))
     ]
-    return tuple(made) if several else made[0]
+    return tuple(made) if has_several else made[0]
 
 
 def compute_data_dependent(func: torch._ops.OpOverload, cls: Any, /, *args: Any, **kwargs: Any) -> Any:
-    """Compute an operator whose results have shapes that depend on the elements: those of whole tensors all ranks know.
+    """Compute an operator whose output shapes depend on the elements, which needs replicated inputs.
 
     Raises:
-        UnsupportedOpError: A tensor is divided. Gradients' formulas get theirs as they come, which are gathered.
+        UnsupportedOpError: An input is sharded. Those of a gradient's formula are gathered instead.
     """
     tensors: list[Any] = []
     map_tensors(tensors.append, [*args, *kwargs.values()], torch.Tensor)
-    divided = [one._spec for one in tensors if isinstance(one, cls) and _is_divided(one._spec)]
-    if divided and current_graph_task() == -1:
+    sharded = [one._spec for one in tensors if isinstance(one, cls) and _is_sharded(one._spec)]
+    if sharded and current_graph_task() == -1:
         name, instead = DATA_DEPENDENT.get(func, (str(func), _WITH_MASKS))
         raise UnsupportedOpError(
-            f"{name} gives a tensor whose shape depends on the elements, so the ranks' parts of {divided[0]} have no"
+            f"{name} gives a tensor whose shape depends on the elements, so the ranks' shards of {sharded[0]} have no"
             f" layout: {instead}, or call it on redistribute(fd.Replicate()), which every rank has all of"
         )
     return compute_replicated(func, cls, args, kwargs)
 
 
-def _is_divided(spec: DTensorSpec) -> bool:
+def _is_sharded(spec: DTensorSpec) -> bool:
     return any(size > 1 and isinstance(one, Shard) for one, size in zip(spec.placements, spec.mesh.shape, strict=True))
 
 
@@ -175,32 +166,28 @@ DATA_DEPENDENT: dict[torch._ops.OpOverload, tuple[str, str]] = {
     _aten.bincount.default: ("torch.bincount", "add up torch.nn.functional.one_hot"),
     _aten.repeat_interleave.Tensor: ("torch.repeat_interleave with repeats that are a tensor", "index with a tensor"),
 }
-"""Operators that are computed of whole tensors only: how users call them, and what to do instead."""
+"""Operators whose output shapes depend on the elements: how users call them, and what to use instead."""
 
 
-def _has(value: Any, cls: Any) -> bool:
-    return any(isinstance(one, cls) for one in _listed(value))
-
-
-def _write(func: torch._ops.OpOverload, tensor: Any, whole: torch.Tensor) -> None:
-    """Have a distributed tensor what an operator wrote to the whole of it."""
+def _write(func: torch._ops.OpOverload, tensor: Any, full: torch.Tensor) -> None:
+    """Write to a distributed tensor what an operator wrote to the full tensor."""
     spec = tensor._spec
-    if tuple(whole.shape) != spec.shape and not tensor.numel():
-        # As torch does with an empty tensor; it gives operators such itself.
-        rebind(tensor, _wrap(whole, type(tensor), spec.mesh, None))
+    if tuple(full.shape) != spec.shape and not tensor.numel():
+        # torch gives an empty tensor the result's shape, and calls operators with such itself.
+        rebind(tensor, _wrap(full, type(tensor), spec.mesh, None))
         return
-    if tuple(whole.shape) != spec.shape:
+    if tuple(full.shape) != spec.shape:
         raise UnsupportedOpError(
-            f"{func} gives a tensor of shape {tuple(whole.shape)}, and what it writes to has {tuple(spec.shape)}: a"
+            f"{func} gives a tensor of shape {tuple(full.shape)}, and what it writes to has {tuple(spec.shape)}: a"
             " distributed tensor keeps its shape"
         )
-    tensor._local.copy_(redistribute_local(whole.contiguous(), spec.replicated, spec))
+    tensor._local.copy_(redistribute_local(full.contiguous(), spec.replicated, spec))
     after_write(tensor)
 
 
-def _viewed(func: torch._ops.OpOverload, place: int, arguments: Mapping[str, Any]) -> Any:
-    """The argument that one of the results is a view of, or None."""
-    alias = schema_of(func).returns[place].alias_info
+def _viewed_argument(func: torch._ops.OpOverload, index: int, arguments: Mapping[str, Any]) -> Any:
+    """The argument that a result is a view of, or None."""
+    alias = schema_of(func).returns[index].alias_info
     if alias is None:
         return None
     for argument in schema_of(func).arguments:
@@ -210,7 +197,7 @@ def _viewed(func: torch._ops.OpOverload, place: int, arguments: Mapping[str, Any
 
 
 def _wrap(result: Any, cls: Any, mesh: DeviceMesh, viewed: Any) -> Any:
-    """A result as distributed tensors, whole on every rank: those of views are never written in vain."""
+    """A result as replicated distributed tensors; those that are views refuse writes, which would be lost."""
 
     def wrap(one: torch.Tensor) -> Any:
         plain = one.resolve_conj().resolve_neg()
@@ -227,19 +214,19 @@ def _listed(value: Any) -> list[Any]:
 
 
 def find_substitute(func: torch._ops.OpOverload, cls: type) -> Callable[..., Any]:
-    """A function of the operator's arguments that computes it by others, or raises that it has no rule."""
-    if func in SUBSTITUTES:
-        return SUBSTITUTES[func]
+    """A function that computes an operator without a rule by others, on full tensors, or raises."""
+    if func in DECOMPOSITIONS:
+        return DECOMPOSITIONS[func]
     if func in DATA_DEPENDENT:
         return partial(compute_data_dependent, func, cls)
     if can_decompose(func):
         decomposed: Callable[..., Any] = func.decompose
         return decomposed
-    if torch.Tag.inplace_view in func.tags and _without_underscore(func):
+    if torch.Tag.inplace_view in func.tags and _functional_view(func):
         return partial(_view_in_place, func)
     functional = _without_out(func)
     if functional is None:
-        return replicate_call(func, cls)
+        return partial(_replicate_or_raise, func, cls)
     return partial(_compute_into, functional, [argument.name for argument in _outs(func)])
 
 
@@ -248,36 +235,23 @@ def _outs(func: torch._ops.OpOverload) -> list[Any]:
     return [argument for argument in schema_of(func).arguments if argument.is_out]
 
 
-def _set(tensor: Any, source: Any) -> Any:
-    """Give a tensor the memory of another, and the way that one lies."""
-    if not (hasattr(tensor, "_spec") and hasattr(source, "_spec")):
-        raise UnsupportedOpError("set_() takes distributed tensors: distribute both, or work on to_local()")
-    return rebind(tensor, source)
-
-
-SUBSTITUTES: dict[torch._ops.OpOverload, Callable[..., Any]] = {
-    **DECOMPOSITIONS,
-    torch.ops.aten.set_.source_Tensor: _set,
-}
-
-
 def is_copy_to_itself(func: torch._ops.OpOverload, arguments: Mapping[str, Any]) -> bool:
-    """Whether a tensor is copied to one of another shape: a product with ``out`` ends with that.
+    """Return whether a tensor is copied to one of another shape, with which a product with ``out`` ends.
 
-    It computes into a view of ``out``, and copies that where the wrappers have no memory in common, as these never do.
+    It computes into a view of ``out``, and copies that if the wrappers share no memory, which they never do.
     """
     if func is not torch.ops.aten.copy_.default:
         return False
     shape, source = arguments["self"].shape, arguments["src"].shape
     pairs = zip(reversed(shape), reversed(source), strict=False)
-    return len(source) > len(shape) or any(there not in (here, 1) for here, there in pairs)
+    return len(source) > len(shape) or any(other not in (size, 1) for size, other in pairs)
 
 
 def copy_to_itself(tensor: Any, source: Any, non_blocking: bool = False) -> Any:  # noqa: FBT001, FBT002 - as torch has it
-    """Return the tensor, of which the other is a view that has been written."""
+    """Return the tensor, of which the source is a view that has been written."""
     del non_blocking
-    parts = [tensor._local, source._local if source._view_copy is None else source._view_copy.source]
-    if source.numel() == tensor.numel() and actual_kind(ViewKind.COPIED, *parts) is ViewKind.SHARED:
+    shards = [tensor._local, source._local if source._view_copy is None else source._view_copy.source]
+    if source.numel() == tensor.numel() and actual_kind(ViewKind.COPIED, *shards) is ViewKind.SHARED:
         return tensor
     raise RuntimeError(
         f"copy_() to a tensor of shape {tuple(tensor.shape)} of one of shape {tuple(source.shape)}, which can't be"
@@ -285,15 +259,15 @@ def copy_to_itself(tensor: Any, source: Any, non_blocking: bool = False) -> Any:
     )
 
 
-def _without_underscore(func: torch._ops.OpOverload) -> torch._ops.OpOverloadPacket | None:
-    """The operator that gives what this one makes of its first argument, if that has a rule."""
+def _functional_view(func: torch._ops.OpOverload) -> torch._ops.OpOverloadPacket | None:
+    """The operator that returns the view that this one makes of its argument in place, if that has a rule."""
     packet = getattr(torch.ops.aten, schema_of(func).name.partition("::")[2].removesuffix("_"), None)
     found: torch._ops.OpOverloadPacket | None = packet
     return found if found and any(one.overloadpacket is found for one in RULES) else None
 
 
 def _without_out(func: torch._ops.OpOverload) -> torch._ops.OpOverload | None:
-    """The operator that returns what this one writes to ``out``, or to several such, if that has a rule."""
+    """The operator that returns what this one writes to ``out`` arguments, if that can be computed."""
     arguments = schema_of(func).arguments
     outs = _outs(func)
     if not outs or outs != [argument for argument in arguments if argument.is_write]:
@@ -310,12 +284,12 @@ def _without_out(func: torch._ops.OpOverload) -> torch._ops.OpOverload | None:
 
 
 def _view_in_place(func: torch._ops.OpOverload, /, tensor: Any, *args: Any) -> Any:
-    """Give a tensor another shape, as ``squeeze_`` does, which products with vectors end with."""
-    functional = _without_underscore(func)
+    """Give a tensor another shape, as ``squeeze_`` does, with which products with vectors end."""
+    functional = _functional_view(func)
     assert functional is not None, "it is looked for before"
     view = functional(tensor, *args)
     with no_torch_dispatch():
-        func(tensor, *args)  # the wrapper's own shape and stride
+        func(tensor, *args)  # the wrapper's own shape and strides
     tensor._local, tensor._spec = view._local, view._spec
     if view._view_copy is not None:
         track(tensor, view._view_copy)
@@ -323,6 +297,7 @@ def _view_in_place(func: torch._ops.OpOverload, /, tensor: Any, *args: Any) -> A
 
 
 def _compute_into(functional: torch._ops.OpOverload, names: Sequence[str], /, *args: Any, **kwargs: Any) -> Any:
+    """Compute an operator and copy its results to the ``out`` arguments of some names."""
     outs = [kwargs.pop(name) for name in names]
     computed = functional(*args, **kwargs)
     results = [computed] if isinstance(computed, torch.Tensor) else list(computed)

@@ -1,9 +1,9 @@
-"""Which elements of a whole tensor a rank has, as boxes, whatever divided it.
+"""The elements of a full tensor that this rank has, as boxes, however the tensor is sharded.
 
-A tensor that is divided by `Shard` placements, in blocks too, is divided in each dim by itself: the rank has some
-*runs* of each dim, and the boxes are the products of these. FSDP divides flat: a *piece* of the elements in row-major
-order, of a whole tensor or of what `Shard` left. Such a range is at most two boxes for each dim but the last, and one
-more, that lie one after the other in the piece.
+`Shard` placements, in blocks too, shard each dim by itself: a rank has some *runs* of each dim, and its boxes are the
+products of these. FSDP shards flat: a *flat shard* is a range of the elements in row-major order, of a full tensor or
+of a local shard. Such a range consists of at most two boxes for each dim but the last, and one more, one after the
+other in the flat shard.
 """
 
 from __future__ import annotations
@@ -27,22 +27,20 @@ if TYPE_CHECKING:
 
     from ferrodist.tensor.spec import DTensorSpec
 
-if TYPE_CHECKING:
     Run = tuple[int, int]
-    """Where elements of a dim begin in the whole, and how many they are."""
-
+    """Consecutive elements of a dim: the first one's index in the full tensor, and their number."""
 
 _flat_shards = WeakTensorKeyDictionary()
-"""What `annotate_flat_shard` was told."""
+"""The annotations of `annotate_flat_shard`."""
 
 
 @dataclass(frozen=True, slots=True)
 class Box:
-    """A part of a tensor with edges along its dims.
+    """A rectangular part of a tensor.
 
     Args:
-        offsets: Where it begins, in each dim.
-        shape: Its size in each dim.
+        offsets: The first index in each dim.
+        shape: The size in each dim.
     """
 
     offsets: tuple[int, ...]
@@ -50,22 +48,22 @@ class Box:
 
     @property
     def numel(self) -> int:
-        """Its number of elements."""
+        """The number of elements."""
         return prod(self.shape)
 
     def intersect(self, other: Box) -> Box | None:
-        """What both have, or None if that is nothing."""
+        """The intersection with another box, or None if it is empty."""
         offsets = tuple(map(max, self.offsets, other.offsets))
         ends = [min(a + n, b + m) for a, n, b, m in zip(self.offsets, self.shape, other.offsets, other.shape)]  # noqa: B905 - hot
         shape = tuple(end - begin for begin, end in zip(offsets, ends, strict=True))
         return None if any(size <= 0 for size in shape) else Box(offsets, shape)
 
     def within(self, outer: Box) -> Box:
-        """The same elements, counted from where ``outer`` begins."""
+        """The same elements, with offsets relative to an enclosing box."""
         return Box(tuple(a - b for a, b in zip(self.offsets, outer.offsets, strict=True)), self.shape)
 
     def take(self, tensor: torch.Tensor) -> torch.Tensor:
-        """These elements of a tensor, as a view."""
+        """The box's elements of a tensor, as a view."""
         for dim, (offset, size) in enumerate(zip(self.offsets, self.shape, strict=True)):
             tensor = tensor.narrow(dim, offset, size)
         return tensor
@@ -73,15 +71,15 @@ class Box:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FlatShard:
-    """What a tensor is that has a part of another one's elements, in row-major order or that of some dims.
+    """The description of a tensor that holds a range of another tensor's elements, as FSDP's shards do.
 
     Args:
-        shape: Of that other one: a whole tensor, or this rank's part of a distributed one.
-        start: The first element.
-        spec: How the distributed one lies.
-        num_shards: Over how many ranks the elements are divided.
-        num_copies: How many ranks have the same piece.
-        order: The dims in the order in which elements lie, the last one fastest; None for their own.
+        shape: The shape of the other tensor: a full tensor, or the local shard of a distributed one.
+        start: The index of the first element.
+        spec: The spec of the distributed tensor; None for a full tensor.
+        num_shards: The number of ranks over which the elements are sharded.
+        num_copies: The number of ranks that have the same flat shard.
+        order: The dims in the order in which elements are stored, the last one fastest; None for row-major order.
     """
 
     shape: tuple[int, ...]
@@ -94,13 +92,13 @@ class FlatShard:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LocalShard:
-    """What a rank has of a tensor.
+    """A rank's elements of a tensor.
 
     Args:
-        shape: Of the whole tensor.
-        dtype: Of its elements.
-        boxes: Boxes of the whole tensor, each with the rank's memory of it; these are views, in the boxes' shapes.
-        placement: In words, how the tensor lies.
+        shape: The shape of the full tensor.
+        dtype: The dtype.
+        boxes: Boxes of the full tensor, each with a view of the rank's memory, in the box's shape.
+        placement: The tensor's placements in words.
         is_replicated: Whether other ranks may have the same elements.
     """
 
@@ -111,78 +109,77 @@ class LocalShard:
     is_replicated: bool
 
 
-def annotate_flat_shard(tensor: torch.Tensor, piece: FlatShard) -> None:
-    """Have `local_shard` know that a plain tensor is a part of another one."""
-    _flat_shards[tensor] = piece
+def annotate_flat_shard(tensor: torch.Tensor, shard: FlatShard) -> None:
+    """Let `local_shard` know that a plain tensor holds a range of another one's elements."""
+    _flat_shards[tensor] = shard
 
 
 def flat_shard_of(tensor: torch.Tensor) -> FlatShard | None:
-    """What `annotate_flat_shard` was told of a tensor."""
+    """The tensor's annotation, or None."""
     found: FlatShard | None = _flat_shards.get(tensor)  # type: ignore[no-untyped-call]
     return found
 
 
 def local_shard(tensor: torch.Tensor) -> LocalShard:
-    """What this rank has of a tensor: a distributed one, a piece that `annotate_flat_shard` was told of, or a plain
-    one.
+    """This rank's elements of a tensor: a distributed one, an annotated flat shard, or a plain one.
 
     Raises:
-        ValueError: It is partial: no rank has any of its elements.
+        ValueError: The tensor is partial: no rank has any of its elements.
     """
     if isinstance(tensor, DTensor):
         spec, local = tensor._spec, tensor._local
         if any(isinstance(placement, Partial) for placement in spec.placements):
             raise ValueError(f"of {spec} no rank has the elements: redistribute it")
-        copies = any(
+        is_replicated = any(
             isinstance(placement, Replicate) and size > 1
             for placement, size in zip(spec.placements, spec.mesh.shape, strict=True)
         )
-        whole = Box((0,) * local.ndim, tuple(local.shape))
-        boxes = [(box, view) for box, view in _spread(whole, local.detach(), spec) if box.numel]
+        full = Box((0,) * local.ndim, tuple(local.shape))
+        boxes = [(box, view) for box, view in _global_boxes(full, local.detach(), spec) if box.numel]
         return LocalShard(
-            shape=spec.shape, dtype=spec.dtype, boxes=boxes, placement=_describe(spec), is_replicated=copies
+            shape=spec.shape, dtype=spec.dtype, boxes=boxes, placement=_describe(spec), is_replicated=is_replicated
         )
-    if (piece := flat_shard_of(tensor)) is not None:
-        return _part_of_piece(tensor.detach(), piece)
+    if (shard := flat_shard_of(tensor)) is not None:
+        return _local_of_flat(tensor.detach(), shard)
     shape = tuple(tensor.shape)
     boxes = [(Box((0,) * len(shape), shape), tensor.detach())]
     return LocalShard(shape=shape, dtype=tensor.dtype, boxes=boxes, placement="whole", is_replicated=True)
 
 
 def invert_order(order: Sequence[int]) -> list[int]:
-    """The order of dims that undoes another one."""
+    """The permutation of dims that undoes another one."""
     return [order.index(dim) for dim in range(len(order))]
 
 
-def _part_of_piece(tensor: torch.Tensor, piece: FlatShard) -> LocalShard:
-    spec = piece.spec
+def _local_of_flat(tensor: torch.Tensor, shard: FlatShard) -> LocalShard:
+    spec = shard.spec
     boxes: list[tuple[Box, torch.Tensor]] = []
-    for box, view in _boxes_of_piece(tensor, piece):
-        boxes.extend([(box, view)] if spec is None else _spread(box, view, spec))
-    placement = f"flat over {counted(piece.num_shards, 'rank')}"
+    for box, view in _boxes_of_flat(tensor, shard):
+        boxes.extend([(box, view)] if spec is None else _global_boxes(box, view, spec))
+    placement = f"flat over {counted(shard.num_shards, 'rank')}"
     return LocalShard(
-        shape=piece.shape if spec is None else spec.shape,
+        shape=shard.shape if spec is None else spec.shape,
         dtype=tensor.dtype,
         boxes=boxes,
         placement=placement if spec is None else f"{placement}, of {_describe(spec)}",
-        is_replicated=piece.num_copies > 1 or (spec is not None and Replicate() in spec.placements),
+        is_replicated=shard.num_copies > 1 or (spec is not None and Replicate() in spec.placements),
     )
 
 
-def _boxes_of_piece(tensor: torch.Tensor, piece: FlatShard) -> Iterator[tuple[Box, torch.Tensor]]:
-    """The piece as boxes of the tensor of which it is one, each with its view."""
-    if piece.num_shards == 1 and tensor.shape == piece.shape:  # the whole tensor, in whatever order its memory has
+def _boxes_of_flat(tensor: torch.Tensor, shard: FlatShard) -> Iterator[tuple[Box, torch.Tensor]]:
+    """A flat shard as boxes of the tensor whose elements it holds, each with its view."""
+    if shard.num_shards == 1 and tensor.shape == shard.shape:  # the full tensor, whatever its memory order
         if tensor.numel():
-            yield Box((0,) * len(piece.shape), piece.shape), tensor
+            yield Box((0,) * len(shard.shape), shard.shape), tensor
         return
     flat = tensor.reshape(-1)
-    order = piece.order if piece.order is not None else tuple(range(len(piece.shape)))
-    back = invert_order(order)
-    at = 0
-    for box in _boxes_of_range([piece.shape[dim] for dim in order], piece.start, piece.start + flat.numel()):
-        view = flat[at : at + box.numel].view(box.shape).permute(back)
-        at += box.numel
-        yield Box(tuple(box.offsets[dim] for dim in back), tuple(box.shape[dim] for dim in back)), view
+    order = shard.order if shard.order is not None else tuple(range(len(shard.shape)))
+    inverse = invert_order(order)
+    offset = 0
+    for box in _boxes_of_range([shard.shape[dim] for dim in order], shard.start, shard.start + flat.numel()):
+        view = flat[offset : offset + box.numel].view(box.shape).permute(inverse)
+        offset += box.numel
+        yield Box(tuple(box.offsets[dim] for dim in inverse), tuple(box.shape[dim] for dim in inverse)), view
 
 
 def _boxes_of_range(shape: Sequence[int], start: int, stop: int) -> Iterator[Box]:
@@ -211,51 +208,53 @@ def _in_row(row: int, boxes: Iterator[Box]) -> Iterator[Box]:
         yield Box((row, *box.offsets), (1, *box.shape))
 
 
-def _spread(box: Box, view: torch.Tensor, spec: DTensorSpec) -> Iterator[tuple[Box, torch.Tensor]]:
-    """A box of this rank's part as boxes of the whole tensor, each with its view."""
+def _global_boxes(box: Box, view: torch.Tensor, spec: DTensorSpec) -> Iterator[tuple[Box, torch.Tensor]]:
+    """A box of this rank's shard as boxes of the full tensor, each with its view."""
     dims = [
-        list(_cut_runs(_runs(spec, dim), offset, offset + size))
+        list(_slice_runs(_runs(spec, dim), offset, offset + size))
         for dim, (offset, size) in enumerate(zip(box.offsets, box.shape, strict=True))
     ]
-    for strategy in itertools.product(*dims):
-        inner = Box(tuple(at for at, _, _ in strategy), tuple(size for _, _, size in strategy))
-        yield Box(tuple(start for _, start, _ in strategy), inner.shape), inner.take(view)
+    for runs in itertools.product(*dims):
+        inner = Box(tuple(local for local, _, _ in runs), tuple(size for _, _, size in runs))
+        yield Box(tuple(start for _, start, _ in runs), inner.shape), inner.take(view)
 
 
 def _runs(spec: DTensorSpec, dim: int) -> list[Run]:
-    """The elements of a dim that this rank has."""
+    """The runs of a dim that this rank has."""
     runs = [(0, spec.shape[dim])]
-    for placement, num_ranks, at in zip(spec.placements, spec.mesh.shape, spec.coordinate, strict=True):
+    for placement, num_ranks, index in zip(spec.placements, spec.mesh.shape, spec.coordinate, strict=True):
         if not isinstance(placement, Shard) or placement.dim != dim:
             continue
-        block = sum(size for _, size in runs) // placement.blocks
-        sizes = compute_shard_sizes(block, num_ranks)
-        begin = sum(sizes[:at])
-        starts = [number * block + begin for number in range(placement.blocks)]
-        cut = [(first, size) for start in starts for _, first, size in _cut_runs(runs, start, start + sizes[at])]
-        runs = _join_runs(cut)
+        block_size = sum(size for _, size in runs) // placement.blocks
+        sizes = compute_shard_sizes(block_size, num_ranks)
+        begin = sum(sizes[:index])
+        starts = [block * block_size + begin for block in range(placement.blocks)]
+        sliced = [
+            (first, size) for start in starts for _, first, size in _slice_runs(runs, start, start + sizes[index])
+        ]
+        runs = _merge_runs(sliced)
     return runs
 
 
-def _join_runs(runs: Sequence[Run]) -> list[Run]:
-    """As few runs as have the same elements."""
-    joined: list[Run] = []
+def _merge_runs(runs: Sequence[Run]) -> list[Run]:
+    """The same elements in as few runs as possible."""
+    merged: list[Run] = []
     for first, size in runs:
-        if joined and sum(joined[-1]) == first:
-            joined[-1] = (joined[-1][0], joined[-1][1] + size)
+        if merged and sum(merged[-1]) == first:
+            merged[-1] = (merged[-1][0], merged[-1][1] + size)
         else:
-            joined.append((first, size))
-    return joined
+            merged.append((first, size))
+    return merged
 
 
-def _cut_runs(runs: Sequence[Run], start: int, stop: int) -> Iterator[tuple[int, int, int]]:
-    """What of some runs, end to end, lies between two places: where it begins there, and in the whole, and its size."""
-    at = 0
+def _slice_runs(runs: Sequence[Run], start: int, stop: int) -> Iterator[tuple[int, int, int]]:
+    """The slice of concatenated runs: for each run in it the index in the slice, the first element, and the size."""
+    offset = 0
     for first, size in runs:
-        begin, end = max(start, at), min(stop, at + size)
+        begin, end = max(start, offset), min(stop, offset + size)
         if begin < end:
-            yield begin - start, first + begin - at, end - begin
-        at += size
+            yield begin - start, first + begin - offset, end - begin
+        offset += size
 
 
 def _describe(spec: DTensorSpec) -> str:

@@ -1,4 +1,4 @@
-"""How an operator on distributed tensors is computed: its rule, and the strategy that moves the fewest bytes.
+"""Rules of operators on distributed tensors, and the selection of the strategy that moves the fewest bytes.
 
 A rule lists, for one mesh axis at a time, the strategies by which an operator can be computed: the placements that its
 inputs must have along that axis, and those that its outputs then have. Most rules derive their strategies from an
@@ -42,13 +42,13 @@ class OpStrategy:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OpRule:
-    """How an operator is computed on sharded tensors.
+    """The rule by which an operator is computed on sharded tensors.
 
     Args:
         strategies: The strategies along an axis, given the call and the axis's index. ``call.selected`` has those of
             the axes before. The strategy that moves the fewest bytes is selected; of equal ones, the first.
-        local: A function that makes what computes the local outputs in the operator's place, or None for the operator
-            itself. The call has its ``placed_inputs`` and ``outputs`` by then.
+        local: A factory of the local function, which computes the local outputs instead of the operator; None, or a
+            factory that returns None, stands for the operator itself. The call has ``placed_inputs`` and ``outputs``.
         arguments: A function that makes the arguments, by name, that differ on this rank, such as local sizes.
         depends_on_values: Whether strategies depend on the values of float arguments, not only on their presence.
         copies: Whether local outputs are copies where the operator gives views.
@@ -65,7 +65,7 @@ class OpRule:
 
 
 class OpCall:
-    """One call of an operator, with specs in the place of distributed tensors.
+    """One call of an operator, with specs instead of distributed tensors.
 
     Args:
         operator: The operator.
@@ -92,7 +92,7 @@ class OpCall:
 
     @cached_property
     def results(self) -> list[torch.Tensor]:
-        """What the operator returns for the full tensors, as tensors on the meta device."""
+        """The results of the operator for the full tensors, on the meta device."""
         arguments = {
             name: map_tensors(_as_meta, value, (DTensorSpec, torch.Tensor)) for name, value in self.arguments.items()
         }
@@ -200,30 +200,26 @@ def select_strategy(call: OpCall, rule: OpRule, written: Sequence[int]) -> bool:
 
 
 def _is_valid(call: OpCall, strategy: OpStrategy, axis: int, *, writes: bool) -> bool:
-    """Whether tensors can have the placements of a strategy together with those of the axes before."""
+    """Return whether tensors can have the placements of a strategy together with those of the axes before."""
     has_blocks = any(isinstance(placement, Shard) and placement.blocks > 1 for placement in strategy.outputs)
-    shapes = [spec.shape for spec in call.inputs]
-    result_shapes = [tuple(result.shape) for result in call.results] if has_blocks and not writes else None
-    earlier = call.selected
+    input_shapes = [spec.shape for spec in call.inputs]
+    output_shapes: list[Any] = [None] * len(strategy.outputs)
+    if has_blocks and not writes:
+        output_shapes = [tuple(result.shape) for result in call.results]
     return all(
-        _fits([one.inputs[index] for one in earlier], placement, shapes[index], call, axis)
-        for index, placement in enumerate(strategy.inputs)
-    ) and all(
-        _fits(
-            [one.outputs[index] for one in earlier],
-            placement,
-            None if result_shapes is None else result_shapes[index],
-            call,
-            axis,
+        _fits([before[index] for before in earlier], placement, shape, call, axis)
+        for placements, earlier, shapes in (
+            (strategy.inputs, [one.inputs for one in call.selected], input_shapes),
+            (strategy.outputs, [one.outputs for one in call.selected], output_shapes),
         )
-        for index, placement in enumerate(strategy.outputs)
+        for index, (placement, shape) in enumerate(zip(placements, shapes, strict=False))
     )
 
 
 def _fits(
     before: Sequence[Placement], placement: Placement, shape: tuple[int, ...] | None, call: OpCall, axis: int
 ) -> bool:
-    """Whether the axes before leave equal blocks for a placement, and have reductions that commute with its own."""
+    """Return whether a placement has equal blocks after the axes before, and a reduction that commutes with theirs."""
     if isinstance(placement, Partial):
         return all(reductions_commute(one, placement) for one in before if isinstance(one, Partial))
     if isinstance(placement, Shard) and placement.blocks > 1 and shape is not None:
@@ -248,7 +244,7 @@ def _input_cost(spec: DTensorSpec, target: Placement, axis: int, sharded: set[tu
 
     Args:
         spec: The input's spec.
-        target: Its target placement.
+        target: The target placement.
         axis: The axis.
         sharded: The sizes and blocks of the dims of other inputs that have their target sharding already.
     """
@@ -320,6 +316,15 @@ class EinsumPattern:
     commuting: Sequence[ReduceOp] = ()
 
 
+def einsum_rule(pattern_of: Callable[[OpCall], EinsumPattern], **options: Any) -> OpRule:
+    """A rule whose strategies are those of the pattern that a function makes for a call; other options of `OpRule`."""
+
+    def strategies(call: OpCall, axis: int) -> list[OpStrategy]:
+        return einsum_strategies(pattern_of(call), call, axis)
+
+    return OpRule(strategies=strategies, **options)
+
+
 def einsum_strategies(pattern: EinsumPattern, call: OpCall, axis: int) -> list[OpStrategy]:
     """The strategies along an axis of an operator that has a pattern."""
     num_inputs, num_outputs = len(pattern.inputs), len(pattern.outputs)
@@ -345,7 +350,7 @@ def einsum_strategies(pattern: EinsumPattern, call: OpCall, axis: int) -> list[O
 
 
 def _counts_bools(call: OpCall, group: Sequence[int]) -> bool:
-    """Whether bools become numbers: the sum of bools is whether any is true, and that of numbers is how many are."""
+    """Return whether bools become numbers: a sum of bools says if any is true, and one of numbers counts them."""
     are_bool = {call.inputs[index].dtype is torch.bool for index in group}
     if are_bool == {True} and not schema_of(call.operator).is_mutable:
         are_bool |= {result.dtype is torch.bool for result in call.results}

@@ -1,4 +1,4 @@
-"""How a tensor lies along one axis of a mesh: divided, whole on every rank, or as parts that add up to it."""
+"""Placements of a tensor along one mesh axis: sharded, replicated, or partial."""
 
 from __future__ import annotations
 
@@ -7,20 +7,20 @@ from dataclasses import dataclass
 from ferrodist.collectives.reduce_op import ReduceOp
 
 PARTIAL_OPS = (ReduceOp.SUM, ReduceOp.MEAN, ReduceOp.MIN, ReduceOp.MAX, ReduceOp.PRODUCT)
-"""What `Partial` may fold by."""
+"""The reductions that `Partial` takes."""
 
 
 @dataclass(frozen=True, slots=True)
 class Shard:
-    """A dim is divided over the axis; sizes that don't divide evenly give the first ranks one more.
+    """A dim is sharded over the axis; if its size doesn't divide evenly, the first ranks have one element more.
 
-    Several axes may divide one dim: the first axis of the mesh divides it first, the next one what that left.
+    Several axes may shard one dim: the first axis of the mesh splits it first, the next one splits each shard.
 
     Args:
         dim: The dim; negative numbers count from the last.
-        blocks: The dim is this many equal blocks one after the other, and each is divided by itself (strided
-            sharding). That is what is left where dims that are joined had another than their first divided, and how an
-            axis divides what a later one has divided before it, with ``blocks`` the size of that one.
+        blocks: The number of equal blocks of the dim that are each sharded by themselves (strided sharding). Flattening
+            dims gives such a sharding where another than the first of them was sharded; so does an axis that shards
+            a dim after a later axis did, with ``blocks`` that axis's size.
     """
 
     dim: int
@@ -28,9 +28,9 @@ class Shard:
 
     def __post_init__(self) -> None:
         if isinstance(self.dim, bool) or not isinstance(self.dim, int):
-            raise TypeError(f"Shard takes the number of a dim, not {self.dim!r}")
+            raise TypeError(f"Shard takes the index of a dim, not {self.dim!r}")
         if isinstance(self.blocks, bool) or not isinstance(self.blocks, int):
-            raise TypeError(f"blocks is a number of blocks, not {self.blocks!r}")
+            raise TypeError(f"blocks is the number of blocks, not {self.blocks!r}")
         if self.blocks < 1:
             raise ValueError(f"a dim has at least one block, not {self.blocks}")
 
@@ -40,7 +40,7 @@ class Shard:
 
 @dataclass(frozen=True, slots=True)
 class Replicate:
-    """Every rank of the axis has the whole tensor."""
+    """Every rank of the axis has the full tensor."""
 
     def __repr__(self) -> str:
         return "Replicate()"
@@ -48,10 +48,10 @@ class Replicate:
 
 @dataclass(frozen=True, slots=True)
 class Partial:
-    """Every rank of the axis has a tensor of the whole shape, and the tensor is what these give folded by ``op``.
+    """Every rank of the axis has a tensor of the full shape, and the full tensor is their reduction.
 
     Args:
-        op: SUM, MEAN, MIN, MAX or PRODUCT.
+        op: The reduction: SUM, MEAN, MIN, MAX or PRODUCT.
     """
 
     op: ReduceOp = ReduceOp.SUM
@@ -69,5 +69,5 @@ Placement = Shard | Replicate | Partial
 
 
 def reductions_commute(one: Partial, other: Partial) -> bool:
-    """Whether two axes along which a tensor is partial may be folded in any order."""
+    """Return whether a tensor that is partial along two axes may be reduced along either first."""
     return one.op is other.op or {one.op, other.op} == {ReduceOp.SUM, ReduceOp.MEAN}

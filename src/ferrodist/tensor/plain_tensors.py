@@ -1,15 +1,15 @@
-"""Plain tensors among distributed ones: whole where they count as such, and refused elsewhere.
+"""Plain tensors among distributed ones: taken as replicated if the ranks have the same, else refused.
 
 [Note: plain tensors among distributed ones]
-A plain tensor may be another one on each rank, and what is computed from it and distributed ones is a tensor only if it
-is not. So it is refused, but for these:
+A plain tensor may differ between ranks, and then an operator on it and distributed tensors gives no tensor. So plain
+tensors are refused, except for:
 
-- numbers, which a tensor without dims is, and tensors without elements;
-- inside of a module that is parallel as a whole, and in its gradients: what the module's code makes counts as whole,
-  and the ranks compare it (`ReplicaCheck`);
-- what formulas of gradients make: zeros and ones, known by their elements;
-- what torch's own functions make, as the mask of causal attention or the index that a list is: nobody but torch has
-  such a tensor, or torch's Python code is what computes with it. The ranks compare these at once.
+- scalars, which tensors without dims are, and empty tensors;
+- inside of a parallel module, and in its gradients, the tensors that the module's code makes: they count as replicated,
+  and the ranks compare them (`ReplicaCheck`);
+- the zeros and ones that formulas of gradients make, recognised by their elements;
+- tensors that torch's own functions make, such as the mask of causal attention or the index of a list: only torch holds
+  the tensor, or torch's Python code calls the operator. The ranks compare these at once.
 """
 
 from __future__ import annotations
@@ -39,22 +39,22 @@ if TYPE_CHECKING:
     from ferrodist.mesh import DeviceMesh
     from ferrodist.tensor.replica_check import ReplicaCheck
 
-ACTIVE_CHECK: ContextVar[ReplicaCheck | None] = ContextVar("inside", default=None)
-"""The plain tensors of the parallel module whose code runs."""
+ACTIVE_CHECK: ContextVar[ReplicaCheck | None] = ContextVar("active_check", default=None)
+"""The check of the parallel module whose code runs."""
 
 REFUSE_SCALARS = frozenset([*indexing.RULES, *matmul.RULES])
-"""Operators whose rules count their inputs, so that a plain number has to be distributed."""
+"""Operators whose rules count their inputs, so that plain scalars have to be replicated first."""
 
-BACKWARD_CHECKS = "tensor.backward"
-"""What a group keeps under this name: by mesh the `ReplicaCheck` of parallel modules over it, for the gradients."""
+BACKWARD_CHECKS = "tensor.backward_checks"
+"""The group attachment that has, for each mesh, the `ReplicaCheck` of parallel modules' gradients."""
 
 
 def find_plain(arguments: Sequence[Any], *, takes_scalars: bool = True) -> list[torch.Tensor]:
-    """The plain tensors among arguments that can't be taken as numbers, as none can in a list with distributed ones.
+    """The plain tensors that can't be taken as scalars; in a list with distributed tensors none can.
 
     Args:
-        arguments: All of them.
-        takes_scalars: Whether the operator's rule takes tensors without dims as numbers.
+        arguments: All arguments of a call.
+        takes_scalars: Whether the operator's rule takes tensors without dims as scalars.
     """
     found: list[torch.Tensor] = []
     for value in arguments:
@@ -62,11 +62,11 @@ def find_plain(arguments: Sequence[Any], *, takes_scalars: bool = True) -> list[
             if (value.dim() or not takes_scalars) and not _is_distributed(value):
                 found.append(value)
         elif isinstance(value, list | tuple):
-            has_distributed = any(map(_is_distributed, value)) or not takes_scalars
+            refuses_scalars = any(map(_is_distributed, value)) or not takes_scalars
             found += [
                 one
                 for one in value
-                if isinstance(one, torch.Tensor) and (one.dim() or has_distributed) and not _is_distributed(one)
+                if isinstance(one, torch.Tensor) and (one.dim() or refuses_scalars) and not _is_distributed(one)
             ]
     return found
 
@@ -75,19 +75,15 @@ def _is_distributed(value: Any) -> bool:
     return hasattr(value, "_spec") or isinstance(value, DTensorSpec)
 
 
-def is_foreach(func: torch._ops.OpOverload) -> bool:
-    """Whether an operator works on each place of lists of tensors by itself."""
-    return str(func).startswith("aten._foreach_")
-
-
 def plain_caller(func: torch._ops.OpOverload, cls: Any, mesh: DeviceMesh) -> Callable[..., Any]:
-    """What calls an operator that got plain tensors beside distributed ones, or raises."""
-    return functools.partial(_call_each if is_foreach(func) else _call, func, cls, mesh)
+    """A function that calls an operator with plain tensors beside distributed ones, or raises."""
+    is_foreach = str(func).startswith("aten._foreach_")
+    return functools.partial(_call_foreach if is_foreach else _call, func, cls, mesh)
 
 
 def _call(func: torch._ops.OpOverload, cls: Any, mesh: DeviceMesh, /, *args: Any, **kwargs: Any) -> Any:
-    wrapped, named = replicate_plain(func, cls, mesh, args, kwargs)
-    result = func(*wrapped, **named)
+    replicated, named = replicate_plain(func, cls, mesh, args, kwargs)
+    result = func(*replicated, **named)
     arguments = bind_arguments(func, args, kwargs)
     returned = [arguments[name] for name in returned_arguments(func) if name is not None]
     return returned[0] if len(returned) == 1 else result
@@ -95,7 +91,7 @@ def _call(func: torch._ops.OpOverload, cls: Any, mesh: DeviceMesh, /, *args: Any
 
 @functools.cache
 def returned_arguments(func: torch._ops.OpOverload) -> list[str | None]:
-    """For each result of an operator the name of the argument that it is, or None for one that is no argument."""
+    """For each result of an operator the name of the argument that it returns, or None for a new tensor."""
     written = [argument for argument in schema_of(func).arguments if argument.is_write]
 
     def name_of(result: Any) -> str | None:
@@ -114,32 +110,30 @@ def returned_arguments(func: torch._ops.OpOverload) -> list[str | None]:
 def replicate_plain(
     func: torch._ops.OpOverload, cls: Any, mesh: DeviceMesh, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> tuple[list[Any], dict[str, Any]]:
-    """Arguments with plain tensors replaced by distributed ones, which are whole and share memory with them.
+    """Replace plain tensors among arguments by replicated distributed ones, which share their memory.
 
     Raises:
-        ValueError: A plain tensor may be another one on each rank.
-        CollectiveMismatchError: On all ranks: a plain tensor is another one on some.
+        ValueError: A plain tensor may differ between ranks.
+        CollectiveMismatchError: On all ranks: a plain tensor differs between ranks.
     """
-    # Counted before anything else has the tensors.
-    ours = {id(args[place]) for place in range(len(args)) if sys.getrefcount(args[place]) <= _HOLDERS}
+    # References are counted before anything here holds the tensors.
+    torchs = {id(args[index]) for index in range(len(args)) if sys.getrefcount(args[index]) <= _ARGUMENT_REFS}
     for value in (*args, *kwargs.values()):
         if isinstance(value, list):
-            ours |= {
-                id(value[place]) for place in range(len(value)) if sys.getrefcount(value[place]) <= _HOLDERS_IN_LIST
-            }
+            torchs |= {id(value[at]) for at in range(len(value)) if sys.getrefcount(value[at]) <= _LIST_ELEMENT_REFS}
     arguments = [*args, *kwargs.values()]
-    is_written_number = _writes_numbers(func, cls, args, kwargs)
+    only_scalars = _writes_scalars(func, cls, args, kwargs)
 
     overwritten = set(map(id, _find_overwritten(func, args, kwargs)))
 
     def wrap(tensor: torch.Tensor) -> Any:
         if isinstance(tensor, cls):
             return tensor
-        if not is_written_number and tensor.numel() and tensor.dim():
-            check_plain(func, tensor, mesh, is_torchs=id(tensor) in ours, is_overwritten=id(tensor) in overwritten)
+        if not only_scalars and tensor.numel() and tensor.dim():
+            check_plain(func, tensor, mesh, is_torchs=id(tensor) in torchs, is_overwritten=id(tensor) in overwritten)
         plain = tensor.resolve_conj().resolve_neg()
-        whole = [Replicate()] * mesh.ndim
-        return cls._wrap(plain, DTensorSpec.make(mesh, whole, plain.shape, plain.dtype, plain.stride()))
+        placements = [Replicate()] * mesh.ndim
+        return cls._wrap(plain, DTensorSpec.make(mesh, placements, plain.shape, plain.dtype, plain.stride()))
 
     takes_scalars = func not in REFUSE_SCALARS
 
@@ -150,23 +144,22 @@ def replicate_plain(
     return made[: len(args)], dict(zip(kwargs, made[len(args) :], strict=True))
 
 
-_HOLDERS = 4
-"""Of an argument that no other code has: torch's call, its tuple of arguments, ours, and what asks for the number.
+_ARGUMENT_REFS = 4
+"""References to an argument that only torch holds: torch's call, its tuple of arguments, ours, and the counting.
 
-A version of torch or Python in which these are others has tensors refused that are torch's own, or compared that are a
-program's: both are right.
+With a version of torch or Python that has other counts, tensors of torch's own are refused, or those of a program are
+compared: both are safe.
 """
 
-_HOLDERS_IN_LIST = 3
-"""Of a tensor in a list that is an argument: torch's call, the list, and what asks."""
+_LIST_ELEMENT_REFS = 3
+"""References to a tensor in a list that only torch holds: torch's call, the list, and the counting."""
+
+_BASE_REFS = 3
+"""References to the base of a view that nobody else holds: the view, a name, and the counting."""
 
 
-_HOLDERS_OF_BASE = 3
-"""Of the tensor that a view is of: the view, a name, and what asks."""
-
-
-def _writes_numbers(func: torch._ops.OpOverload, cls: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
-    """Whether each rank's own tensor is written, given a number that all have, as when gradients are clipped."""
+def _writes_scalars(func: torch._ops.OpOverload, cls: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
+    """Return whether plain tensors are written, given scalars that all ranks have, as when gradients are clipped."""
     arguments = bind_arguments(func, args, kwargs)
     written = [argument.name for argument in schema_of(func).arguments if argument.is_write]
     others = [value for name, value in arguments.items() if name not in written]
@@ -179,16 +172,16 @@ def _writes_numbers(func: torch._ops.OpOverload, cls: Any, args: Sequence[Any], 
 
 
 def _find_overwritten(func: torch._ops.OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Any]:
-    """The arguments whose elements an operator replaces, all of them: what was there before is nobody's concern."""
+    """The arguments all of whose elements an operator replaces, so that their old values don't matter."""
     arguments = bind_arguments(func, args, kwargs)
     found: list[Any] = []
     for argument in schema_of(func).arguments:
-        if argument.is_out or (argument.is_write and str(func.overloadpacket) in _REPLACING):
+        if argument.is_out or (argument.is_write and str(func.overloadpacket) in _OVERWRITING):
             map_tensors(found.append, arguments[argument.name], torch.Tensor)
     return found
 
 
-_REPLACING = ("aten.copy_", "aten.fill_", "aten._foreach_copy_")
+_OVERWRITING = ("aten.copy_", "aten.fill_", "aten._foreach_copy_")
 
 
 def check_plain(
@@ -199,21 +192,21 @@ def check_plain(
     is_torchs: bool = False,
     is_overwritten: bool = False,
 ) -> None:
-    """Return if a plain tensor counts as whole.
+    """Raise unless a plain tensor counts as replicated.
 
     Args:
-        operator: What takes it.
-        tensor: It.
-        mesh: Over which the tensors lie that it is used with.
-        is_torchs: Whether no other code than torch's has it.
-        is_overwritten: Whether none of its elements will be left, so that those of the ranks may differ.
+        operator: The operator that takes the tensor.
+        tensor: The plain tensor.
+        mesh: The mesh of the distributed tensors that it is used with.
+        is_torchs: Whether only torch holds the tensor.
+        is_overwritten: Whether all elements are replaced, so that they may differ between ranks.
 
     Raises:
-        ValueError: It may be another one on each rank.
-        CollectiveMismatchError: On all ranks: it is another one on some.
+        ValueError: The tensor may differ between ranks.
+        CollectiveMismatchError: On all ranks: the tensor differs between ranks.
     """
     is_backward = current_graph_task() != -1
-    inside = _find_inside(mesh, is_backward=is_backward)
+    check = _find_check(mesh, is_backward=is_backward)
     reason = ""
     if not is_plain(tensor):
         reason = (
@@ -222,58 +215,58 @@ def check_plain(
         )
     elif tensor.requires_grad and tensor.is_leaf and not is_backward:
         reason = "it is a leaf that requires grad, and would get the gradient of a distributed tensor"
-    elif inside is not None:
+    elif check is not None:
         if not is_overwritten:
-            inside.record(operator, tensor, mesh)
+            check.record(operator, tensor, mesh)
         return
-    elif _is_known(operator, tensor, is_backward=is_backward):
+    elif _has_known_elements(operator, tensor, is_backward=is_backward):
         return
-    elif (is_torchs and not tensor.requires_grad and _is_of_torchs(tensor)) or _is_torchs_code():
+    elif (is_torchs and not tensor.requires_grad and _is_base_unreferenced(tensor)) or _is_called_by_torch():
         check_replicated(operator, tensor, mesh)
         return
-    raise ValueError(  # no TypeError, of which operators as + make one of their own
+    raise ValueError(  # a TypeError would be replaced by that of operators such as +
         f"{operator}{describe_module()} got distributed tensors and {with_article(type(tensor).__name__)} of shape"
         f" {tuple(tensor.shape)}: {reason + ': ' if reason else ''}distribute it too, as by"
         " fd.distribute(tensor, mesh, placements), or work on to_local(); inside of fd.parallelize(model, mesh, plan)"
-        " plain tensors that the model's code makes count as whole"
+        " plain tensors that the model's code makes count as replicated"
     )
 
 
-def _find_inside(mesh: DeviceMesh, *, is_backward: bool) -> ReplicaCheck | None:
-    """The plain tensors of the parallel module whose code runs, or whose gradients are computed; None elsewhere."""
-    inside = ACTIVE_CHECK.get()
-    if inside is None and is_backward:
-        inside = mesh.parent.attachments.get(BACKWARD_CHECKS, {}).get(mesh.identity)
-    return inside
+def _find_check(mesh: DeviceMesh, *, is_backward: bool) -> ReplicaCheck | None:
+    """The check of the parallel module whose code runs, or whose gradients are computed; None elsewhere."""
+    check = ACTIVE_CHECK.get()
+    if check is None and is_backward:
+        check = mesh.parent.attachments.get(BACKWARD_CHECKS, {}).get(mesh.identity)
+    return check
 
 
 def record_scalars(func: torch._ops.OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any], cls: Any) -> None:
-    """Have the ranks compare the tensors without dims that a parallel module's code mixes with distributed ones.
+    """Let the ranks compare the plain scalars that a parallel module's code uses with distributed tensors.
 
     Raises:
-        CollectiveMismatchError: On all ranks: a number is another one on some, and each is compared when it is used.
+        CollectiveMismatchError: On all ranks: a scalar differs between ranks, if the check is immediate.
     """
     is_backward = current_graph_task() != -1
     if ACTIVE_CHECK.get() is None and not is_backward:
         return
     tensors: list[Any] = []
     map_tensors(tensors.append, [*args, *kwargs.values()], torch.Tensor)
-    numbers = [one for one in tensors if not one.dim() and is_plain(one)]
+    scalars = [one for one in tensors if not one.dim() and is_plain(one)]
     distributed = next((one for one in tensors if isinstance(one, cls)), None)
-    if not numbers or distributed is None:
+    if not scalars or distributed is None:
         return
     mesh = distributed._spec.mesh
-    inside = _find_inside(mesh, is_backward=is_backward)
-    if inside is None:
+    check = _find_check(mesh, is_backward=is_backward)
+    if check is None:
         return
     overwritten = set(map(id, _find_overwritten(func, args, kwargs)))
-    for number in numbers:
-        if id(number) not in overwritten:
-            inside.record(func, number, mesh)
+    for scalar in scalars:
+        if id(scalar) not in overwritten:
+            check.record(func, scalar, mesh)
 
 
 def is_plain(tensor: torch.Tensor) -> bool:
-    """Whether it is one of torch's own class, in memory that ranks can compare."""
+    """Return whether a tensor is of torch's own class, in memory that ranks can compare."""
     return (
         type(tensor) in (torch.Tensor, torch.nn.Parameter)
         and tensor.device.type == "cpu"
@@ -281,59 +274,60 @@ def is_plain(tensor: torch.Tensor) -> bool:
     )
 
 
-def _is_of_torchs(view: torch.Tensor) -> bool:
-    """Whether no other code has the tensor that one is a view of."""
+def _is_base_unreferenced(view: torch.Tensor) -> bool:
+    """Return whether nobody else holds the tensor that one is a view of."""
     base = base_of(view)
-    return base is None or sys.getrefcount(base) <= _HOLDERS_OF_BASE
+    return base is None or sys.getrefcount(base) <= _BASE_REFS
 
 
-def _is_known(operator: object, tensor: torch.Tensor, *, is_backward: bool) -> bool:
+def _has_known_elements(operator: object, tensor: torch.Tensor, *, is_backward: bool) -> bool:
+    """Return whether a tensor is one that torch makes: zeros or ones in backward, or the range of ``one_hot``."""
     if is_backward:
         return not tensor.any() or bool((tensor == 1).all())
-    numbers = torch.arange(tensor.numel(), dtype=tensor.dtype, device="cpu") if tensor.dtype is torch.int64 else None
-    return operator is torch.ops.aten.eq.Tensor and numbers is not None and torch.equal(tensor, numbers)
+    classes = torch.arange(tensor.numel(), dtype=tensor.dtype, device="cpu") if tensor.dtype is torch.int64 else None
+    return operator is torch.ops.aten.eq.Tensor and classes is not None and torch.equal(tensor, classes)
 
 
-_OURS = str(Path(__file__).parent.parent)
-_TORCH = str(Path(torch.__file__).parent)
-_CALLS = tuple(f"{_TORCH}/{name}" for name in ("_ops.py", "utils/"))
-_FUNCTIONS = tuple(f"{_TORCH}/{name}" for name in ("functional.py", "_decomp/", "_refs/", "_prims"))
+_OWN_FILES = str(Path(__file__).parent.parent)
+_TORCH_FILES = str(Path(torch.__file__).parent)
+_CALL_FILES = tuple(f"{_TORCH_FILES}/{name}" for name in ("_ops.py", "utils/"))
+_FUNCTION_FILES = tuple(f"{_TORCH_FILES}/{name}" for name in ("functional.py", "_decomp/", "_refs/", "_prims"))
 
 
-def _is_torchs_code() -> bool:
-    """Whether a function of torch that is written in Python calls the operator."""
+def _is_called_by_torch() -> bool:
+    """Return whether a torch function that is written in Python calls the operator."""
     frame: FrameType | None = sys._getframe(1)
-    while frame is not None and frame.f_code.co_filename.startswith((_OURS, *_CALLS)):
+    while frame is not None and frame.f_code.co_filename.startswith((_OWN_FILES, *_CALL_FILES)):
         frame = frame.f_back
-    return frame is not None and frame.f_code.co_filename.startswith(_FUNCTIONS)
+    return frame is not None and frame.f_code.co_filename.startswith(_FUNCTION_FILES)
 
 
-def _call_each(func: torch._ops.OpOverload, cls: Any, mesh: DeviceMesh, /, *args: Any, **kwargs: Any) -> Any:
-    """Compute places of lists where all tensors are plain by themselves: each rank its own."""
+def _call_foreach(func: torch._ops.OpOverload, cls: Any, mesh: DeviceMesh, /, *args: Any, **kwargs: Any) -> Any:
+    """Compute separately the elements of lists whose tensors are all plain: each rank its own."""
     arguments = bind_arguments(func, args, kwargs)
     lists = {name: value for name, value in arguments.items() if isinstance(value, list | tuple) and value}
     count = max(map(len, lists.values()))
-    is_plain = [not any(isinstance(value[place], cls) for value in lists.values()) for place in range(count)]
-    if not any(is_plain):
+    are_plain = [not any(isinstance(value[index], cls) for value in lists.values()) for index in range(count)]
+    if not any(are_plain):
         return _call(func, cls, mesh, *args, **kwargs)
     results: list[Any] = [None] * count
-    for wanted in (True, False):
-        places = [place for place in range(count) if is_plain[place] is wanted]
-        if not places:
+    for plain in (True, False):
+        indices = [index for index in range(count) if are_plain[index] is plain]
+        if not indices:
             continue
-        selected = {
-            name: [value[place] for place in places] if name in lists else _as_plain(value, cls) if wanted else value
+        chosen = {
+            name: [value[index] for index in indices] if name in lists else _as_plain(value, cls) if plain else value
             for name, value in arguments.items()
         }
-        positional, named = split_arguments(func, selected)
+        positional, named = split_arguments(func, chosen)
         computed = func(*positional, **named)
-        for place, one in zip(places, computed or [None] * len(places), strict=True):
-            results[place] = one
+        for index, one in zip(indices, computed or [None] * len(indices), strict=True):
+            results[index] = one
     return results if schema_of(func).returns else None
 
 
 def _as_plain(value: Any, cls: Any) -> Any:
-    """A number that is distributed as a plain one."""
+    """The plain scalar of a distributed one; other values as they are."""
     if not isinstance(value, cls):
         return value
     spec = value._spec

@@ -1,4 +1,4 @@
-"""Whether plain tensors that count as whole are the same on all ranks."""
+"""Checks that plain tensors, which count as replicated, are the same on all ranks."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import torch
 import xxhash
 
-from ferrodist.collectives.engines.host import host_engine_of
+from ferrodist.collectives.engines.host import share_bytes
 from ferrodist.collectives.objects import all_gather_object
 from ferrodist.errors import CollectiveMismatchError, add_error_context
 from ferrodist.torch_private.autograd import current_graph_task, queue_callback, version_of
@@ -22,44 +22,44 @@ if TYPE_CHECKING:
 
     from ferrodist.mesh import DeviceMesh
 
-_Entry = tuple[str, str, str, str]
-"""The module's path, the operator, the tensor's form, and a digest of its elements."""
+    _Entry = tuple[str, str, str, str]
+    """The module's path, the operator, the tensor's dtype and shape, and a digest of its elements."""
 
 
 class ReplicaCheck:
-    """The plain tensors that a parallel module's code mixes with distributed ones: the ranks' must be the same.
+    """Compares the plain tensors that a parallel module's code uses with distributed ones.
 
-    Each rank notes a digest of what it has, once for each tensor, and the ranks compare these when the module's
-    outermost forward, or a backward, is done: one small exchange, and none where nothing was noted. A digest takes less
-    time than the operator does that reads the tensor.
+    Each rank records a digest of each tensor, once, and the ranks compare these at the end of the module's outermost
+    forward, or of a backward: one small exchange, and none if nothing was recorded. A digest takes less time than the
+    operator that reads the tensor.
 
     Args:
-        mesh: The ranks.
-        immediate: Compare each tensor when it is used, by an exchange for each.
+        mesh: The mesh of the module.
+        immediate: Whether to compare each tensor when it is used, by an exchange for each.
     """
 
     def __init__(self, mesh: DeviceMesh, *, immediate: bool) -> None:
-        self._mesh, self._at_once = mesh, immediate
+        self._mesh, self._immediate = mesh, immediate
         self.path = ""
         """The path of the module whose forward runs."""
         self._entries: list[_Entry | Callable[[], _Entry]] = []
         self._due: _Entry | None = None
-        """The first that is reason enough for an exchange."""
+        """The first entry that requires an exchange."""
         self._seen: dict[int, tuple[weakref.ref[torch.Tensor], int, bool]] = {}
 
     def record(self, operator: object, tensor: torch.Tensor, mesh: DeviceMesh, *, is_due: bool = True) -> None:
-        """Note a tensor that an operator takes beside distributed ones over a mesh.
+        """Record a tensor that an operator takes beside distributed ones.
 
         Args:
-            operator: What takes it.
-            tensor: It.
-            mesh: The ranks.
-            is_due: Whether it is reason enough for an exchange; else it is compared where there is one anyway, and only
-                then read.
+            operator: The operator.
+            tensor: The plain tensor.
+            mesh: The mesh of the distributed tensors.
+            is_due: Whether the tensor requires an exchange; else it is compared, and only then read, if there is one
+                anyway.
         """
         if mesh.group.world_size == 1 or not tensor.numel():
             return
-        is_due = is_due or self._at_once
+        is_due = is_due or self._immediate
         version = -1 if tensor.is_inference() else version_of(tensor)
         seen = self._seen.get(id(tensor))
         if seen is not None and seen[0]() is tensor and seen[1] == version != -1 and seen[2] >= is_due:
@@ -71,7 +71,7 @@ class ReplicaCheck:
             self._entries.append(describe)
             return
         entry = describe()
-        if self._at_once:
+        if self._immediate:
             _compare([entry], mesh, entry)
             return
         if self._due is None:
@@ -81,10 +81,10 @@ class ReplicaCheck:
         self._entries.append(entry)
 
     def compare(self) -> None:
-        """Compare what was noted since the last time; all ranks call this.
+        """Compare what was recorded since the last comparison; all ranks call this.
 
         Raises:
-            CollectiveMismatchError: On all ranks: a tensor is another one on some.
+            CollectiveMismatchError: On all ranks: a tensor differs between ranks.
         """
         entries, due = self._entries, self._due
         self.forget()
@@ -92,21 +92,21 @@ class ReplicaCheck:
             _compare([one() if callable(one) else one for one in entries], self._mesh, due)
 
     def forget(self) -> None:
-        """Drop what was noted."""
+        """Drop the records."""
         self._entries, self._due = [], None
         self._seen.clear()
 
 
 def check_replicated(operator: object, tensor: torch.Tensor, mesh: DeviceMesh) -> None:
-    """Return if all ranks of a mesh have the same tensor; all of them call this.
+    """Raise unless all ranks of a mesh have the same tensor; all of them call this.
 
     Args:
-        operator: What takes it, for the error.
-        tensor: This rank's.
-        mesh: The ranks.
+        operator: The operator that takes the tensor, for the error.
+        tensor: This rank's tensor.
+        mesh: The mesh.
 
     Raises:
-        CollectiveMismatchError: On all ranks: the tensor is another one on some.
+        CollectiveMismatchError: On all ranks: the tensor differs between ranks.
     """
     if mesh.group.world_size > 1:
         entry = _describe(None, operator, tensor, is_backward=False)
@@ -118,14 +118,13 @@ def _describe(path: str | None, operator: object, tensor: torch.Tensor, *, is_ba
     where = " in backward" if is_backward else where
     form = f"{str(tensor.dtype).removeprefix('torch.')} of shape {tuple(tensor.shape)}"
     plain = tensor.detach().resolve_conj().resolve_neg().contiguous()
-    plain = plain.as_strided((plain.numel(),), (1,))  # of one element the stride may be any
+    plain = plain.as_strided((plain.numel(),), (1,))  # a tensor of one element may have any stride
     return where, str(operator), form, xxhash.xxh3_128_hexdigest(plain.view(torch.uint8).numpy().data)
 
 
 def _compare(entries: Sequence[_Entry], mesh: DeviceMesh, due: _Entry) -> None:
-    """Compare what the ranks noted; ``due`` is why, for the error of ranks that have nothing to compare."""
+    """Compare the ranks' records; ``due`` is the reason, for the error of ranks that have nothing to compare."""
     group = mesh.group
-    engine = host_engine_of(group)
     digest = xxhash.xxh3_128_digest(repr(entries).encode())
     with add_error_context(
         lambda: (
@@ -134,35 +133,37 @@ def _compare(entries: Sequence[_Entry], mesh: DeviceMesh, due: _Entry) -> None:
         ),
         "Every rank's code must mix as many with distributed ones, or return as many, or none.",
     ):
-        said = engine.share("plain tensors", digest, timeout=group.timeout, sequence=engine.reserve())
-    if all(one == said[0] for one in said):
+        digests = share_bytes(group, "plain tensors", digest, group.timeout)
+    if all(one == digests[0] for one in digests):
         return
-    everyone: list[Sequence[_Entry]] = all_gather_object(list(entries), group=group)
-    first = everyone[0]
-    for rank, other in zip(mesh.ranks, everyone, strict=True):
+    ranks_entries: list[Sequence[_Entry]] = all_gather_object(list(entries), group=group)
+    first = ranks_entries[0]
+    for rank, other in zip(mesh.ranks, ranks_entries, strict=True):
         if other == first:
             continue
-        place = next((at for at, pair in enumerate(zip(first, other, strict=False)) if pair[0] != pair[1]), None)
-        if place is None:
-            at = min(len(first), len(other))
-            more, (where, operator, form, _) = (mesh.ranks[0], first[at]) if len(first) > at else (rank, other[at])
-            what = f"rank {more} has {form} for {operator}{where}, and the other has none there"
+        index = next((at for at, pair in enumerate(zip(first, other, strict=False)) if pair[0] != pair[1]), None)
+        if index is None:
+            index = min(len(first), len(other))
+            longer, (where, operator, form, _) = (
+                (mesh.ranks[0], first[index]) if len(first) > index else (rank, other[index])
+            )
+            what = f"rank {longer} has {form} for {operator}{where}, and the other has none there"
         else:
-            one, its = first[place], other[place]
-            differs = " with other elements" if one[:3] == its[:3] else ""
+            one, another = first[index], other[index]
+            differs = " with other elements" if one[:3] == another[:3] else ""
             what = (
-                f"rank {mesh.ranks[0]} has {one[2]} for {one[1]}{one[0]}, rank {rank} {its[2]}{differs} for"
-                f" {its[1]}{its[0]}"
+                f"rank {mesh.ranks[0]} has {one[2]} for {one[1]}{one[0]}, rank {rank} {another[2]}{differs} for"
+                f" {another[1]}{another[0]}"
             )
         raise CollectiveMismatchError(
-            f"plain tensors beside distributed ones count as whole, and differ between ranks: {what}. Make it the same"
-            " on all ranks, as by the same seed or inputs, or distribute it",
+            f"plain tensors beside distributed ones count as replicated, and differ between ranks: {what}. Make it the"
+            " same on all ranks, as by the same seed or inputs, or distribute it",
             ranks=(rank,),
         )
 
 
 def describe_module() -> str:
-    """Say which module's forward runs, by its path in the outermost one: found from the calls, for errors."""
+    """The module whose forward runs, by its path in the outermost one, for errors: found on the call stack."""
     modules: list[torch.nn.Module] = []
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:

@@ -1,9 +1,10 @@
-"""How a whole tensor lies over a mesh, and which part of it a rank has."""
+"""The spec of a distributed tensor: its mesh, placements, shape, strides and dtype, and the shards these give."""
 
 from __future__ import annotations
 
 import itertools
 import threading
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 from weakref import WeakValueDictionary
 
@@ -20,15 +21,16 @@ if TYPE_CHECKING:
     from ferrodist.mesh import DeviceMesh
     from ferrodist.tensor.placement import Placement
 
-_DISPATCH_CACHE = "tensor.recipes"
-"""What a group keeps under this name: `DTensorSpec.dispatch_cache` of the layouts on its meshes."""
+_DISPATCH_CACHE = "tensor.dispatch_cache"
+"""The group attachment that holds `DTensorSpec.dispatch_cache`, for all specs on the group's meshes."""
 
 _specs: WeakValueDictionary[tuple[object, ...], DTensorSpec] = WeakValueDictionary()
 _lock = threading.Lock()
 
 
+@dataclass(eq=False, repr=False, kw_only=True)
 class DTensorSpec:
-    """A mesh, a placement for each of its axes, and what a tensor is beside its elements: shape, stride and dtype.
+    """A mesh, a placement for each of its axes, and the shape, strides and dtype of the full tensor.
 
     `DTensorSpec.make` interns specs: equal ones are one object, compared and hashed by identity.
     """
@@ -52,13 +54,13 @@ class DTensorSpec:
     stride: tuple[int, ...]
     dtype: torch.dtype
     local_shape: tuple[int, ...]
-    """Of this rank's part."""
+    """The shape of this rank's shard."""
     wrapper_arguments: tuple[Any, ...]
-    """What makes a tensor of this shape, stride and dtype without memory."""
+    """The arguments that make a wrapper of this shape, strides and dtype, without memory."""
     plans: dict[DTensorSpec, Any]
-    """The plans from here to other layouts, as `plan.make_plan` has found them."""
+    """The plans to other specs, as `redistribute_plan.make_plan` found them."""
     dispatch_cache: dict[Any, Any]
-    """What operators do with tensors of the group that the mesh is from, as `dispatch` has prepared it."""
+    """The calls that `dispatch` prepared for tensors of the mesh's group."""
 
     @staticmethod
     def make(
@@ -68,39 +70,55 @@ class DTensorSpec:
         dtype: torch.dtype,
         stride: Sequence[int] | None = None,
     ) -> DTensorSpec:
-        """The layout of these; ``placements`` are as `check_placements` returns them, ``stride`` None is contiguous."""
+        """The spec of these values.
+
+        Args:
+            mesh: The mesh.
+            placements: The placements, as `check_placements` returns them.
+            shape: The shape of the full tensor.
+            dtype: The dtype.
+            stride: The strides of the full tensor; None is contiguous.
+        """
         sizes = tuple(shape)
         steps = contiguous_stride(sizes) if stride is None else tuple(stride)
         key = (mesh.identity, tuple(placements), sizes, steps, dtype)
         with _lock:
             found = _specs.get(key)
             if found is None:
-                found = _specs[key] = _build(mesh, tuple(placements), sizes, steps, dtype)
+                found = _specs[key] = DTensorSpec(
+                    mesh=mesh,
+                    placements=tuple(placements),
+                    shape=sizes,
+                    stride=steps,
+                    dtype=dtype,
+                    local_shape=tuple(local_sizes(sizes, placements, mesh.shape, _own_coordinate(mesh))),
+                    wrapper_arguments=(sizes, steps, None, None, dtype, torch.strided, torch.device("cpu")),
+                    plans={},
+                    dispatch_cache=mesh.parent.attachments.setdefault(_DISPATCH_CACHE, {}),
+                )
         return found
 
     def with_placements(self, placements: Sequence[Placement]) -> DTensorSpec:
-        """The same tensor placed otherwise."""
+        """The same tensor with other placements."""
         return DTensorSpec.make(self.mesh, placements, self.shape, self.dtype, self.stride)
 
     @property
     def replicated(self) -> DTensorSpec:
-        """The same tensor, all of it on every rank."""
+        """The same tensor, replicated along all axes."""
         return self.with_placements([Replicate()] * self.mesh.ndim)
 
     @property
     def without_partial(self) -> DTensorSpec:
-        """The same tensor, whole along the axes along which it is partial."""
+        """The same tensor, replicated along the axes along which it is partial."""
         return self.with_placements([Replicate() if isinstance(one, Partial) else one for one in self.placements])
 
     @property
     def coordinate(self) -> tuple[int, ...]:
-        """Where this rank is in the mesh."""
-        coordinate = self.mesh.coordinate
-        assert coordinate is not None, "only ranks of a mesh have tensors on it"
-        return coordinate
+        """This rank's coordinate in the mesh."""
+        return _own_coordinate(self.mesh)
 
     def mesh_along(self, axes: Sequence[int]) -> DeviceMesh:
-        """The mesh of the ranks that differ from this one along some axes only."""
+        """The sub-mesh of the ranks that differ from this one along some axes only."""
         mesh = self.mesh
         return mesh if len(axes) == mesh.ndim else mesh[tuple(mesh.axis_names[axis] for axis in axes)]
 
@@ -110,14 +128,14 @@ class DTensorSpec:
         return len(self.shape)
 
     def sizes_along(self, axes: Sequence[int], dim: int) -> list[int]:
-        """The size of a dim on each rank that differs from this one along some axes, in row-major order of these."""
+        """The local size of a dim on each rank of `mesh_along` some axes, in row-major order."""
         mesh = self.mesh
-        here = list(self.coordinate)
+        coordinate = list(self.coordinate)
         found = []
-        for coordinates in itertools.product(*[range(mesh.shape[axis]) for axis in axes]):
-            for axis, at in zip(axes, coordinates, strict=True):
-                here[axis] = at
-            found.append(local_sizes(self.shape, self.placements, mesh.shape, here)[dim])
+        for indices in itertools.product(*[range(mesh.shape[axis]) for axis in axes]):
+            for axis, index in zip(axes, indices, strict=True):
+                coordinate[axis] = index
+            found.append(local_sizes(self.shape, self.placements, mesh.shape, coordinate)[dim])
         return found
 
     def __repr__(self) -> str:
@@ -127,24 +145,14 @@ class DTensorSpec:
         return f"{str(self.dtype).removeprefix('torch.')}{list(self.shape)} over {{{axes}}}"
 
 
-def _build(
-    mesh: DeviceMesh,
-    placements: tuple[Placement, ...],
-    shape: tuple[int, ...],
-    stride: tuple[int, ...],
-    dtype: torch.dtype,
-) -> DTensorSpec:
-    made = DTensorSpec()
-    made.mesh, made.placements, made.shape, made.stride, made.dtype = mesh, placements, shape, stride, dtype
-    made.local_shape = tuple(local_sizes(shape, placements, mesh.shape, made.coordinate))
-    made.plans = {}
-    made.dispatch_cache = mesh.parent.attachments.setdefault(_DISPATCH_CACHE, {})
-    made.wrapper_arguments = (shape, stride, None, None, dtype, torch.strided, torch.device("cpu"))
-    return made
+def _own_coordinate(mesh: DeviceMesh) -> tuple[int, ...]:
+    coordinate = mesh.coordinate
+    assert coordinate is not None, "only ranks of a mesh have tensors on it"
+    return coordinate
 
 
 def contiguous_stride(shape: Sequence[int]) -> tuple[int, ...]:
-    """The stride of a contiguous tensor."""
+    """The strides of a contiguous tensor."""
     steps, step = [], 1
     for size in reversed(shape):
         steps.append(step)
@@ -155,39 +163,39 @@ def contiguous_stride(shape: Sequence[int]) -> tuple[int, ...]:
 def local_sizes(
     shape: Sequence[int], placements: Sequence[Placement], mesh_shape: Sequence[int], coordinate: Sequence[int]
 ) -> list[int]:
-    """The shape of the part that the rank at ``coordinate`` has."""
+    """The shape of the shard on the rank at a coordinate."""
     sizes = list(shape)
-    for placement, num_ranks, at in zip(placements, mesh_shape, coordinate, strict=True):
+    for placement, num_ranks, index in zip(placements, mesh_shape, coordinate, strict=True):
         if isinstance(placement, Shard):
             block = sizes[placement.dim] // placement.blocks
-            sizes[placement.dim] = placement.blocks * compute_shard_sizes(block, num_ranks)[at]
+            sizes[placement.dim] = placement.blocks * compute_shard_sizes(block, num_ranks)[index]
     return sizes
 
 
 def local_range(spec: DTensorSpec, dim: int) -> tuple[int, int]:
-    """Where this rank's part of a dim starts and ends; the dim is divided in no blocks."""
+    """The start and the end of this rank's shard in a dim that is not sharded in blocks."""
     start, size = 0, spec.shape[dim]
-    for placement, num_ranks, at in zip(spec.placements, spec.mesh.shape, spec.coordinate, strict=True):
+    for placement, num_ranks, index in zip(spec.placements, spec.mesh.shape, spec.coordinate, strict=True):
         if isinstance(placement, Shard) and placement.dim == dim:
-            assert placement.blocks == 1, "parts of blocks don't lie together"
+            assert placement.blocks == 1, "a shard of blocks is no range"
             sizes = compute_shard_sizes(size, num_ranks)
-            start, size = start + sum(sizes[:at]), sizes[at]
+            start, size = start + sum(sizes[:index]), sizes[index]
     return start, start + size
 
 
-def shard_of(tensor: torch.Tensor, placement: Shard, num_ranks: int, at: int) -> torch.Tensor:
-    """The part of a tensor that the rank ``at`` of ``num_ranks`` has, as a view where it is one."""
+def shard_of(tensor: torch.Tensor, placement: Shard, num_ranks: int, index: int) -> torch.Tensor:
+    """The shard of a tensor on one of the ranks of an axis: a view, or a copy if it is of several blocks."""
     dim, blocks = placement.dim, placement.blocks
     block = tensor.shape[dim] // blocks
     sizes = compute_shard_sizes(block, num_ranks)
-    start, length = sum(sizes[:at]), sizes[at]
+    start, length = sum(sizes[:index]), sizes[index]
     if blocks == 1:
         return tensor.narrow(dim, start, length)
     return split_blocks(tensor, dim, blocks).narrow(dim + 1, start, length).flatten(dim, dim + 1)
 
 
 def split_blocks(tensor: torch.Tensor, dim: int, blocks: int) -> torch.Tensor:
-    """The tensor with a dim cut into two: the blocks, and the places in each."""
+    """The tensor with a dim split in two: the blocks, and the elements of each."""
     shape = tensor.shape
     return tensor.view(*shape[:dim], blocks, shape[dim] // blocks, *shape[dim + 1 :])
 
@@ -200,11 +208,16 @@ def sharding_axes(placements: Sequence[Placement], dims: Collection[int]) -> tup
 def check_placements(
     mesh: DeviceMesh, placements: Placement | Sequence[Placement], shape: Sequence[int]
 ) -> tuple[Placement, ...]:
-    """``placements`` for a tensor of this shape: one for each axis, with dims from 0.
+    """The placements of a tensor of this shape as a tuple, with non-negative dims.
+
+    Args:
+        mesh: The mesh.
+        placements: A placement for each axis of the mesh; or one placement, for a mesh of one axis.
+        shape: The shape of the full tensor.
 
     Raises:
-        TypeError: They are no placements.
-        ValueError: There is not one for each axis, or blocks don't divide a dim.
+        TypeError: An element is not a placement.
+        ValueError: The number of placements is not that of the axes, or blocks don't divide a dim evenly.
         IndexError: The tensor has no such dim.
     """
     given = (placements,) if isinstance(placements, Shard | Replicate | Partial) else tuple(placements)
@@ -219,7 +232,7 @@ def check_placements(
     ops = {placement.op for placement in given if isinstance(placement, Partial)}
     if len(ops) > 1 and not ops <= {ReduceOp.SUM, ReduceOp.MEAN}:
         raise ValueError(
-            f"{list(given)} folds by {' and '.join(sorted(map(str, ops)))}, whose result depends on which comes first"
+            f"{list(given)} reduces by {' and '.join(sorted(map(str, ops)))}, whose result depends on which comes first"
         )
     checked: list[Placement] = []
     for axis, placement in enumerate(given):
@@ -230,7 +243,7 @@ def check_placements(
 def _check_dim(
     mesh: DeviceMesh, before: Sequence[Placement], shape: Sequence[int], axis: int, placement: Shard
 ) -> Shard:
-    """The placement with its dim from 0."""
+    """The placement with a non-negative dim."""
     along = f"{placement} along axis {mesh.axis_names[axis]!r}"
     if not -len(shape) <= placement.dim < len(shape):
         raise IndexError(f"{along}: a tensor of shape {tuple(shape)} has no such dim")
@@ -244,10 +257,10 @@ def _check_dim(
 def sizes_before_axis(
     shape: Sequence[int], placements: Sequence[Placement], mesh_shape: Sequence[int], axis: int, dim: int
 ) -> set[int]:
-    """The sizes that a dim has on any rank when the axes before ``axis`` have divided it."""
+    """The sizes of a dim's shards, on any rank, after the axes before ``axis`` have split it."""
     sizes = {shape[dim]}
     for placement, num_ranks in zip(placements[:axis], mesh_shape, strict=False):
         if isinstance(placement, Shard) and placement.dim == dim:
-            parts = [compute_shard_sizes(size // placement.blocks, num_ranks) for size in sizes]
-            sizes = {placement.blocks * part for part in itertools.chain(*parts)}
+            shards = [compute_shard_sizes(size // placement.blocks, num_ranks) for size in sizes]
+            sizes = {placement.blocks * size for size in itertools.chain(*shards)}
     return sizes

@@ -1,14 +1,11 @@
-"""Testing distributed programs, and backends and stores of one's own.
+"""Tools to test distributed programs, and backends and stores of one's own.
 
 ::
 
-    ranks.py               run_ranks            supervision.py     watching ranks, whatever they are
-    backend_names.py       what may connect ranks
-    rank_program.py        what a rank does     thread_ranks.py, process_ranks.py, rank_child.py
-    rank_failures.py       one error of many    stack_dump.py      where a stuck process is
-    leaks.py               check_leaks          pytest_plugin.py   the marker ranks
-    backend_conformance.py check_backend        backend_checks/    its checks
-    store_conformance.py   check_store          conformance.py     running checks
+    ranks.py        run_ranks; ranks as threads     process_ranks.py   ranks as forked processes
+    supervisor.py   the life of a rank, and its timeout and failures
+    leaks.py        check_leaks                     pytest_plugin.py   the marker ranks
+    conformance/    check_backend, check_store, check_collectives
 
 Names load when they are first used: pytest imports the plugin, and with it this package, at every start.
 """
@@ -39,10 +36,10 @@ _HOME_OF = {
     "run_ranks": "ranks",
 }
 
-__all__ = [*_HOME_OF]  # noqa: PLE0604 - names that __getattr__ gives
+__all__ = [*_HOME_OF]  # noqa: PLE0604 - names that __getattr__ resolves
 
 
-if not TYPE_CHECKING:  # checkers refuse names that are not there
+if not TYPE_CHECKING:  # type checkers reject missing names
 
     def __getattr__(name: str) -> Any:
         home = _HOME_OF.get(name)

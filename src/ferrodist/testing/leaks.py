@@ -1,4 +1,4 @@
-"""Nothing may be left behind: threads, processes, descriptors, shared memory."""
+"""Leak checks: threads, processes, descriptors, shared memory."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ from ferrodist.deadline import Deadline
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-_SETTLE_SECONDS = 1.0
-_POLL_SECONDS = 0.01
+_SETTLE_TIMEOUT_SECONDS = 1.0
+_POLL_INTERVAL_SECONDS = 0.01
 _SHARED_MEMORY = Path("/dev/shm")
 _ENGINE_THREAD_PREFIX = "ferro"
 """Threads of the native engine carry names that start with this."""
@@ -37,7 +37,7 @@ _LASTING_DESCRIPTORS = (
     "/dev/nvidia",  # the CUDA driver opens its devices at the first call
 )
 _FOREIGN_SEGMENTS = ("mpich_shm_", "ucx_shm_", "sm_segment", "vader_segment")
-"""Of MPIs, whose ranks leave theirs behind when they are killed: those of other programs may come at any time."""
+"""Segments of MPIs, whose ranks leave theirs behind when they are killed: other programs may add some at any time."""
 _LASTING_THREADS = ("tqdm_monitor",)  # of progress bars, started with the first one
 
 
@@ -45,12 +45,12 @@ _LASTING_THREADS = ("tqdm_monitor",)  # of progress bars, started with the first
 def check_leaks() -> Iterator[None]:
     """Raise AssertionError, with a list, when the block leaves something behind that was not there before.
 
-    Looked at are Python threads and threads of the native engine, child processes (zombies too), open descriptors
-    (sockets, pipes, files, memfd, eventfd, epoll), mappings of shared memory, and files in ``/dev/shm``. What is
-    just ending has a second for it. Things that the interpreter and torch make once and keep are left out; each is
-    named in this module with its reason. An exception of the block itself goes through unchanged.
+    The check covers Python threads and threads of the native engine, child processes (zombies too), open descriptors
+    (sockets, pipes, files, memfd, eventfd, epoll), mappings of shared memory, and files in ``/dev/shm``. Whatever is
+    just ending has a second for it. Objects that the interpreter and torch create once and keep are exempt; each is
+    listed in this module with its reason. An exception of the block itself passes through unchanged.
 
-    Everything but threads is read from ``/proc``, so other systems than Linux check threads only.
+    All but threads is read from ``/proc``: systems other than Linux check threads only.
 
     Raises:
         AssertionError: Something was left behind.
@@ -59,16 +59,16 @@ def check_leaks() -> Iterator[None]:
     before = _Snapshot.take()
     yield
     gc.collect()
-    deadline = Deadline(_SETTLE_SECONDS)
+    deadline = Deadline(_SETTLE_TIMEOUT_SECONDS)
     while leaks := _Snapshot.take().beyond(before):
         if deadline.expired:
             raise AssertionError("the block left behind:\n" + "\n".join(f"  {leak}" for leak in leaks))
-        time.sleep(_POLL_SECONDS)
+        time.sleep(_POLL_INTERVAL_SECONDS)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Snapshot:
-    """What this process holds at one moment; each thing is counted under a name that tells it from others."""
+    """The resources of this process at one moment, each counted under a unique name."""
 
     threads: Counter[str]
     processes: Counter[str]
@@ -89,7 +89,7 @@ class _Snapshot:
         )
 
     def beyond(self, before: _Snapshot) -> list[str]:
-        """What is here and was not in ``before``, in words."""
+        """Descriptions of the resources that were not in ``before``."""
         return [
             f"{kind} {name}" + (f" ({count} more)" if count > 1 and kind != "mapping" else "")
             for kind, now, then in (
@@ -143,7 +143,7 @@ def _child_processes() -> dict[int, str]:
 
 def _descriptors() -> Counter[str]:
     found: Counter[str] = Counter()
-    # The pipe that tells the resource tracker of this process's end; made with the tracker.
+    # The pipe on which the resource tracker notices this process's end; created with the tracker.
     tracker_pipe = getattr(resource_tracker._resource_tracker, "_fd", None)  # noqa: SLF001 - no public name for it
     for entry in os.listdir("/proc/self/fd"):  # noqa: PTH208 - a Path for each would open more descriptors to look at
         with suppress(OSError):  # the listing's own descriptor
@@ -156,7 +156,7 @@ def _descriptors() -> Counter[str]:
 
 
 def _mappings() -> Counter[str]:
-    """Bytes mapped of each piece of shared memory (not how often: the kernel merges neighbours)."""
+    """Mapped bytes of each shared-memory object (not the number of mappings: the kernel merges neighbours)."""
     found: Counter[str] = Counter()
     for line in Path("/proc/self/maps").read_text().splitlines():
         fields = line.split(maxsplit=5)
@@ -167,14 +167,14 @@ def _mappings() -> Counter[str]:
 
 
 def _segments(own: set[int]) -> Counter[str]:
-    """Files in /dev/shm, but for those that another running program holds, which are its own, and MPIs'."""
+    """Files in /dev/shm, except MPIs' and those that another running program has open."""
     if not _SHARED_MEMORY.is_dir():
         return Counter()
     names = {str(path) for path in _SHARED_MEMORY.iterdir() if not path.name.startswith(_FOREIGN_SEGMENTS)}
-    return Counter(names - _held_by_others(own)) if names else Counter()
+    return Counter(names - _open_elsewhere(own)) if names else Counter()
 
 
-def _held_by_others(own: set[int]) -> set[str]:
+def _open_elsewhere(own: set[int]) -> set[str]:
     held: set[str] = set()
     for entry in Path("/proc").glob("[0-9]*"):
         if int(entry.name) not in own:

@@ -1,11 +1,11 @@
-"""Ranks as processes forked from this one.
+"""Ranks that are processes forked from this one.
 
-What a rank returns or raises comes back by pickle. That is safe here and nowhere else: the pipe has no name, and
-both of its ends are this program.
+`ProcessRanks` is the parent's side: it starts the ranks, receives their results and reaps them. `fork_rank` has the
+child's side: it resets the state that a fork must not inherit, and runs the program. `read_stack` reads the stack that
+`faulthandler` has written in a stuck child.
 
-The inside of a forked rank: what has to be put right after a fork, and how it speaks to its parent.
-
-Reading what `faulthandler` wrote in another process.
+Results and errors are pickled. That is safe here and nowhere else: the pipe has no name, and both of its ends are this
+program.
 """
 
 from __future__ import annotations
@@ -32,8 +32,10 @@ from multiprocessing.connection import wait as wait_readable
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
 
+from typing_extensions import override
+
 from ferrodist.deadline import Deadline
-from ferrodist.testing.supervisor import Event, Outcome, Stage, is_own_frame
+from ferrodist.testing.supervisor import Event, Outcome, RankSet, Stage, is_own_frame
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
@@ -42,7 +44,7 @@ if TYPE_CHECKING:
     from ferrodist.testing.supervisor import RankProgram
 
 STACK_SIGNAL = signal.SIGUSR2
-"""Makes a rank write the stacks of its threads to its file; it works while the rank is inside C code, too."""
+"""The signal on which a rank writes the stacks of its threads to its file, also while it is inside C code."""
 
 _PR_SET_PDEATHSIG = 1
 
@@ -52,16 +54,16 @@ def fork_rank(
     rank: int,
     connection: Connection,
     stack_file: IO[bytes],
-    forget_others: Callable[[], None],
+    close_inherited: Callable[[], None],
 ) -> int:
     """Fork, and run ``program`` as ``rank`` in the child, which never returns from here.
 
     Args:
-        program: What to run.
+        program: The program of the rank.
         rank: The child's rank.
         connection: The child's end of its pipe.
-        stack_file: Where it writes its stacks when it gets `STACK_SIGNAL`.
-        forget_others: Called in the child to close what is only the parent's or another rank's.
+        stack_file: The file for the child's stacks on `STACK_SIGNAL`.
+        close_inherited: Called in the child to close the descriptors of the parent and of other ranks.
 
     Returns:
         The child's process id.
@@ -75,8 +77,8 @@ def fork_rank(
         return pid
     status = 1
     try:
-        forget_others()
-        _settle(stack_file, libc, parent)
+        close_inherited()
+        _reset_after_fork(stack_file, libc, parent)
         program.run(rank, _PipeChannel(connection))
         status = 0
     except BaseException:  # noqa: BLE001 - nothing may pass: the frames above belong to the parent's program
@@ -89,8 +91,8 @@ def fork_rank(
         os._exit(status)
 
 
-def _settle(stack_file: IO[bytes], libc: ctypes.CDLL | None, parent: int) -> None:
-    """Undo what a forked process inherits and must not keep."""
+def _reset_after_fork(stack_file: IO[bytes], libc: ctypes.CDLL | None, parent: int) -> None:
+    """Reset the state that a forked process must not inherit."""
     if libc is not None:
         # No rank outlives a parent that was killed. The check closes the gap before the call.
         libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
@@ -163,15 +165,15 @@ def _picklable(outcome: Outcome, problem: Exception) -> Outcome:
     return replace(outcome, error=stand_in)
 
 
-_ANSWER_SECONDS = 1.0
-_POLL_SECONDS = 0.02
+_STACK_TIMEOUT_SECONDS = 1.0
+_POLL_INTERVAL_SECONDS = 0.02
 
 _FRAME = re.compile(r'^  File "(?P<path>.*)", line (?P<line>\d+) in (?P<name>.*)$')
 
 
 def read_stack(file: IO[bytes], pid: int) -> str:
     """Return the stacks that ``pid`` was asked to write to ``file``, with source lines, outermost call first."""
-    deadline = Deadline(_ANSWER_SECONDS)
+    deadline = Deadline(_STACK_TIMEOUT_SECONDS)
     before = b""
     while True:
         # Not file.read: the position is shared with the writer.
@@ -179,9 +181,9 @@ def read_stack(file: IO[bytes], pid: int) -> str:
         if text and text == before:
             return _readable(text.decode(errors="replace"))
         if deadline.expired:
-            return f"  (it did not answer a request for its stack within {_ANSWER_SECONDS:g} s; {_state(pid)})"
+            return f"  (it did not answer a request for its stack within {_STACK_TIMEOUT_SECONDS:g} s; {_state(pid)})"
         before = text
-        time.sleep(_POLL_SECONDS)
+        time.sleep(_POLL_INTERVAL_SECONDS)
 
 
 def _readable(dump: str) -> str:
@@ -213,21 +215,21 @@ def _state(pid: int) -> str:
     return {"T": "it is stopped by a signal", "D": "it waits for a device"}.get(letter, f"its state is {letter}")
 
 
-_EXIT_SECONDS = 2.0
-_THREAD_EXIT_SECONDS = 0.5
+_EXIT_TIMEOUT_SECONDS = 2.0
+_THREAD_EXIT_TIMEOUT_SECONDS = 0.5
 _lasting_threads: set[int] = set()
-"""Threads of C libraries that have been waited for, and go on; their numbers are the system's."""
+"""System ids of threads of C libraries that did not end when they were waited for."""
 
 
 class _Child:
-    """One forked rank, as its parent sees it."""
+    """The parent's view of one forked rank."""
 
     def __init__(self, rank: int) -> None:
         self.rank = rank
         self.connection, self.far_end = Pipe()
         self.stack_file: IO[bytes] = tempfile.TemporaryFile()  # noqa: SIM115 - closed in close()
         self.pid = 0
-        # Readable when the process has ended, whoever else holds its pipe (a child of its own, say). Linux has it.
+        # Readable when the process has ended, even if a child of its own still holds the pipe. Linux only.
         self.pidfd: int | None = None
         self.stage: Stage | None = None
         self.status: int | None = None
@@ -285,7 +287,7 @@ class _Child:
         return f"the process exited with status {self.status} without a result"
 
 
-class ProcessRanks:
+class ProcessRanks(RankSet):
     """One forked process for each rank; a `RankSet`."""
 
     def __init__(self, program: RankProgram, world_size: int) -> None:
@@ -307,19 +309,21 @@ class ProcessRanks:
         with warnings.catch_warnings():
             # Python 3.12 warns of a fork beside threads. `notes` says so when it mattered.
             warnings.simplefilter("ignore", DeprecationWarning)
-            pid = fork_rank(program, child.rank, child.far_end, child.stack_file, partial(self._forget_in, child.rank))
+            pid = fork_rank(
+                program, child.rank, child.far_end, child.stack_file, partial(self._close_inherited, child.rank)
+            )
         child.started(pid)
 
-    def _forget_in(self, rank: int) -> None:
-        """Close in a child what belongs to the parent and to other ranks: a copy of a pipe's end would hide its end."""
+    def _close_inherited(self, rank: int) -> None:
+        """Close the ends of other ranks' pipes in a child: a copy would hide that an end was closed."""
         for child in self._children:
             if child.rank == rank:
                 child.connection.close()
             else:
                 child.close()
 
+    @override
     def next_event(self, timeout: float) -> Event | None:
-        """See `RankSet.next_event`."""
         deadline = Deadline(timeout)
         while not self._pending:
             sources: dict[Any, _Child] = {}
@@ -333,26 +337,26 @@ class ProcessRanks:
             if not ready:
                 return None
             for source in ready:
-                self._listen(sources[source], exited=isinstance(source, int))
+                self._on_readable(sources[source], exited=isinstance(source, int))
         return self._pending.pop(0)
 
-    def _listen(self, child: _Child, *, exited: bool) -> None:
-        """Take what one child has to say."""
+    def _on_readable(self, child: _Child, *, exited: bool) -> None:
+        """Receive one child's messages, and its exit."""
         if child.reaped:
             return
         try:
             while not child.connection.closed and child.connection.poll():
-                self._heard(child, child.connection.recv_bytes())
+                self._on_message(child, child.connection.recv_bytes())
         except (EOFError, OSError):
             child.connection.close()
-            if child.pidfd is None:  # nothing else would tell of its end; without the pipe it is of no use anyway
+            if child.pidfd is None:  # its exit would go unnoticed, and without the pipe it is of no use
                 child.kill()
                 exited = True
         if exited:
             child.reap()
-            self._died(child)
+            self._on_exit(child)
 
-    def _heard(self, child: _Child, message: bytes) -> None:
+    def _on_message(self, child: _Child, message: bytes) -> None:
         try:
             stage, outcome = pickle.loads(message)
         except Exception as error:  # noqa: BLE001 - a result's own code runs here
@@ -362,7 +366,7 @@ class ProcessRanks:
         child.stage = stage
         self._pending.append(Event(rank=child.rank, stage=stage, outcome=outcome))
 
-    def _died(self, child: _Child) -> None:
+    def _on_exit(self, child: _Child) -> None:
         if child.stage is Stage.CLOSED:
             return
         outcome = Outcome(rank=child.rank, time=time.monotonic(), summary=child.cause_of_death())
@@ -374,16 +378,16 @@ class ProcessRanks:
             self._pending.append(Event(rank=child.rank, stage=Stage.CLOSED, outcome=outcome))
         child.stage = Stage.CLOSED
 
+    @override
     def stack(self, rank: int) -> str:
-        """See `RankSet.stack`."""
         child = self._children[rank]
         if child.reaped:
             return "  (the process has just ended)"
         os.kill(child.pid, STACK_SIGNAL)
         return read_stack(child.stack_file, child.pid)
 
+    @override
     def stop(self, ranks: Iterable[int]) -> None:
-        """See `RankSet.stop`."""
         children = [self._children[rank] for rank in ranks]
         for child in children:
             child.kill()
@@ -393,16 +397,16 @@ class ProcessRanks:
         stopped = {child.rank for child in children}
         self._pending = [event for event in self._pending if event.rank not in stopped]
 
+    @override
     def release(self) -> None:
-        """See `RankSet.release`."""
         for child in self._children:
             if not child.reaped and not child.connection.closed:
-                with suppress(OSError):  # it has just died, which its pidfd or pipe will tell
+                with suppress(OSError):  # it has just died, which its pidfd or pipe will show
                     child.connection.send_bytes(b"close")
 
+    @override
     def dispose(self) -> None:
-        """See `RankSet.dispose`."""
-        deadline = Deadline(_EXIT_SECONDS)
+        deadline = Deadline(_EXIT_TIMEOUT_SECONDS)
         for child in self._children:
             if child.pid and (child.stage is not Stage.CLOSED or not child.exited_within(deadline)):
                 child.kill()
@@ -410,8 +414,8 @@ class ProcessRanks:
             child.reap()
             child.close()
 
+    @override
     def notes(self) -> list[str]:
-        """See `RankSet.notes`."""
         if not self._other_threads:
             return []
         names = ", ".join(self._other_threads)
@@ -425,11 +429,11 @@ class ProcessRanks:
 def _await_ended_threads() -> None:
     """Wait until threads that have ended in Python have ended in C.
 
-    ``Thread.join`` returns before that. What C libraries do at a thread's very end they may do under a lock of theirs,
-    and it would be locked for ever in a process forked meanwhile. OpenSSL's thread events are such: the first HMAC of
-    a thread in the child would never return.
+    ``Thread.join`` returns before that. At a thread's very end C libraries may hold a lock, which would stay locked for
+    ever in a process forked meanwhile. OpenSSL's thread events do: the first HMAC of a thread in the child would never
+    return.
     """
-    deadline = Deadline(_THREAD_EXIT_SECONDS)
+    deadline = Deadline(_THREAD_EXIT_TIMEOUT_SECONDS)
     _lasting_threads.intersection_update(_system_threads())
     while unknown := _system_threads() - {thread.native_id for thread in threading.enumerate()} - _lasting_threads:
         if deadline.expired:
@@ -438,7 +442,7 @@ def _await_ended_threads() -> None:
 
 
 def _system_threads() -> set[int]:
-    """The system's numbers of this process's threads, where that can be known."""
+    """System ids of this process's threads; empty where there is no /proc."""
     try:
         return {int(task.name) for task in Path("/proc/self/task").iterdir()}
     except OSError:

@@ -6,11 +6,10 @@
     def test_ranks_meet(group):
         group.barrier()
 
-The body runs once for each rank, with ``group`` the rank's handle, through `ferrodist.testing.run_ranks`. Other
-fixtures are set up once and shared by the ranks (a copy for each, when ranks are processes). Ranks that are threads
-also share torch's random generator: ``torch.manual_seed`` of one rank is one of all, of which a warning tells. pytest
-imports this module at every start, so it imports nothing but the standard library and pytest; the rest comes with the
-first marked test.
+The body runs once for each rank, with the rank's ``group``, through `ferrodist.testing.run_ranks`. Other fixtures are
+set up once and shared by the ranks; ranks that are processes have copies. Ranks that are threads also share torch's
+random generator: ``torch.manual_seed`` in one rank affects all, and gives a warning. pytest imports this module at
+every start, so it imports only the standard library and pytest; the first marked test imports the rest.
 """
 
 from __future__ import annotations
@@ -44,7 +43,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         "--ranks-backend",
         choices=RANKS_BACKENDS,
         default=RANKS_BACKENDS[0],
-        help="what connects the ranks of tests marked with ranks, where the marker does not say (default: %(default)s)",
+        help="the backend of tests marked with ranks, where the marker does not name one (default: %(default)s)",
     )
 
 
@@ -109,7 +108,7 @@ def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
 def pytest_runtest_makereport(
     item: pytest.Item, call: pytest.CallInfo[None]
 ) -> Generator[None, pytest.TestReport, pytest.TestReport]:
-    """Show the ranks' tracebacks, and not those of what ran them."""
+    """Show the tracebacks of the ranks, without those of this module and `run_ranks`."""
     report = yield
     if item.get_closest_marker("ranks") is not None and call.excinfo is not None and report.failed:
         from ferrodist.errors import RankFailedError  # noqa: PLC0415
@@ -130,7 +129,7 @@ _OUTCOMES: tuple[type[BaseException], ...] = (
 
 
 class _RankOutcome(BaseException):
-    """A rank has ended the test in one of pytest's own ways. pytest's exceptions for these do not pickle."""
+    """A skip, xfail or exit on a rank. pytest's own exceptions for these do not pickle."""
 
 
 @dataclass(frozen=True)
@@ -149,31 +148,31 @@ def _read_marker(marker: pytest.Mark) -> _Options:
         options = _Options(*marker.args, **marker.kwargs)
     if options is None:
         given = [*map(repr, marker.args), *(f"{name}={value!r}" for name, value in marker.kwargs.items())]
-        _refuse(f"takes (world_size, backend=None, timeout=60), not ({', '.join(given)})")
+        _fail(f"takes (world_size, backend=None, timeout=60), not ({', '.join(given)})")
     size: object = options.world_size  # of any type, as the others
     backend: object = options.backend
     timeout: object = options.timeout
     if isinstance(size, (list, tuple, set, frozenset, range)):
-        _refuse(
+        _fail(
             f"takes one number of ranks, not {size!r}: for several, give the test an argument n, and"
             f" @pytest.mark.parametrize('n', [pytest.param(n, marks=pytest.mark.ranks(n)) for n in {size!r}])"
         )
     if isinstance(size, bool) or not isinstance(size, int) or size < 1:
-        _refuse(f"takes a number of ranks, of 1 or more, not {size!r}")
+        _fail(f"takes a number of ranks, of 1 or more, not {size!r}")
     if backend is not None and not callable(backend) and backend not in RANKS_BACKENDS:
-        _refuse(f"takes as backend a function or {', '.join(RANKS_BACKENDS)}, not {backend!r}")
+        _fail(f"takes as backend a function or {', '.join(RANKS_BACKENDS)}, not {backend!r}")
     if isinstance(timeout, bool) or not isinstance(timeout, (int, float)) or not timeout >= 0:
-        _refuse(f"takes as timeout a number of seconds, not {timeout!r}")
+        _fail(f"takes as timeout a number of seconds, not {timeout!r}")
     return options
 
 
-def _refuse(why: str) -> NoReturn:
+def _fail(why: str) -> NoReturn:
     pytest.fail(f"the marker ranks {why}", pytrace=False)
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Crash:
-    """Where a failure is, and its one line for pytest's summary."""
+class _CrashLocation:
+    """The location of a failure, and its line in pytest's summary."""
 
     path: str
     lineno: int
@@ -189,8 +188,8 @@ class _RankReport:
     line: int
 
     @property
-    def reprcrash(self) -> _Crash:
-        return _Crash(path=self.path, lineno=self.line, message=self.text.partition("\n")[0])
+    def reprcrash(self) -> _CrashLocation:
+        return _CrashLocation(path=self.path, lineno=self.line, message=self.text.partition("\n")[0])
 
     def toterminal(self, tw: TerminalWriter) -> None:
         for line in self.text.splitlines():

@@ -1,7 +1,4 @@
-"""Running a function as every rank of a group, within one test.
-
-Ranks as threads of this process.
-"""
+"""`run_ranks`: a function as every rank of a group, within one test; and ranks that are threads of this process."""
 
 from __future__ import annotations
 
@@ -18,24 +15,26 @@ from contextlib import suppress
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, TypeAlias
 
+from typing_extensions import override
+
 from ferrodist.deadline import Deadline, check_timeout, default_timeout
 from ferrodist.errors import InvalidWorldSizeError, RankFailedError
 from ferrodist.testing.backend_names import RANKS_BACKENDS
-from ferrodist.testing.supervisor import Event, RankProgram, Stage, is_own_frame, supervise
+from ferrodist.testing.supervisor import Event, RankProgram, RankSet, Stage, is_own_frame, supervise
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
 
     from ferrodist.backends.base import Backend
     from ferrodist.testing.backend_names import BackendName
-    from ferrodist.testing.supervisor import Outcome, RankSet
+    from ferrodist.testing.supervisor import Outcome
 
 if TYPE_CHECKING:
     BackendFactory: TypeAlias = Callable[[int], Sequence[Backend]]
 
 
-_GROUP_SHARE = 0.75
-"""Part of the run's time that a call in the group may take: its error, which names the late rank, must come first."""
+_GROUP_TIMEOUT_SHARE = 0.75
+"""Share of the run's timeout for a call in the group: its error, which names the straggler, must come first."""
 
 
 def run_ranks(
@@ -50,13 +49,13 @@ def run_ranks(
 
     While ``fn`` runs, ``group`` is also the default group of its rank. ``fn`` may be a closure or a lambda. When one
     rank fails, the group is aborted, and ranks that do not end by themselves within a few seconds are stopped:
-    processes by SIGKILL; threads, which can't be stopped, are left behind as daemons. The groups are closed, all at the
+    processes by SIGKILL; threads, which can't be stopped, stay behind as daemons. The groups are closed, all at the
     same time, when the last ``fn`` has ended; a rank that fails closes its own at once.
 
-    Ranks that are threads share what belongs to the process, torch's default random generator among it:
-    ``torch.manual_seed`` of one rank is one of all, and each number that is drawn comes to one rank only. Where ranks
-    need numbers of their own they make a ``torch.Generator``, or are processes (``backend="tcp"``). A run that has set
-    the seed on threads warns of it, once in a process.
+    Ranks that are threads share the state of the process, torch's default random generator included:
+    ``torch.manual_seed`` in one rank affects all, and each number goes to one rank only. Ranks that need their own
+    numbers create a ``torch.Generator``, or are processes (``backend="tcp"``). A run that has set the seed on threads
+    gives a warning, once in a process.
 
     Args:
         fn: The program of a rank.
@@ -71,7 +70,7 @@ def run_ranks(
         kwargs: Passed to ``fn``.
 
     Raises:
-        RankFailedError: A rank raised, died, or was not done in time. ``ranks`` are those that failed of themselves,
+        RankFailedError: A rank raised, died, or was not done in time. ``ranks`` are those with a failure of their own,
             the first failure first. The message has their tracebacks whole (the stack, for a rank that was stuck),
             and a line for each rank that failed as a consequence. ``__cause__`` is the first exception.
     """
@@ -92,7 +91,7 @@ def run_ranks(
     try:
         results = supervise(_start(body, world_size, backend, timeout), world_size, timeout)
     except RankFailedError:
-        with contextlib.suppress(Warning):  # the failure is what is to be seen
+        with contextlib.suppress(Warning):  # the failure matters more
             _warn_of_shared_generator(seed, world_size)
         raise
     _warn_of_shared_generator(seed, world_size)
@@ -100,13 +99,13 @@ def run_ranks(
 
 
 def _default_seed() -> int | None:
-    """The seed of torch's default generator, which processes that are forked from this one have copies of."""
+    """The seed of torch's default generator; forked processes have copies of it."""
     torch = sys.modules.get("torch")
     return None if torch is None else torch.initial_seed()
 
 
 class _Warned:
-    """Whether this process has been warned that ranks share the generator."""
+    """The warnings that this process has given."""
 
     of_shared_generator = False
 
@@ -129,16 +128,16 @@ def _start(
     # Imported where they are used, and before a fork, which then brings them to every rank.
     import ferrodist.backends.process_group  # noqa: PLC0415, F401 - RankProgram uses it
 
-    group_timeout = min(timeout * _GROUP_SHARE, default_timeout())
+    group_timeout = min(timeout * _GROUP_TIMEOUT_SHARE, default_timeout())
     if callable(backend):
-        open_group = _handed_out(backend(world_size), world_size)
+        open_group = _from_groups(backend(world_size), world_size)
     elif backend == "simulated":
         from ferrodist.backends.simulated import SimulatedBackend  # noqa: PLC0415
 
-        open_group = _handed_out(SimulatedBackend.create_group(world_size, timeout=group_timeout), world_size)
+        open_group = _from_groups(SimulatedBackend.create_group(world_size, timeout=group_timeout), world_size)
     else:
         listener = socket.create_server(("127.0.0.1", 0), backlog=max(128, world_size))
-        open_group = _tcp_opener(listener, world_size, group_timeout, backend=backend)
+        open_group = _open_over_tcp(listener, world_size, group_timeout, backend=backend)
         if not backend.endswith("-threads"):
             from ferrodist.testing.process_ranks import ProcessRanks  # noqa: PLC0415
 
@@ -147,20 +146,20 @@ def _start(
     return ThreadRanks(RankProgram(open_group=open_group, body=body), world_size)
 
 
-def _handed_out(groups: Sequence[Backend], world_size: int) -> Callable[[int], Backend]:
+def _from_groups(groups: Sequence[Backend], world_size: int) -> Callable[[int], Backend]:
     if len(groups) != world_size or [group.rank for group in groups] != list(range(world_size)):
         raise ValueError(f"the backend factory must return ranks 0 to {world_size - 1} in order, not {groups!r}")
     return groups.__getitem__
 
 
-def _tcp_opener(
+def _open_over_tcp(
     listener: socket.socket, world_size: int, timeout: float, *, backend: BackendName
 ) -> Callable[[int], Backend]:
-    """What opens a rank's group over loopback TCP, or the native one that begins with it."""
+    """A function that opens a rank's group over loopback TCP, or the native group that is bootstrapped over it."""
     from ferrodist.backends.native import GlooBackend, NativeBackend  # noqa: PLC0415
     from ferrodist.backends.tcp import TcpBackend  # noqa: PLC0415
 
-    kinds: dict[str, type[TcpBackend]] = {"tcp": TcpBackend, "native": NativeBackend, "gloo": GlooBackend}
+    kinds: dict[str, Callable[..., Backend]] = {"tcp": TcpBackend, "native": NativeBackend, "gloo": GlooBackend}
     kind = kinds[backend.removesuffix("-threads")]
     address = "{}:{}".format(*listener.getsockname())
     secret = secrets.token_bytes(32)
@@ -175,14 +174,14 @@ def _tcp_opener(
     return open_group
 
 
-_JOIN_SECONDS = 1.0
+_JOIN_TIMEOUT_SECONDS = 1.0
 
 
-class ThreadRanks:
+class ThreadRanks(RankSet):
     """One thread for each rank; a `RankSet`.
 
-    Python cannot stop a thread. One that is stuck outside the group is left behind: it is a daemon, so that it does not
-    keep the process, and its rank is in the error.
+    Python can't stop a thread. One that is stuck outside the group stays behind: as a daemon it does not keep the
+    process alive, and the error names its rank.
     """
 
     def __init__(self, program: RankProgram, world_size: int) -> None:
@@ -207,14 +206,14 @@ class ThreadRanks:
         for thread in self._threads:
             thread.start()
 
+    @override
     def next_event(self, timeout: float) -> Event | None:
-        """See `RankSet.next_event`."""
         with suppress(queue.Empty):
             return self._events.get(timeout=timeout)
         return None
 
+    @override
     def stack(self, rank: int) -> str:
-        """See `RankSet.stack`."""
         frame = sys._current_frames().get(self._threads[rank].ident or 0)  # noqa: SLF001 - the documented way
         if frame is None:
             return "  (the thread has just ended)"
@@ -223,27 +222,28 @@ class ThreadRanks:
             del entries[0]
         return "".join(traceback.format_list(entries)).rstrip()
 
+    @override
     def stop(self, ranks: Iterable[int]) -> None:
-        """See `RankSet.stop`: a thread ends when its group wakes it."""
+        # A thread ends when its group wakes it.
         for rank in ranks:
             _abort(self._groups.get(rank))
 
+    @override
     def release(self) -> None:
-        """See `RankSet.release`."""
         self._may_close.set()
 
+    @override
     def dispose(self) -> None:
-        """See `RankSet.dispose`."""
         if not self._may_close.is_set():  # the caller was interrupted
             for group in list(self._groups.values()):
                 _abort(group)
             self._may_close.set()
-        deadline = Deadline(_JOIN_SECONDS)
+        deadline = Deadline(_JOIN_TIMEOUT_SECONDS)
         for thread in self._threads:
             thread.join(deadline.remaining())
 
+    @override
     def notes(self) -> list[str]:
-        """See `RankSet.notes`."""
         return []
 
 

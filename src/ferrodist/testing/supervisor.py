@@ -1,13 +1,11 @@
-"""From what went wrong on each rank to one error that a person can read.
+"""The life of a test's ranks, be they threads or processes: their program, their supervision, their failures.
 
-What one rank of a test does, whether it is a thread or a process: meet, run the function, wait for the rest, close.
+`RankProgram` is the work of one rank: open the group, run the function, wait for the others, close. A group is closed
+only when every rank's function has ended, or its own has failed. So a rank that is done early is still there for the
+others, and a test of stragglers sees a late rank, not a lost one.
 
-A group is closed only when every rank's function has ended, or its own has failed: a rank that is done early is still
-there for the others, so a test of lateness sees a late rank and not a lost one.
-
-Watching ranks from outside: until all have ended, one has failed, or the time is up.
-
-What differs between threads and processes is behind `RankSet`; the order of events is here, once.
+`supervise` waits until all ranks have ended, one has failed, or the time is up; `RankSet` hides whether they are
+threads or processes. `rank_failed_error` turns the ranks' failures into one error for people.
 """
 
 from __future__ import annotations
@@ -41,13 +39,13 @@ _RULE = "-" * 8
 def rank_failed_error(outcomes: Sequence[Outcome], world_size: int, notes: Sequence[str] = ()) -> RankFailedError:
     """Build the error for a run in which at least one of ``outcomes`` is a failure.
 
-    The failures that started it come first in time order, each with its whole report (once, where ranks raised the
-    same); what other ranks raised because of them follows in one line each.
+    The primary failures come first in time order, each with its whole report (once, where ranks raised the same);
+    secondary failures, which other ranks raised because of them, follow in one line each.
 
     Args:
-        outcomes: Of all ranks that have one, in any order.
+        outcomes: The outcomes of the ranks, in any order.
         world_size: Number of ranks.
-        notes: Sentences about the circumstances, put last.
+        notes: Sentences about the circumstances, for the end.
     """
     failures = sorted((outcome for outcome in outcomes if outcome.failed), key=lambda outcome: outcome.time)
     first = [outcome for outcome in failures if not outcome.secondary] or failures[:1]
@@ -56,8 +54,8 @@ def rank_failed_error(outcomes: Sequence[Outcome], world_size: int, notes: Seque
     parts = [f"{_named(ranks)} of {world_size} failed: {first[0].summary}"]
     said: dict[tuple[str, str], Outcome] = {}
     for outcome in first:
-        # One exception on every rank is one piece of news, though each rank came to it by its own path; two stuck ranks
-        # are alike only if they are in the same place.
+        # One exception on all ranks is reported once, though each rank has its own traceback; two stuck ranks are
+        # reported as one only if their stacks are equal.
         where = "" if outcome.error is not None else outcome.report
         twin = said.setdefault((outcome.summary, where), outcome)
         if twin is outcome:
@@ -78,25 +76,18 @@ def _named(ranks: Sequence[int]) -> str:
 
 
 _HERE = Path(__file__).parent
-_OUTER_FILES = {
-    "pytest_plugin.py",
-    "process_ranks.py",
-    "rank_child.py",
-    "rank_program.py",
-    "ranks.py",
-    "thread_ranks.py",
-}
+_OUTER_FILES = {"pytest_plugin.py", "process_ranks.py", "ranks.py", "supervisor.py"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Outcome:
-    """How the function of one rank ended.
+    """The outcome of one rank's function.
 
     Args:
         rank: The rank.
-        time: When it ended, on the clock that all processes of a host share.
-        result: What the function returned.
-        error: What it raised, or None. A process rank whose error does not pickle has a stand-in here.
+        time: The time at its end, on the clock that all processes of a host share.
+        result: The return value.
+        error: The exception, or None. An error that does not pickle has a stand-in here.
         report: Traceback or other text about a failure; empty when there was none.
         summary: The failure in one line.
         secondary: Whether the failure is another rank's, seen from this one.
@@ -112,21 +103,21 @@ class Outcome:
 
     @property
     def failed(self) -> bool:
-        """Whether the rank did not end as it should."""
+        """Whether the rank has failed."""
         return bool(self.summary)
 
 
 class Channel(Protocol):
-    """How a rank speaks with whoever runs it."""
+    """A rank's connection to its supervisor."""
 
     def ended(self, outcome: Outcome) -> None:
-        """Tell that the function has ended."""
+        """Report the end of the function."""
 
     def await_close(self) -> None:
         """Block until the functions of all ranks have ended."""
 
     def closed(self, outcome: Outcome | None) -> None:
-        """Tell that the group is closed; ``outcome`` is a failure to close it."""
+        """Report that the group is closed; ``outcome`` is a failure to close it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -134,15 +125,15 @@ class RankProgram:
     """The work of every rank.
 
     Args:
-        open_group: Makes the group of a rank; may block until the others do the same.
-        body: Called with the group.
+        open_group: Opens the group of a rank; may block until the others do the same.
+        body: The function of the rank; called with the group.
     """
 
     open_group: Callable[[int], Backend]
     body: Callable[[Backend], Any]
 
     def run(self, rank: int, channel: Channel) -> None:
-        """Do all that ``rank`` has to do. Nothing is raised: what happens goes to ``channel``."""
+        """Run as ``rank``. Nothing is raised: results and errors go to ``channel``."""
         group: Backend | None = None
         try:
             group = self.open_group(rank)
@@ -153,7 +144,7 @@ class RankProgram:
                 _abort(group, error)
         channel.ended(outcome)
         if not outcome.failed:
-            # A rank that failed closes at once: that wakes also those who wait for it in a sub-group.
+            # A rank that failed closes at once: that also wakes ranks that wait for it in a sub-group.
             channel.await_close()
         channel.closed(_close(group, rank))
 
@@ -182,12 +173,12 @@ def failed_outcome(rank: int, error: BaseException) -> Outcome:
 
 
 def is_own_frame(path: str) -> bool:
-    """Whether a source file is one that every rank passes through on the way to the test's function."""
+    """Whether a source file belongs to the frames between a rank's start and the test's function."""
     return Path(path).parent == _HERE and Path(path).name in _OUTER_FILES
 
 
 def _abort(group: Backend, error: BaseException) -> None:
-    # What fails here (a backend under test may do anything) must not hide the failure that is being reported.
+    # A second failure (a backend under test may do anything) must not hide the failure that is being reported.
     with suppress(Exception):
         group.abort(describe_failed_program(error))
 
@@ -199,22 +190,22 @@ def _close(group: Backend | None, rank: int) -> Outcome | None:
     try:
         group.close()
     except DistributedError as error:
-        # A group that has failed may say so once more when it is closed: that is not news.
+        # A group that has failed may raise once more when it is closed: that adds nothing.
         return None if already_failed else replace(failed_outcome(rank, error), secondary=False)
     except Exception as error:  # noqa: BLE001 - reported as this rank's failure
         return failed_outcome(rank, error)
     return None
 
 
-_STOP_SECONDS = 3.0
-"""How long ranks have to end by themselves once one has failed and aborted the group."""
+_STOP_TIMEOUT = 3.0
+"""Seconds for ranks to end by themselves after one has failed and aborted the group."""
 
-_CLOSE_SECONDS = 2.0
-"""How long ranks have, at least, to close their groups."""
+_CLOSE_TIMEOUT = 2.0
+"""Seconds, at least, for ranks to close their groups."""
 
 
 class Stage(Enum):
-    """What a rank has come through: ``ENDED`` its function, ``CLOSED`` its group as well."""
+    """A stage that a rank has completed: ``ENDED`` its function, ``CLOSED`` its group as well."""
 
     ENDED = "ended"
     CLOSED = "closed"
@@ -222,7 +213,7 @@ class Stage(Enum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Event:
-    """A rank has come through a stage; ``outcome`` is always there for ``ENDED``, and for a failed ``CLOSED``."""
+    """A rank has completed a stage; ``outcome`` is set for ``ENDED``, and for a failed ``CLOSED``."""
 
     rank: int
     stage: Stage
@@ -230,25 +221,25 @@ class Event:
 
 
 class RankSet(Protocol):
-    """Ranks that have been started."""
+    """Started ranks: threads or processes."""
 
     def next_event(self, timeout: float) -> Event | None:
         """Wait for the next event; None when ``timeout`` seconds have passed."""
 
     def stack(self, rank: int) -> str:
-        """Where ``rank`` is in its program, as text."""
+        """The stack of ``rank``, as text."""
 
     def stop(self, ranks: Iterable[int]) -> None:
-        """End ranks that do not end by themselves. They send no more events."""
+        """Stop ranks that do not end by themselves. They send no more events."""
 
     def release(self) -> None:
         """Let all ranks close their groups."""
 
     def dispose(self) -> None:
-        """End what is left and free what belongs to this process."""
+        """Stop the remaining ranks and free the resources."""
 
     def notes(self) -> list[str]:
-        """Circumstances worth knowing when a rank is stuck."""
+        """Notes for the error when a rank is stuck."""
 
 
 def supervise(ranks: RankSet, world_size: int, timeout: float) -> list[Any]:
@@ -257,7 +248,7 @@ def supervise(ranks: RankSet, world_size: int, timeout: float) -> list[Any]:
     Raises:
         RankFailedError: A rank raised, died or was not done after ``timeout`` seconds.
     """
-    watch = _Watch(ranks, world_size, Deadline(timeout))
+    watch = _Supervision(ranks, world_size, Deadline(timeout))
     try:
         stuck = watch.collect_results()
         watch.collect_closings()
@@ -269,8 +260,8 @@ def supervise(ranks: RankSet, world_size: int, timeout: float) -> list[Any]:
         ranks.dispose()
 
 
-class _Watch:
-    """What is known of each rank."""
+class _Supervision:
+    """The state of each rank."""
 
     def __init__(self, ranks: RankSet, world_size: int, deadline: Deadline) -> None:
         self._ranks = ranks
@@ -288,7 +279,7 @@ class _Watch:
             if not self._next_event(limit if grace is None else min(limit, grace.remaining())):
                 break
             if grace is None and self._failed:
-                grace = Deadline(_STOP_SECONDS)
+                grace = Deadline(_STOP_TIMEOUT)
         stuck = set(range(self._world_size)) - self.ended.keys()
         timed_out = grace is None or self._deadline.expired
         for rank in sorted(stuck):
@@ -301,7 +292,7 @@ class _Watch:
     def collect_closings(self) -> None:
         """Have the groups closed, all at once, and note what goes wrong with that."""
         failed = self._failed
-        limit = Deadline(_CLOSE_SECONDS if failed else max(_CLOSE_SECONDS, self._deadline.remaining()))
+        limit = Deadline(_CLOSE_TIMEOUT if failed else max(_CLOSE_TIMEOUT, self._deadline.remaining()))
         self._ranks.release()
         while self._open and self._next_event(limit.remaining()):
             pass
@@ -331,12 +322,12 @@ class _Watch:
 
 def _stuck(rank: int, stack: str, timeout: float | None) -> Outcome:
     if timeout is None:
-        summary = f"was still running {_STOP_SECONDS:g} s after the failure and was stopped, at {_innermost(stack)}"
+        summary = f"was still running {_STOP_TIMEOUT:g} s after the failure and was stopped, at {_last_frame(stack)}"
         return Outcome(rank=rank, time=time.monotonic(), summary=summary, secondary=True)
     summary = f"not done after {timeout:g} s (the timeout of run_ranks), and stopped"
     return Outcome(rank=rank, time=time.monotonic(), summary=summary, report=f"{summary}; it was here:\n{stack}")
 
 
-def _innermost(stack: str) -> str:
+def _last_frame(stack: str) -> str:
     lines = [line.strip() for line in stack.splitlines() if line.lstrip().startswith("File ")]
     return lines[-1] if lines else "an unknown place"

@@ -2,14 +2,12 @@
 
 ::
 
-    registration.py    what torch calls at its import           opening.py      a group of ranks that torch has named
-    process_group.py   FerrodistProcessGroup: torch's methods   torch_store.py  torch's stores as ours
-    forms.py           what else may be passed to them          messages.py     its messages
-    operations.py      its collectives, over our engines        layouts.py      torch's tensors as what engines take
-    calls.py           one that has been looked at              lanes.py        how it goes
-    sparse.py          allreduce of sparse tensors              works.py        what torch waits for
-    completion.py      futures, and who completes them          ending.py       what a group waits for when it ends
-    kernels.py         for what looks at torch's operators
+    registration.py    called by torch at its import            registration_impl.py   makes groups for torch
+    process_group.py   FerrodistProcessGroup, torch's methods   torch_store.py         torch's stores as a Store
+    signatures.py      the two signatures of these methods      work.py                Work objects, running, draining
+    collectives.py     torch's collectives as CollectiveOps     futures.py             futures and their callbacks
+    sparse.py          allreduce of sparse tensors              layouts.py             torch's tensors, flat
+    buffer_pool.py     reused memory for torch's tensors        c10d_ops.py            c10d operators for tracing
 """
 
 from typing import TYPE_CHECKING, Any
@@ -22,7 +20,7 @@ if TYPE_CHECKING:
 __all__ = ["group_of", "register", "use_c10d_kernels"]
 
 
-if not TYPE_CHECKING:  # checkers refuse names that are not there
+if not TYPE_CHECKING:  # type checkers report unknown names
 
     def __getattr__(name: str) -> Any:
         if name == "group_of":

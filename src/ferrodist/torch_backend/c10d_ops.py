@@ -1,12 +1,12 @@
-"""torch's operators of collectives, for groups of ours, where a program asks for them: `use_c10d_kernels`.
+"""torch's c10d operators for groups of ferrodist, for programs that ask for them: `use_c10d_kernels`.
 
-torch's own groups run a collective as an operator (``torch.ops.c10d.allreduce_``), whose kernel asks the group's C++
-backend. A group of ours does without. But modes that look at operators (`CommDebugMode`, `FakeTensorMode`) see nothing
-then, and what calls operators by itself (``all_gather_into_tensor_out``) finds no backend.
+torch's own groups run a collective as an operator (``torch.ops.c10d.allreduce_``), whose kernel calls the group's C++
+backend. Groups of ferrodist have none, so dispatch modes (`CommDebugMode`, `FakeTensorMode`) don't see their
+collectives, and code that calls operators directly (``all_gather_into_tensor_out``) finds no backend.
 
-So inside such modes methods of ours go through the operators, and kernels of ours bring them back. Kernels know no
-reduction: torch gives it as an object that Python can't read. What they are to do is therefore left for them in the
-group by the method that calls the operator.
+So inside such modes the methods of `FerrodistProcessGroup` call the operators, whose kernels call the methods again.
+A kernel can't read the reduction, which torch passes as an opaque object. So the method that calls an operator leaves
+what is to be run in a thread-local.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ import torch.distributed as dist
 
 from ferrodist.errors import UnsupportedOpError
 from ferrodist.torch_backend import signatures
-from ferrodist.torch_backend.process_group import FORMER_NAMES, FerrodistProcessGroup
+from ferrodist.torch_backend.process_group import LEGACY_NAMES, FerrodistProcessGroup
 from ferrodist.torch_private.modes import num_dispatch_modes
 from ferrodist.torch_private.operators import schema_of
 
@@ -47,28 +47,28 @@ _OPERATORS = {
     "alltoall": "alltoall_",
     "all_to_all_single": "alltoall_base_",
 }
-"""What methods of torch's own groups call."""
+"""The operators that the methods of torch's own groups call."""
 
 # Not every torch has all of them.
 _METHODS = {method: name for method, name in _OPERATORS.items() if hasattr(torch.ops.c10d, name)}
 
 _GATHERING = {"all_gather_single", "all_gather_single_coalesced", "allgather", "alltoall"}
-"""Those whose operators say all there is to know: two arguments with tensors."""
+"""Methods whose operators have all that is needed: two arguments with tensors."""
 
 _KEYS = ("CPU", "CUDA")
-_local = threading.local()  # what the operator that is called is to do, and whether one is
-_library: list[torch.library.Library] = []  # which ends its kernels with itself
+_local = threading.local()  # `run`, for the kernel of the operator that is called, and `is_in_operator`
+_library: list[torch.library.Library] = []  # its kernels live as long as it
 
 
 def use_c10d_kernels() -> None:
-    """Let modes that look at operators see the collectives of groups of ferrodist, from now on in this process.
+    """Let dispatch modes see the collectives of groups of ferrodist, from now on in this process.
 
-    That is for debugging and tracing: `CommDebugMode`, `FakeTensorMode`, and what calls ``torch.ops.c10d`` by itself.
-    Inside of such modes collectives of ferrodist wait where they are called. Groups of other backends work as before,
-    and take some microseconds more for each call. More calls of this do nothing.
+    For debugging and tracing: `CommDebugMode`, `FakeTensorMode`, and code that calls ``torch.ops.c10d`` directly.
+    Inside such modes collectives of ferrodist block. Groups of other backends work as before, and each of their calls
+    takes some microseconds more. Further calls of this function do nothing.
 
     Raises:
-        UnsupportedOpError: This torch can't give its own kernels back, which the groups of other backends need.
+        UnsupportedOpError: This torch can't return its own kernels, which groups of other backends need.
     """
     if _library:
         return
@@ -87,12 +87,12 @@ def use_c10d_kernels() -> None:
 
 def _kernel(method: str, operator: str, key: str) -> Callable[..., Any]:
     schema = schema_of(getattr(torch.ops.c10d, operator).default)
-    place = [argument.name for argument in schema.arguments].index("process_group")
+    index = [argument.name for argument in schema.arguments].index("process_group")
     has_results = len(schema.returns) > 1
     original = torch.library.get_kernel(f"c10d::{operator}", key)
 
     def kernel(keyset: Any, *arguments: Any) -> Any:
-        group = dist.ProcessGroup.unbox(arguments[place])
+        group = dist.ProcessGroup.unbox(arguments[index])
         if not isinstance(group, FerrodistProcessGroup):
             return original.call_boxed(keyset, *arguments)
         run, _local.run = getattr(_local, "run", None), None
@@ -105,14 +105,14 @@ def _kernel(method: str, operator: str, key: str) -> Callable[..., Any]:
                 f"torch.ops.c10d.{operator} was called by itself, for a group of ferrodist: call the function of"
                 " torch.distributed"
             )
-        work = group._done.boxed()  # noqa: SLF001 - which lives as long as the group
+        work = group._done.boxed()  # noqa: SLF001 - lives as long as the group
         return (arguments[0], work) if has_results else work
 
     return kernel
 
 
 def _route(group: FerrodistProcessGroup, method: Callable[..., FerrodistWork], given: tuple[Any, ...]) -> Any:
-    """Do a method's work through its operator, where a mode looks at operators; None where none does."""
+    """Run a method through its operator inside a dispatch mode; return None outside of one."""
     base = _BASES.get(method.__name__)
     is_looked_at = num_dispatch_modes() > 0
     if base is None or not is_looked_at or getattr(_local, "is_in_operator", False):
@@ -128,11 +128,11 @@ def _route(group: FerrodistProcessGroup, method: Callable[..., FerrodistWork], g
 
 
 def _base_of(method: str) -> Callable[..., Any]:
-    """The method of torch's class, which calls the operator, and no method of ours.
+    """The method of torch's class, which calls the operator instead of the overriding method.
 
-    torch looks for ours by name, unless it is that of the function which calls it, of the same group.
+    torch looks for an overriding method by name, unless the calling function has that name, with the same group.
     """
-    name = method if hasattr(dist.ProcessGroup, method) else FORMER_NAMES[method]
+    name = method if hasattr(dist.ProcessGroup, method) else LEGACY_NAMES[method]
 
     def call(self: dist.ProcessGroup, *arguments: Any) -> Any:
         return getattr(dist.ProcessGroup, name)(self, *arguments)

@@ -1,21 +1,20 @@
-"""torch's collectives as calls of an engine: each function looks at the arguments, and says what is to be run.
-
-Calls of torch's collectives that have been looked at.
-"""
+"""torch's collectives as a `CollectiveOp` each: functions that check the arguments and prepare the call."""
 
 from __future__ import annotations
 
 import hashlib
 import struct
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, cast
+from functools import partial
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 
+from ferrodist.backends.collective_op import CollectiveKind, CollectiveOp
 from ferrodist.backends.signature import MAX_PAYLOAD
 from ferrodist.collectives.arguments import check_tensor
-from ferrodist.collectives.facts import read_facts
+from ferrodist.collectives.payloads import unpack_payloads
 from ferrodist.collectives.reduce_op import Op, PremultipliedSum, ReduceOp, check_reduction
 from ferrodist.errors import CollectiveMismatchError, UnsupportedOpError
 from ferrodist.torch_backend.layouts import Source, Target, as_bytes, elements_per_item, row_size
@@ -25,62 +24,75 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from ferrodist.backends.base import Backend
-    from ferrodist.collectives.engines.base import CollectiveEngine, HostEngine
-
-if TYPE_CHECKING:
-    Run = Callable[[CollectiveEngine, float, int], None]
-    """Called with the engine, the seconds it may take, and its place among the group's collectives."""
-
+    from ferrodist.backends.engine import CollectiveEngine
 
 _DIGEST_SIZE = 16
 
 _HEAD = struct.Struct(f"<Q{_DIGEST_SIZE}s")
-"""A rank's number, and the digest of what it says; as much of the text as travels for free follows."""
+"""A rank's count and the digest of its text; followed by as much of the text as has room in the payload."""
 
 
 def _nothing() -> None:
     pass
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class CheckedCall:
-    """A checked call.
+    """A collective of torch's whose arguments have been checked.
 
     Args:
-        name: Of the collective.
-        device: Where its tensors are; None when it has none.
-        results: What torch's ``Work.result()`` gives.
-        run: Does it.
-        finish: Called where its end is waited for.
+        op: The call; its ``source`` is one of torch's tensors, for the device.
+        results: The return value of torch's ``Work.result()``.
+        run: Runs the call in its turn, when its tensors can be read; takes the engine, the seconds that the call may
+            take, and its position among the group's collectives.
+        finish: Called once, by the thread that waits for the end.
     """
 
-    name: str
-    device: torch.device | None
+    op: CollectiveOp
     results: list[Any]
-    run: Run
+    run: Callable[[CollectiveEngine, float, int], None]
     finish: Callable[[], None] = _nothing
 
 
+def _call(
+    op: CollectiveOp, results: list[Any], *, source: Source | None = None, target: Target | None = None
+) -> CheckedCall:
+    """Prepare a call that reads ``source`` and writes ``target`` in its turn."""
+
+    def run(engine: CollectiveEngine, timeout: float, sequence: int) -> None:
+        flat_source = None if source is None else as_bytes(source.read())
+        flat_out = None if target is None else as_bytes(target.flat)
+        if op.kind is CollectiveKind.BROADCAST and flat_out is None:
+            flat_out = flat_source
+        engine.run(op.replace(source=flat_source, out=flat_out, timeout=timeout), sequence)
+        if target is not None:
+            target.finish()
+
+    return CheckedCall(op=op, results=results, run=run)
+
+
 class SplitSizeCheck:
-    """What ranks must agree on before a call that counts on it, and for which engines don't look.
+    """A comparison, before a call, of arguments that engines don't compare.
 
     Args:
-        group: The ranks.
-        name: Of the call.
-        what: What they compare, for the error.
-        said: This rank's.
+        group: The group.
+        name: The call's name.
+        what: The name of the compared arguments, for the error.
+        text: This rank's arguments, which must be equal on all ranks.
         count: A number that may differ.
     """
 
-    def __init__(self, group: Backend, name: str, what: str, said: str, count: int = 0) -> None:
+    def __init__(self, group: Backend, name: str, what: str, text: str, count: int = 0) -> None:
         self._group = group
         self._name = name
         self._what = what
-        digest = hashlib.blake2b(said.encode(), digest_size=_DIGEST_SIZE).digest()
-        self._payload = (_HEAD.pack(count, digest) + said.encode())[:MAX_PAYLOAD]
+        digest = hashlib.blake2b(text.encode(), digest_size=_DIGEST_SIZE).digest()
+        self._payload = (_HEAD.pack(count, digest) + text.encode())[:MAX_PAYLOAD]
         self._heads: list[tuple[int, bytes]] = []
         self._texts: list[str] = []
-        self.call = CheckedCall(name, None, [], self._share)
+        # Under a name of its own, so that ranks in another call find a mismatch and don't take this for their data.
+        op = CollectiveOp(kind=CollectiveKind.SHARE, name=f"{name}'s sizes", payload=self._payload, timeout=0)
+        self.call = CheckedCall(op=op, results=[], run=partial(self._share, op))
 
     @property
     def counts(self) -> list[int]:
@@ -88,29 +100,23 @@ class SplitSizeCheck:
         return [count for count, _ in self._heads]
 
     def guard(self, call: CheckedCall) -> CheckedCall:
-        """A call that comes after `call`, and raises instead where ranks disagree.
+        """Make a call, which is to follow `call`, raise CollectiveMismatchError on all ranks where they disagree."""
 
-        Raises:
-            CollectiveMismatchError: They do: on all ranks. The group goes on.
-        """
-
-        def run(engine: CollectiveEngine, timeout: float, place: int) -> None:
+        def run(engine: CollectiveEngine, timeout: float, sequence: int) -> None:
             if len({digest for _, digest in self._heads}) != 1:
-                # The place was taken, on all ranks. Where nothing was compared the group has failed: this raises why.
-                cast("HostEngine", engine).barrier(timeout=timeout, sequence=place)
+                # All ranks have reserved the position. Where nothing was compared, the group has failed: raise why.
+                engine.run(CollectiveOp(kind=CollectiveKind.BARRIER, timeout=timeout), sequence)
                 raise CollectiveMismatchError(
                     f"the ranks of group {self._group.name!r} disagree about the {self._what} of {self._name}: "
                     + "; ".join(f"rank {rank} has {text}" for rank, text in enumerate(self._texts))
                 )
-            call.run(engine, timeout, place)
+            call.run(engine, timeout, sequence)
 
         return replace(call, run=run)
 
-    def _share(self, engine: CollectiveEngine, timeout: float, place: int) -> None:
-        # By a name that no other call has: ranks that make one are told of it, and take none of this for their data.
-        name = f"{self._name}'s sizes"
-        payloads = cast("HostEngine", engine).share(name, self._payload, timeout=timeout, sequence=place)
-        self._heads = read_facts(_HEAD, payloads, self._group, name)
+    def _share(self, op: CollectiveOp, engine: CollectiveEngine, timeout: float, sequence: int) -> None:
+        payloads = engine.run(op.replace(timeout=timeout), sequence) or []
+        self._heads = unpack_payloads(_HEAD, payloads, self._group, op.name)
         for payload in payloads:
             text = payload[_HEAD.size :].decode("ascii", "replace")
             self._texts.append(f"{text}..." if len(payload) == MAX_PAYLOAD else text)
@@ -126,22 +132,22 @@ OPERATIONS = {
     dist.ReduceOp.BOR: ReduceOp.BOR,
     dist.ReduceOp.BXOR: ReduceOp.BXOR,
 }
-"""torch's reductions as ours."""
+"""ferrodist's reductions by torch's."""
 
 
 _SUM = dist.ReduceOp.SUM
-_BY_NUMBER = {kind.value: op for kind, op in OPERATIONS.items()}  # torch takes long to hash the kinds
+_BY_NUMBER = {kind.value: op for kind, op in OPERATIONS.items()}  # torch's own hash is slow
 
 
 def plain_reduction(given: Any) -> ReduceOp | None:
-    """A reduction of torch's as ours; None for one that has a factor, or that there is not."""
-    if given == _SUM:  # as it nearly always is: asked for by itself, it is known in half the time
+    """Convert a reduction of torch's; None for a premultiplied sum or an unknown one."""
+    if given == _SUM:  # nearly always: compared first, in half the time
         return ReduceOp.SUM
     return _BY_NUMBER.get(given.op.value)
 
 
 def reduction(given: Any) -> Op:
-    """A reduction of torch's as ours; a premultiplied sum has its factor from torch."""
+    """Convert a reduction of torch's, with the factor of a premultiplied sum."""
     found = plain_reduction(given)
     if found is not None:
         return found
@@ -152,63 +158,47 @@ def reduction(given: Any) -> Op:
 
 
 def only(tensors: Sequence[Any], what: str) -> Any:
-    """The one member of a list, in which torch's methods take what there is one of on each rank."""
+    """Return the only member of a list, as torch's methods take a rank's one tensor."""
     if len(tensors) != 1:
         raise ValueError(f"{what} takes one tensor a rank, not {len(tensors)}")
     return tensors[0]
 
 
+def _op(kind: CollectiveKind, tensor: torch.Tensor | None = None, **fields: Any) -> CollectiveOp:
+    """A call on the device of a tensor, still without its flat tensors and its timeout."""
+    return CollectiveOp(kind=kind, source=tensor, timeout=0, **fields)
+
+
 def barrier() -> CheckedCall:
-    """Of nothing."""
-
-    def run(engine: CollectiveEngine, timeout: float, place: int) -> None:
-        cast("HostEngine", engine).barrier(timeout=timeout, sequence=place)
-
-    return CheckedCall("barrier", None, [], run)
+    """Barrier."""
+    return _call(_op(CollectiveKind.BARRIER), [])
 
 
 def allreduce(tensor: torch.Tensor, op: Op) -> CheckedCall:
-    """Of a dense tensor, in place."""
+    """Fold a dense tensor over the ranks, in place."""
     _check(tensor, op)
-    target, source = Target(tensor), Source(tensor)
-
-    def run(engine: CollectiveEngine, timeout: float, place: int) -> None:
-        engine.allreduce(target.flat, source.read(), op, timeout=timeout, sequence=place)
-        target.finish()
-
-    return CheckedCall("allreduce", tensor.device, [tensor], run)
+    call = _op(CollectiveKind.ALLREDUCE, tensor, op=op)
+    return _call(call, [tensor], source=Source(tensor), target=Target(tensor))
 
 
 def reduce(group: Backend, tensor: torch.Tensor, root: int, op: Op) -> CheckedCall:
-    """Into the root's tensor."""
+    """Fold a tensor over the ranks into the root's."""
     _check(tensor, op)
-    target, source = (Target(tensor) if group.rank == root else None), Source(tensor)
-
-    def run(engine: CollectiveEngine, timeout: float, place: int) -> None:
-        out = None if target is None else target.flat
-        engine.reduce(out, source.read(), op, root, timeout=timeout, sequence=place)
-        if target is not None:
-            target.finish()
-
-    return CheckedCall("reduce", tensor.device, [tensor], run)
+    target = Target(tensor) if group.rank == root else None
+    return _call(_op(CollectiveKind.REDUCE, tensor, op=op, root=root), [tensor], source=Source(tensor), target=target)
 
 
 def broadcast(group: Backend, tensor: torch.Tensor, root: int) -> CheckedCall:
-    """Of the root's tensor."""
+    """Copy the root's tensor into every rank's."""
     _check(tensor)
-    target, source = (None if group.rank == root else Target(tensor)), Source(tensor)
-
-    def run(engine: CollectiveEngine, timeout: float, place: int) -> None:
-        flat = as_bytes(source.read() if target is None else target.flat)
-        engine.broadcast(flat, root, timeout=timeout, sequence=place)
-        if target is not None:
-            target.finish()
-
-    return CheckedCall("broadcast", tensor.device, [tensor], run)
+    op = _op(CollectiveKind.BROADCAST, tensor, root=root)
+    if group.rank == root:
+        return _call(op, [tensor], source=Source(tensor))
+    return _call(op, [tensor], target=Target(tensor))
 
 
 def all_gather(group: Backend, outputs: Sequence[torch.Tensor], tensor: torch.Tensor) -> list[CheckedCall]:
-    """Into a tensor for each rank, whose sizes may differ."""
+    """Gather into a tensor for each rank; the sizes may differ."""
     _check_list(group, outputs, tensor, "outputs")
     target = Target(*outputs)
     if target.counts[group.rank] != tensor.numel():
@@ -220,7 +210,7 @@ def all_gather(group: Backend, outputs: Sequence[torch.Tensor], tensor: torch.Te
 
 
 def all_gather_single(group: Backend, output: torch.Tensor, tensor: torch.Tensor) -> CheckedCall:
-    """Into one tensor, in which the ranks' lie one after the other."""
+    """Gather into one tensor."""
     _check_whole(group, output, tensor)
     target = Target(output, beside=None if _is_own_part(group, output, tensor) else tensor)
     return _gather_into(target, [output], tensor, [tensor.numel()] * group.world_size)
@@ -228,18 +218,13 @@ def all_gather_single(group: Backend, output: torch.Tensor, tensor: torch.Tensor
 
 def _gather_into(target: Target, results: list[Any], tensor: torch.Tensor, counts: Sequence[int]) -> CheckedCall:
     _check(tensor)
-    source, scale = Source(tensor), elements_per_item(tensor)
-    sizes = [count * scale for count in counts]
-
-    def run(engine: CollectiveEngine, timeout: float, place: int) -> None:
-        engine.all_gather(as_bytes(target.flat), as_bytes(source.read()), sizes, dim=0, timeout=timeout, sequence=place)
-        target.finish()
-
-    return CheckedCall("all_gather", tensor.device, results, run)
+    scale = elements_per_item(tensor)
+    op = _op(CollectiveKind.ALL_GATHER, tensor, counts=[count * scale for count in counts], dim=0)
+    return _call(op, results, source=Source(tensor), target=target)
 
 
 def gather(group: Backend, outputs: Sequence[torch.Tensor] | None, tensor: torch.Tensor, root: int) -> CheckedCall:
-    """Into the root's tensors, one for each rank, all of one size; None elsewhere."""
+    """Gather into the root's tensors, one for each rank, all of one size; ``outputs`` is None elsewhere."""
     target = None
     if outputs is not None:
         _check_list(group, outputs, tensor, "outputs")
@@ -249,7 +234,7 @@ def gather(group: Backend, outputs: Sequence[torch.Tensor] | None, tensor: torch
 
 
 def gather_single(group: Backend, output: torch.Tensor | None, tensor: torch.Tensor, root: int) -> CheckedCall:
-    """Into one tensor of the root's, in which the ranks' lie one after the other; None elsewhere."""
+    """Gather into one tensor of the root's; ``output`` is None elsewhere."""
     if output is None:
         return _gather_at_root(group, None, [], tensor, root)
     _check_whole(group, output, tensor)
@@ -261,20 +246,13 @@ def _gather_at_root(
     group: Backend, target: Target | None, results: list[Any], tensor: torch.Tensor, root: int
 ) -> CheckedCall:
     _check(tensor)
-    source = Source(tensor)
     counts = [tensor.numel() * elements_per_item(tensor)] * group.world_size
-
-    def run(engine: CollectiveEngine, timeout: float, place: int) -> None:
-        flat = None if target is None else as_bytes(target.flat)
-        engine.gather(flat, as_bytes(source.read()), counts, root, timeout=timeout, sequence=place)
-        if target is not None:
-            target.finish()
-
-    return CheckedCall("gather", tensor.device, results, run)
+    op = _op(CollectiveKind.GATHER, tensor, counts=counts, root=root)
+    return _call(op, results, source=Source(tensor), target=target)
 
 
 def scatter(group: Backend, tensor: torch.Tensor, inputs: Sequence[torch.Tensor] | None, root: int) -> CheckedCall:
-    """Of the root's tensors, one for each rank, all of one size; None elsewhere."""
+    """Scatter the root's tensors, one for each rank, all of one size; ``inputs`` is None elsewhere."""
     _check(tensor)
     source = None
     if inputs is not None:
@@ -285,7 +263,7 @@ def scatter(group: Backend, tensor: torch.Tensor, inputs: Sequence[torch.Tensor]
 
 
 def scatter_single(group: Backend, output: torch.Tensor, tensor: torch.Tensor | None, root: int) -> CheckedCall:
-    """Scatter one tensor of the root's, in which the ranks' parts lie one after the other; None elsewhere."""
+    """Scatter one tensor of the root's; ``tensor`` is None elsewhere."""
     _check(output)
     if tensor is None:
         return _scatter_from_root(group, Target(output), None, output, root)
@@ -300,17 +278,12 @@ def _scatter_from_root(
     group: Backend, target: Target, source: Source | None, tensor: torch.Tensor, root: int
 ) -> CheckedCall:
     counts = [tensor.numel() * elements_per_item(tensor)] * group.world_size
-
-    def run(engine: CollectiveEngine, timeout: float, place: int) -> None:
-        parts = None if source is None else as_bytes(source.read())
-        engine.scatter(as_bytes(target.flat), parts, counts, root, timeout=timeout, sequence=place)
-        target.finish()
-
-    return CheckedCall("scatter", tensor.device, [tensor], run)
+    op = _op(CollectiveKind.SCATTER, tensor, counts=counts, root=root)
+    return _call(op, [tensor], source=source, target=target)
 
 
 def reduce_scatter(group: Backend, output: torch.Tensor, inputs: Sequence[torch.Tensor], op: Op) -> list[CheckedCall]:
-    """Of a tensor for each rank, whose sizes may differ."""
+    """Fold and scatter a tensor for each rank; the sizes may differ."""
     _check_list(group, inputs, output, "inputs")
     source = Source(*inputs)
     if source.counts[group.rank] != output.numel():
@@ -323,7 +296,7 @@ def reduce_scatter(group: Backend, output: torch.Tensor, inputs: Sequence[torch.
 
 
 def reduce_scatter_single(group: Backend, output: torch.Tensor, tensor: torch.Tensor, op: Op) -> CheckedCall:
-    """Of one tensor, in which the ranks' parts lie one after the other."""
+    """Fold one tensor over the ranks, and scatter it."""
     _check(tensor)
     _check_like(tensor, output)
     _check_whole_input(group, tensor, output)
@@ -333,12 +306,8 @@ def reduce_scatter_single(group: Backend, output: torch.Tensor, tensor: torch.Te
 
 def _reduce_parts(target: Target, output: torch.Tensor, source: Source, counts: Sequence[int], op: Op) -> CheckedCall:
     _check(output, op)
-
-    def run(engine: CollectiveEngine, timeout: float, place: int) -> None:
-        engine.reduce_scatter(target.flat, source.read(), counts, op, dim=0, timeout=timeout, sequence=place)
-        target.finish()
-
-    return CheckedCall("reduce_scatter", output.device, [output], run)
+    call = _op(CollectiveKind.REDUCE_SCATTER, output, op=op, counts=counts, dim=0)
+    return _call(call, [output], source=source, target=target)
 
 
 def all_to_all_single(
@@ -348,7 +317,7 @@ def all_to_all_single(
     output_splits: Sequence[int],
     input_splits: Sequence[int],
 ) -> CheckedCall:
-    """Of rows of one tensor; without splits each rank has as many."""
+    """Exchange rows of one tensor; without splits in equal numbers."""
     _check(output)
     _check(tensor)
     _check_like(output, tensor)
@@ -360,7 +329,7 @@ def all_to_all_single(
 
 
 def _split(group: Backend, tensor: torch.Tensor, splits: Sequence[int], what: str) -> list[int]:
-    """How many elements go to each rank, or come from it."""
+    """The number of elements that go to each rank, or come from it."""
     size = tensor.shape[0] if tensor.dim() else 0
     if not splits:
         if size % group.world_size:
@@ -378,14 +347,14 @@ def _split(group: Backend, tensor: torch.Tensor, splits: Sequence[int], what: st
 
 
 def all_to_all(group: Backend, outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor]) -> CheckedCall:
-    """Of a tensor to each rank, whose sizes may differ."""
+    """Exchange a tensor with each rank; the sizes may differ."""
     _check_list(group, outputs, inputs[0] if inputs else outputs[0], "outputs")
     _check_list(group, inputs, outputs[0], "inputs")
     source, target = Source(*inputs), Target(*outputs)
     return _exchange(target, list(outputs), source, inputs[0], source.counts, target.counts)
 
 
-def _exchange(  # noqa: PLR0917 - each side's
+def _exchange(  # noqa: PLR0917 - both sides' tensors and counts
     target: Target,
     results: list[Any],
     source: Source,
@@ -394,35 +363,30 @@ def _exchange(  # noqa: PLR0917 - each side's
     receive_counts: Sequence[int],
 ) -> CheckedCall:
     scale = elements_per_item(like)
-    sizes = [[count * scale for count in counts] for counts in (send_counts, receive_counts)]
-
-    def run(engine: CollectiveEngine, timeout: float, place: int) -> None:
-        # Ranks may call the same elements rows of other sizes.
-        out, parts = as_bytes(target.flat), as_bytes(source.read())
-        engine.all_to_all(out, parts, *sizes, unit=scale, timeout=timeout, sequence=place)
-        target.finish()
-
-    return CheckedCall("all_to_all", like.device, results, run)
+    sent, received = ([count * scale for count in counts] for counts in (send_counts, receive_counts))
+    # Compared in elements: ranks may divide the same elements into rows of different sizes.
+    op = _op(CollectiveKind.ALL_TO_ALL, like, counts=sent, recv_counts=received, unit=scale)
+    return _call(op, results, source=source, target=target)
 
 
 def _compared(group: Backend, name: str, counts: Sequence[int], call: CheckedCall) -> list[CheckedCall]:
-    """The call, after a comparison of the lists' sizes; of even ones the engine compares the sum, which is enough."""
+    """The call, after a comparison of uneven sizes; of even ones the engine compares the sum, which is enough."""
     if len(set(counts)) == 1:
         return [call]
     comparison = SplitSizeCheck(group, name, "sizes of the lists", str(list(counts)))
     return [comparison.call, comparison.guard(call)]
 
 
-# What is wrong with arguments.
+# Checks of arguments.
 
 
 def _check(tensor: torch.Tensor, op: Op | None = None) -> None:
-    """Raise unless a tensor can be moved, or folded where there is an ``op``."""
+    """Raise unless engines can move a tensor, or fold it by ``op``."""
     if op is not None:
         check_tensor(tensor)
         check_reduction(tensor.dtype, op)
     elif tensor.layout is not torch.strided or tensor.device.type not in ("cpu", "cuda") or tensor.is_quantized:
-        check_tensor(tensor)  # says what is wrong
+        check_tensor(tensor)  # raises
 
 
 def _check_like(one: torch.Tensor, other: torch.Tensor) -> None:
@@ -471,8 +435,5 @@ def _check_even(counts: Sequence[int], tensor: torch.Tensor) -> None:
 
 
 def _is_own_part(group: Backend, whole: torch.Tensor, part: torch.Tensor) -> bool:
-    """Whether a tensor is this rank's part of another: nobody else's, so it may be read and written at once.
-
-    Where one of them is not contiguous a copy of it is what is read, or written.
-    """
+    """Whether a tensor is this rank's part of another, which no other rank's data overlaps."""
     return part.data_ptr() == whole.data_ptr() + group.rank * part.nbytes

@@ -1,13 +1,13 @@
-"""Futures of torch's, and the threads that complete them.
+"""Futures for torch, and the threads that complete them and run their callbacks.
 
 [Note: callbacks]
-A callback of a future may start collectives and wait for them: PowerSGD's do. Which of them starts first must not
-depend on which bucket is done first here. So callbacks that a thread has added run one after the other, in that order,
-and their collectives are in a group of their own, beside those that the thread itself starts. Callbacks that are added
-in a callback have a deeper one. No thread of an engine runs any, nor does the thread that adds them.
+A callback of a future may start collectives and wait for them: PowerSGD's do. Their order must not depend on which
+bucket is done first on this rank. So callbacks that a thread has added run one after the other, in that order, and
+their collectives run in a group of their own, beside those that the thread itself starts. Callbacks that are added in
+a callback have a deeper one. They run neither in an engine's thread nor in the thread that adds them.
 
-A future of torch's can't be told of an error from Python: what `Future.set_exception` sets makes torch's reducer crash.
-So a `RaisingResult` is its result, which raises whenever somebody looks into it.
+Python can't set an error on a torch future: torch's reducer crashes after `Future.set_exception`. So the result of a
+failed operation is a `RaisingResult`, which raises whenever it is looked into.
 """
 
 from __future__ import annotations
@@ -32,17 +32,17 @@ if TYPE_CHECKING:
 _IDLE_SECONDS = 2.0
 
 _EXIT_SECONDS = 5.0
-"""How long the interpreter's exit waits for callbacks: it ends daemon threads where they stand, which in the middle of
-torch's code aborts the process."""
+"""How long the interpreter's exit waits for callbacks: it kills daemon threads, which in the middle of torch's code
+aborts the process."""
 
 _log = logging.getLogger(__name__)
 
 
 class ThreadPool:
-    """Threads for what may block; as many as are blocked at a time.
+    """Threads for jobs that may block: as many threads as there are unfinished jobs.
 
     Args:
-        name: Of the threads.
+        name: The threads' name.
     """
 
     def __init__(self, name: str) -> None:
@@ -55,9 +55,9 @@ class ThreadPool:
         _all_threads.add(self)
 
     def run(self, job: Callable[[], None]) -> None:
-        """Run something in a thread; it must not raise."""
+        """Run a job in a thread; it must not raise."""
         with self._lock:
-            self._jobs.put(job)  # and not into the thread, which would hold it until it ends
+            self._jobs.put(job)  # not passed to the thread, which would keep it alive until the thread ends
             if self._num_idle:
                 self._num_idle -= 1
                 return
@@ -66,7 +66,7 @@ class ThreadPool:
         made.start()
 
     def close(self) -> None:
-        """End the threads that have nothing to do, and the others when they are done."""
+        """End idle threads now, and the others when their jobs are done."""
         with self._lock:
             self._is_closed = True
             for _ in range(self._num_idle):
@@ -90,7 +90,7 @@ class ThreadPool:
     def _run_all(self) -> None:
         while (job := self._next()) is not None:
             job()
-            del job  # or a result would live until the next one comes
+            del job  # or a result would live until the next job comes
             with self._lock:
                 if self._is_closed:
                     return
@@ -100,7 +100,7 @@ class ThreadPool:
         with contextlib.suppress(queue.Empty):
             return self._jobs.get(timeout=_IDLE_SECONDS)
         with self._lock:
-            if self._num_idle:  # nobody has counted on this thread
+            if self._num_idle:  # no job has been put for this thread
                 self._num_idle -= 1
                 return None
         return self._jobs.get()
@@ -110,7 +110,7 @@ _all_threads: weakref.WeakSet[ThreadPool] = weakref.WeakSet()
 
 
 def _end_threads() -> None:
-    """Groups are closed by now, so what waits in them has ended."""
+    """Groups are closed by now, so no job waits in them any more."""
     deadline = Deadline(_EXIT_SECONDS)
     for threads in snapshot_weak(lambda: _all_threads):
         threads.close()
@@ -121,10 +121,10 @@ at_exit(ExitStage.CALLBACK_THREADS, _end_threads)
 
 
 class SerialQueue:
-    """What runs one after the other, in a thread while there is something.
+    """Runs jobs one after the other, in a thread that exists while there are jobs.
 
     Args:
-        depth: Of the callbacks that it runs; 0 where it runs none.
+        depth: The depth of the callbacks that are its jobs; 0 for other jobs.
     """
 
     def __init__(self, depth: int = 0) -> None:
@@ -135,7 +135,7 @@ class SerialQueue:
         self._deeper: SerialQueue | None = None
 
     def run(self, job: Callable[[], None], threads: ThreadPool) -> None:
-        """Run something after all that was given before; it must not raise."""
+        """Run a job after all earlier ones; it must not raise."""
         with self._lock:
             self._jobs.append(job)
             if self._is_running:
@@ -144,13 +144,13 @@ class SerialQueue:
         threads.run(self._work)
 
     def deeper(self) -> SerialQueue:
-        """For callbacks that are added in this one's; only its own thread asks."""
+        """The queue of callbacks that this queue's callbacks add; called only in its own thread."""
         if self._deeper is None:
             self._deeper = SerialQueue(self.depth + 1)
         return self._deeper
 
     def _work(self) -> None:
-        here.line = self
+        thread_state.queue = self
         while True:
             with self._lock:
                 if not self._jobs:
@@ -159,38 +159,34 @@ class SerialQueue:
                 job = self._jobs.popleft()
             try:
                 job()
-            except BaseException:  # noqa: BLE001 - those after it are to run
+            except BaseException:  # noqa: BLE001 - the jobs after it must run
                 _log.exception("a callback of a future failed")
-        here.line = _OUTSIDE
+        thread_state.queue = _OUTSIDE
 
 
 _OUTSIDE = SerialQueue()
 
 
 class _ThreadState(threading.local):
-    """What a thread is doing."""
+    """The queue whose job the thread runs, and the queue of the callbacks that it adds."""
 
-    line: SerialQueue = _OUTSIDE
+    queue: SerialQueue = _OUTSIDE
     callbacks: SerialQueue | None = None
 
-    def line_of_callbacks(self) -> SerialQueue:
-        """Runs what this thread adds to futures."""
-        if self.line.depth:
-            return self.line.deeper()
+    def callback_queue(self) -> SerialQueue:
+        """The queue of the callbacks that this thread adds to futures."""
+        if self.queue.depth:
+            return self.queue.deeper()
         if self.callbacks is None:
             self.callbacks = SerialQueue(1)
         return self.callbacks
 
 
-here = _ThreadState()
+thread_state = _ThreadState()
 
 
 class RaisingResult:
-    """The result of what has failed: what torch does with results raises.
-
-    Args:
-        error: What it has failed with.
-    """
+    """The result of a failed operation: whatever torch does with it raises the error."""
 
     def __init__(self, error: BaseException) -> None:
         self._error = error
@@ -198,17 +194,17 @@ class RaisingResult:
     def _raise(self, *_: object) -> NoReturn:
         raise self._error
 
-    # C++ takes tensors out of a result by pickling it, or asks whether it is one.
+    # torch's C++ finds the tensors of a result by pickling it, or asks whether it is a tensor.
     __reduce_ex__ = __getitem__ = __iter__ = __len__ = __bool__ = _raise
     __class__ = property(_raise)
 
 
 class ResultFuture(torch.futures.Future[Any]):
-    """A future whose callbacks run as the note says.
+    """A future whose callbacks run in order: [Note: callbacks].
 
     Args:
-        threads: Who run them.
-        devices: Where its tensors are, but for the host.
+        threads: The threads that run them.
+        devices: The devices of its tensors, other than the CPU.
     """
 
     def __init__(self, threads: ThreadPool, devices: list[int | str | torch.device]) -> None:
@@ -218,51 +214,51 @@ class ResultFuture(torch.futures.Future[Any]):
         self._error: BaseException | None = None
 
     def settle(self, outcome: Callable[[], Any]) -> None:
-        """Complete it with what something returns or raises."""
+        """Complete the future with the result or the error of ``outcome()``."""
         try:
             result = outcome()
-        except BaseException as error:  # noqa: BLE001 - it is for those who ask
+        except BaseException as error:  # noqa: BLE001 - wait and value raise it
             self._error = error
             result = RaisingResult(error)
         self.set_result(result)
 
     def wait(self) -> Any:
-        """Its result, when it is there; raises what it has failed with."""
-        return self._look(super().wait)
+        """Wait for the result and return it, or raise the error."""
+        return self._get(super().wait)
 
     def value(self) -> Any:
-        """Its result, which is there; raises what it has failed with."""
-        return self._look(super().value)
+        """Return the result of a completed future, or raise the error."""
+        return self._get(super().value)
 
-    def _look(self, get: Callable[[], Any]) -> Any:
+    def _get(self, get: Callable[[], Any]) -> Any:
         try:
             return get()
         finally:
-            # With devices, torch looks into a result at once: then it raises an error without its class.
+            # With devices, torch looks into the result at once, and raises the error without its class.
             if self._error is not None:
                 raise self._error
 
     def then(self, callback: Callable[[Any], Any]) -> ResultFuture:
-        """Call something with this future when it is completed; returns a future for what that returns."""
+        """Call ``callback`` with this future when it is completed; returns a future of the callback's result."""
         following = ResultFuture(self._threads, self._devices)
 
         def follow() -> None:
-            with contextlib.suppress(Exception):  # the callback asks for the result, and learns of it
+            with contextlib.suppress(Exception):  # the callback gets the error with the result
                 super(ResultFuture, self).wait()
             with self._on_device():
                 following.settle(lambda: callback(self))
 
-        here.line_of_callbacks().run(follow, self._threads)
+        thread_state.callback_queue().run(follow, self._threads)
         return following
 
     def _on_device(self) -> AbstractContextManager[object]:
-        """Inside of this the current device is that of the results, if they are on one."""
+        """Make the results' device the current one, if they are on a GPU."""
         if not self._devices or not torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
             return contextlib.nullcontext()
         return torch.cuda.device(self._devices[0])
 
     def add_done_callback(self, callback: Callable[[Any], None]) -> None:
-        """As `then`, where nobody needs to know what it returns; what it raises is logged."""
+        """Call ``callback`` with this future when it is completed; logs what it raises."""
 
         def call(future: ResultFuture) -> None:
             try:

@@ -1,4 +1,4 @@
-"""torch's tensors as engines take them: flat and contiguous. Others are copied, in their turn."""
+"""torch's tensors as engines take them, flat and contiguous; other tensors are copied in the call's turn."""
 
 from __future__ import annotations
 
@@ -12,31 +12,31 @@ from ferrodist.collectives.reduce_op import DTYPES
 
 
 def source_of(tensor: torch.Tensor) -> torch.Tensor:
-    """The elements of a tensor in order: its own memory where it is contiguous."""
-    # `data`, for autograd is to see nothing of what collectives do, as it does not with torch's own backends.
+    """The elements of a tensor in order: its own memory if it is contiguous, else a copy."""
+    # `data`, because autograd must not see what collectives do, as with torch's own backends.
     return tensor.data.resolve_conj().resolve_neg().contiguous().view(-1)
 
 
 def as_bytes(flat: torch.Tensor) -> torch.Tensor:
-    """A flat tensor for collectives that compute nothing: of a dtype that engines don't know, its bytes."""
+    """View a flat tensor as bytes if engines don't know its dtype; for collectives that compute nothing."""
     if flat.dtype in DTYPES:
         return flat
     return flat.as_strided(flat.shape, (1,)).view(torch.uint8)  # a single element may have any stride
 
 
 def elements_per_item(tensor: torch.Tensor) -> int:
-    """How many elements `as_bytes` makes of one."""
+    """The number of elements that `as_bytes` makes of one."""
     return 1 if tensor.dtype in DTYPES else tensor.element_size()
 
 
 class Source:
-    """What a collective reads: tensors of one dtype, one after the other.
+    """The input of a collective: tensors of one dtype, concatenated.
 
     Args:
-        tensors: At least one.
+        tensors: The tensors, at least one.
 
     Attributes:
-        counts: How many elements each has.
+        counts: The number of elements of each tensor.
     """
 
     __slots__ = ("_tensors", "counts")
@@ -46,20 +46,20 @@ class Source:
         self.counts = [tensor.numel() for tensor in tensors]
 
     def read(self) -> torch.Tensor:
-        """Their elements now, flat: the memory of a single contiguous tensor, else a copy."""
+        """The current elements, flat: the memory of a single contiguous tensor, else a copy."""
         parts = [source_of(tensor) for tensor in self._tensors]
         return parts[0] if len(parts) == 1 else torch.cat(parts)
 
 
 class Target:
-    """What a collective writes: tensors of one dtype, one after the other.
+    """The output of a collective: tensors of one dtype, concatenated.
 
     Args:
-        tensors: At least one.
-        beside: What the collective reads. Where that is memory of the tensors, they are written when it has been read.
+        tensors: The tensors, at least one.
+        beside: The collective's input. If it shares memory with the tensors, they are written after it has been read.
 
     Attributes:
-        counts: How many elements each has.
+        counts: The number of elements of each tensor.
 
     Raises:
         ValueError: Elements of a tensor share memory.
@@ -88,14 +88,14 @@ class Target:
 
     @property
     def flat(self) -> torch.Tensor:
-        """What the engine writes: the memory of a single contiguous tensor, else other one."""
+        """The memory that the engine writes: that of a single contiguous tensor, else a buffer."""
         if self._flat is None:
             first = self._tensors[0]
             self._flat = torch.empty(sum(self.counts), dtype=first.dtype, device=first.device)
         return self._flat
 
     def finish(self) -> None:
-        """Bring to the tensors what was written."""
+        """Copy the result to the tensors, if the engine wrote to a buffer."""
         if not self._is_direct:
             for tensor, part in zip(self._tensors, torch.split(self.flat, self.counts), strict=True):
                 tensor.copy_(part.view(tensor.shape))
@@ -103,5 +103,5 @@ class Target:
 
 
 def row_size(tensor: torch.Tensor) -> int:
-    """How many elements there are in one place along the first dim."""
+    """The number of elements of one row, an index of the first dim."""
     return math.prod(tensor.shape[1:])

@@ -1,16 +1,9 @@
-"""`FerrodistProcessGroup`: what torch takes for a process group.
-
-Memory that torch asks a group for, as FSDP2 does where it is told to: what was used before, for new memory is slow.
-
-A system gives new memory page by page when it is first written to, which takes longer than to copy it.
-"""
+"""`FerrodistProcessGroup`: the process group that torch calls, over a group of ferrodist."""
 
 from __future__ import annotations
 
-import mmap
 import threading
-import weakref
-from collections import defaultdict, deque
+from collections import deque
 from datetime import timedelta
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
@@ -24,11 +17,11 @@ from ferrodist.backends.process_group import abort_on_unhandled_exception
 from ferrodist.backends.subgroup import SubBackend
 from ferrodist.collectives.arguments import check_root
 from ferrodist.collectives.fast_path import (
-    quick_all_gather,
-    quick_allreduce_data,
-    quick_barrier,
-    quick_broadcast,
-    quick_reduce_scatter,
+    fast_all_gather,
+    fast_allreduce_data,
+    fast_barrier,
+    fast_broadcast,
+    fast_reduce_scatter,
     start_all_gather,
     start_allreduce,
     start_broadcast,
@@ -36,6 +29,7 @@ from ferrodist.collectives.fast_path import (
 )
 from ferrodist.errors import InvalidRankError, UnsupportedOpError
 from ferrodist.torch_backend import collectives
+from ferrodist.torch_backend.buffer_pool import BufferPool
 from ferrodist.torch_backend.collectives import only, plain_reduction, reduction
 from ferrodist.torch_backend.futures import ThreadPool
 from ferrodist.torch_backend.signatures import accept_options, recorded
@@ -62,68 +56,31 @@ if TYPE_CHECKING:
     from ferrodist.backends.base import Backend
     from ferrodist.torch_backend.collectives import CheckedCall
 
-_GRAIN_BYTES = 2 << 20  # a large page
-
-
-class BufferPool:
-    """What a group has lent to tensors, and gets back with them, on the host."""
-
-    def __init__(self) -> None:
-        self._free: defaultdict[int, deque[mmap.mmap]] = defaultdict(deque)  # by size; its calls are atomic
-
-    def lend(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
-        """A tensor of one dim, whose elements may be anything."""
-        size_bytes = numel * dtype.itemsize
-        if not size_bytes:
-            return torch.empty(0, dtype=dtype, device="cpu")
-        room_bytes = -(-size_bytes // _GRAIN_BYTES) * _GRAIN_BYTES
-        free = self._free[room_bytes]
-        try:
-            block = free.pop()
-        except IndexError:
-            block = _made(room_bytes)
-        lease = memoryview(block)  # which lives as long as the tensor's memory is somebody's
-        weakref.finalize(lease, _give_back, free, block).atexit = False
-        return torch.frombuffer(lease, dtype=dtype, count=numel)
-
-
-def _made(size_bytes: int) -> mmap.mmap:
-    block = mmap.mmap(-1, size_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    if hasattr(mmap, "MADV_HUGEPAGE"):
-        block.madvise(mmap.MADV_HUGEPAGE)
-    return block
-
-
-def _give_back(free: deque[mmap.mmap], block: mmap.mmap) -> None:
-    free.append(block)
-
-
 # The declared methods have more forms than torch's functions and its C++ use.
 # mypy: disable-error-code="override"
 
 
-_NUM_KEPT = 1024
-"""Of the works of one element that were given away last: `DistributedDataParallel.join` keeps the half of such a one
-that is not Python's, and waits for it when others have come in between."""
+_NUM_RETAINED_WORKS = 1024
+"""How many of the last works of one element stay alive: `DistributedDataParallel.join` holds only their C++ half, and
+waits for it after later works."""
 
 _CPU = torch.device("cpu")
 
 
 @not_compiled
 class FerrodistProcessGroup(dist.ProcessGroup):
-    """A group of ferrodist as one of torch's. Made by torch, for ``init_process_group("ferrodist")``.
+    """A group of ferrodist as a process group of torch. Made by torch, for ``init_process_group("ferrodist")``.
 
-    Its methods are those that torch's functions, and torch's own C++, call; the names differ between releases of torch,
-    so some are there twice. What is raised is ferrodist's, from the call where it does not wait for others, else from
-    the wait.
+    The methods are those that torch's functions and torch's C++ call; names differ between releases of torch, so some
+    methods have two. Errors are ferrodist's: wrong arguments raise from the call, all others from the wait.
 
     Args:
-        group: It; this closes it.
+        group: The group, which is closed with this.
         store: torch's store, in which the group's ranks met; for `get_group_store`.
     """
 
     is_written_in_python = True
-    """Whether torch's C++ has no backend for the group, so that its hooks can't be attached."""
+    """True: torch's C++ has no backend for the group, so its hooks can't be attached."""
 
     def __init__(self, group: Backend, store: Store | None = None) -> None:
         super().__init__(group.rank, group.world_size)  # type: ignore[call-arg] # with a store it is for C++ alone
@@ -132,18 +89,18 @@ class FerrodistProcessGroup(dist.ProcessGroup):
         self._names = (group.name, "undefined")
         self._threads = ThreadPool(f"ferrodist-futures-{group.name}")
         self._done = DoneWork([], self._threads)
-        self._lanes = CallbackStreams(group, self._threads)
-        self._kept: deque[FerrodistWork] = deque(maxlen=_NUM_KEPT)
+        self._streams = CallbackStreams(group, self._threads)
+        self._retained: deque[FerrodistWork] = deque(maxlen=_NUM_RETAINED_WORKS)
         self._sends = PendingSends()
-        self._memory = BufferPool()
+        self._pool = BufferPool()
         self._local = threading.local()
         self.num_calls = 0
         at_exit(ExitStage.TORCH_GROUPS, self._leave_at_exit)
 
-    # What it is.
+    # Names and capabilities.
 
     def getBackendName(self) -> str:  # noqa: N802 - torch's name
-        """What torch calls the backend."""
+        """The backend's name in torch."""
         return "ferrodist"
 
     name = getBackendName
@@ -151,22 +108,22 @@ class FerrodistProcessGroup(dist.ProcessGroup):
     def _get_backend_name(self) -> str:
         return "ferrodist"
 
-    # torch's C++ has names for groups that it has made backends for, and asks others by these.
+    # torch's C++ names the groups that it has made backends for, and calls these methods of others.
 
     def getGroupName(self) -> str:  # noqa: N802
-        """What torch calls the group."""
+        """The group's name in torch."""
         return self._names[0]
 
     def setGroupName(self, name: str) -> None:  # noqa: N802
-        """See `getGroupName`."""
+        """Set the group's name."""
         self._names = (name, self._names[1])
 
     def getGroupDesc(self) -> str:  # noqa: N802
-        """What the user says it is for."""
+        """The user's description of the group."""
         return self._names[1]
 
     def setGroupDesc(self, description: str) -> None:  # noqa: N802
-        """See `getGroupDesc`."""
+        """Set the description."""
         self._names = (self._names[0], description)
 
     @property
@@ -179,7 +136,7 @@ class FerrodistProcessGroup(dist.ProcessGroup):
     def _get_sequence_number_for_group(self) -> int:
         return self.num_calls
 
-    # torch's functions ask a group's backend for a device what it can do: here that is the group itself.
+    # torch's functions ask the backend of a group for a device what it supports; here the group is that backend.
 
     supports_splitting = True
     supports_coalescing = supports_time_estimate = supports_shrinking = False
@@ -187,7 +144,7 @@ class FerrodistProcessGroup(dist.ProcessGroup):
 
     @property
     def options(self) -> SimpleNamespace:
-        """What torch reads of a backend's options when it splits a group: the timeout."""
+        """The options that torch reads when it splits a group: the timeout."""
         timeout = timedelta(seconds=self.group.timeout)
         return SimpleNamespace(backend="ferrodist", timeout=timeout, _timeout=timeout)
 
@@ -200,35 +157,35 @@ class FerrodistProcessGroup(dist.ProcessGroup):
         return self
 
     def supports_tensor_alloc(self, device: torch.device) -> bool:
-        """Whether `allocate_tensor` has memory for a device."""
+        """Whether `allocate_tensor` supports a device."""
         return device.type == "cpu"
 
     def allocate_tensor(self, size: int, *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-        """Make a tensor of one dim and undefined elements, in memory that was one's before, if there is such."""
+        """Make an uninitialized one-dimensional tensor, in reused memory if there is any."""
         if not self.supports_tensor_alloc(device):
             raise UnsupportedOpError(f"groups of ferrodist have no memory on {device}: use torch.empty")
-        return self._memory.lend(size, dtype)
+        return self._pool.empty(size, dtype)
 
     def set_timeout(self, timeout: timedelta) -> None:
         """Set the timeout of later calls. Groups that were made from this one keep theirs."""
         seconds = timeout.total_seconds()
-        for group in self._lanes.groups:
+        for group in self._streams.groups:
             group.timeout = seconds
 
-    # Its end.
+    # Leaving the group.
 
     def abort(self) -> None:
-        """End the group on all ranks: whatever waits in it, and every later call, raises."""
+        """Abort the group on all ranks: calls that wait in it, and all later ones, raise."""
         self.group.abort(f"torch aborted it on rank {self.group.rank}")
 
     def shutdown(self) -> None:
-        """Leave the group: when what was started has ended, but for receives, if `can_drain` says so."""
+        """Leave the group, after the operations other than receives that were started, if `can_drain` allows it."""
         cancel_at_exit(ExitStage.TORCH_GROUPS, self._leave_at_exit)
         try:
             if can_drain():
-                drain_pending(self._lanes.groups, self._sends)
-        finally:  # also when somebody interrupts that
-            for group in reversed(self._lanes.groups):
+                drain_pending(self._streams.groups, self._sends)
+        finally:  # also when the wait is interrupted
+            for group in reversed(self._streams.groups):
                 group.close()
             self._threads.close()
 
@@ -236,7 +193,7 @@ class FerrodistProcessGroup(dist.ProcessGroup):
         abort_on_unhandled_exception(self.group)
         self.shutdown()
 
-    # Collectives. Those that most programs call all the time have a short way first.
+    # Collectives. Those that programs call most try the compiled fast path first.
 
     @accept_options(dist.AllreduceOptions, 1, "op", in_lists=True)
     def allreduce(self, tensors: list[torch.Tensor], opts: Any) -> FerrodistWork:
@@ -244,13 +201,13 @@ class FerrodistProcessGroup(dist.ProcessGroup):
         tensor = only(tensors, "allreduce")
         op = plain_reduction(opts.reduceOp)
         if op is not None and opts.timeout.days < 0:
-            lane = self._lanes.here()
+            stream = self._streams.current()
             if opts.asyncOp:
                 data = tensor.data
-                started = start_allreduce(data, op, lane.group, data)
+                started = start_allreduce(data, op, stream.group, data)
                 if started is not None:
-                    return self._give(lane.work_of(started, [tensor]))
-            elif quick_allreduce_data(tensor, op, lane.group):
+                    return self._returned(stream.work_of(started, [tensor]))
+            elif fast_allreduce_data(tensor, op, stream.group):
                 return self._done
         if tensor.layout is torch.strided:
             return self._run(collectives.allreduce(tensor, reduction(opts.reduceOp)), opts)
@@ -263,22 +220,22 @@ class FerrodistProcessGroup(dist.ProcessGroup):
 
     @accept_options(dist.BroadcastOptions, 1, "root", in_lists=True)
     def broadcast(self, tensors: list[torch.Tensor], opts: Any) -> FerrodistWork:
-        """Give every rank the root's tensor."""
+        """Copy the root's tensor to every rank."""
         tensor = only(tensors, "broadcast")
         check_root(self.group, opts.rootRank, "root")
         if opts.timeout.days < 0:
-            lane, data = self._lanes.here(), tensor.data
+            stream, data = self._streams.current(), tensor.data
             if opts.asyncOp:
-                started = start_broadcast(data, opts.rootRank, lane.group, data)
+                started = start_broadcast(data, opts.rootRank, stream.group, data)
                 if started is not None:
-                    return self._give(lane.work_of(started, [tensor]))
-            elif quick_broadcast(data, opts.rootRank, lane.group, data) is not None:
+                    return self._returned(stream.work_of(started, [tensor]))
+            elif fast_broadcast(data, opts.rootRank, stream.group, data) is not None:
                 return self._done
         return self._run(collectives.broadcast(self.group, tensor, opts.rootRank), opts)
 
     @accept_options(dist.ReduceOptions, 1, "root", "op", in_lists=True)
     def reduce(self, tensors: list[torch.Tensor], opts: Any) -> FerrodistWork:
-        """Fold a tensor over the ranks, in the root's place."""
+        """Fold a tensor over the ranks into the root's."""
         tensor = only(tensors, "reduce")
         check_root(self.group, opts.rootRank, "root")
         return self._run(collectives.reduce(self.group, tensor, opts.rootRank, reduction(opts.reduceOp)), opts)
@@ -287,7 +244,7 @@ class FerrodistProcessGroup(dist.ProcessGroup):
     def allgather(
         self, output_tensors: list[list[torch.Tensor]], input_tensors: list[torch.Tensor], opts: Any
     ) -> FerrodistWork:
-        """Give every rank the tensors of all, whose sizes may differ."""
+        """Gather tensors, whose sizes may differ, on every rank."""
         outputs, tensor = only(output_tensors, "allgather"), only(input_tensors, "allgather")
         return self._run_all(collectives.all_gather(self.group, outputs, tensor), opts)
 
@@ -295,23 +252,23 @@ class FerrodistProcessGroup(dist.ProcessGroup):
     def allgather_coalesced(
         self, output_lists: list[list[torch.Tensor]], input_list: list[torch.Tensor], opts: Any
     ) -> FerrodistWork:
-        """Give every rank several tensors of all."""
-        # The outer list goes by ranks in torch's C++, and by tensors in its Python.
-        by_tensor = [[outputs[place] for outputs in output_lists] for place in range(len(input_list))]
+        """Gather several tensors on every rank."""
+        # The outer list is by rank in torch's C++, and by tensor in its Python.
+        by_tensor = [[outputs[index] for outputs in output_lists] for index in range(len(input_list))]
         return self._join(
             [self.allgather([outputs], [tensor], opts) for outputs, tensor in zip(by_tensor, input_list, strict=True)]
         )
 
     @accept_options(AllgatherOptions, 2)
     def all_gather_single(self, output: torch.Tensor, tensor: torch.Tensor, opts: Any) -> FerrodistWork:
-        """Give every rank the tensors of all, one after the other in one."""
+        """Gather tensors into one on every rank."""
         if opts.timeout.days < 0 and output.is_contiguous() and tensor.is_contiguous():
-            lane, out, data = self._lanes.here(), output.data.view(-1), tensor.data.view(-1)
+            stream, out, data = self._streams.current(), output.data.view(-1), tensor.data.view(-1)
             if opts.asyncOp:
-                started = start_all_gather(data, 0, lane.group, out)
+                started = start_all_gather(data, 0, stream.group, out)
                 if started is not None:
-                    return self._give(lane.work_of(started, [output]))
-            elif quick_all_gather(data, 0, lane.group, out) is not None:
+                    return self._returned(stream.work_of(started, [output]))
+            elif fast_all_gather(data, 0, stream.group, out) is not None:
                 return self._done
         return self._run(collectives.all_gather_single(self.group, output, tensor), opts)
 
@@ -326,7 +283,7 @@ class FerrodistProcessGroup(dist.ProcessGroup):
     def gather(
         self, output_tensors: list[list[torch.Tensor]], input_tensors: list[torch.Tensor], opts: Any
     ) -> FerrodistWork:
-        """Give the root the tensors of all."""
+        """Gather tensors on the root."""
         check_root(self.group, opts.rootRank, "root")
         outputs = only(output_tensors, "gather") if self.group.rank == opts.rootRank else None
         tensor = only(input_tensors, "gather")
@@ -334,14 +291,14 @@ class FerrodistProcessGroup(dist.ProcessGroup):
 
     @accept_options(dist.GatherOptions, 2, "root")
     def gather_single(self, output: torch.Tensor, tensor: torch.Tensor, opts: Any) -> FerrodistWork:
-        """Give the root the tensors of all, one after the other in one; of other ranks ``output`` is left alone."""
+        """Gather tensors into one on the root; ``output`` is not used on other ranks."""
         check_root(self.group, opts.rootRank, "root")
         at_root = output if self.group.rank == opts.rootRank else None
         return self._run(collectives.gather_single(self.group, at_root, tensor, opts.rootRank), opts)
 
     @accept_options(dist.ScatterOptions, 2, "root")
     def scatter_single(self, output: torch.Tensor, tensor: torch.Tensor, opts: Any) -> FerrodistWork:
-        """Give every rank its part of the root's tensor; of other ranks ``tensor`` is left alone."""
+        """Scatter the root's tensor; ``tensor`` is not used on other ranks."""
         check_root(self.group, opts.rootRank, "root")
         at_root = tensor if self.group.rank == opts.rootRank else None
         return self._run(collectives.scatter_single(self.group, output, at_root, opts.rootRank), opts)
@@ -350,7 +307,7 @@ class FerrodistProcessGroup(dist.ProcessGroup):
     def scatter(
         self, output_tensors: list[torch.Tensor], input_tensors: list[list[torch.Tensor]], opts: Any
     ) -> FerrodistWork:
-        """Give every rank one of the root's tensors."""
+        """Scatter the root's tensors."""
         check_root(self.group, opts.rootRank, "root")
         inputs = only(input_tensors, "scatter") if self.group.rank == opts.rootRank else None
         tensor = only(output_tensors, "scatter")
@@ -360,21 +317,21 @@ class FerrodistProcessGroup(dist.ProcessGroup):
     def reduce_scatter(
         self, output_tensors: list[torch.Tensor], input_tensors: list[list[torch.Tensor]], opts: Any
     ) -> FerrodistWork:
-        """Fold each rank's tensors, whose sizes may differ, and give rank r the r-th."""
+        """Fold lists of tensors, whose sizes may differ, over the ranks; rank r gets the r-th."""
         output, inputs = only(output_tensors, "reduce_scatter"), only(input_tensors, "reduce_scatter")
         return self._run_all(collectives.reduce_scatter(self.group, output, inputs, reduction(opts.reduceOp)), opts)
 
     @accept_options(dist.ReduceScatterOptions, 2)
     def reduce_scatter_single(self, output: torch.Tensor, tensor: torch.Tensor, opts: Any) -> FerrodistWork:
-        """Fold a tensor over the ranks, and give rank r its r-th part."""
+        """Fold a tensor over the ranks; rank r gets the r-th part."""
         op = plain_reduction(opts.reduceOp)
         if op is not None and opts.timeout.days < 0 and output.is_contiguous() and tensor.is_contiguous():
-            lane, out, data = self._lanes.here(), output.data.view(-1), tensor.data.view(-1)
+            stream, out, data = self._streams.current(), output.data.view(-1), tensor.data.view(-1)
             if opts.asyncOp:
-                started = start_reduce_scatter(data, op, 0, lane.group, out)
+                started = start_reduce_scatter(data, op, 0, stream.group, out)
                 if started is not None:
-                    return self._give(lane.work_of(started, [output]))
-            elif quick_reduce_scatter(data, op, 0, lane.group, out) is not None:
+                    return self._returned(stream.work_of(started, [output]))
+            elif fast_reduce_scatter(data, op, 0, stream.group, out) is not None:
                 return self._done
         call = collectives.reduce_scatter_single(self.group, output, tensor, reduction(opts.reduceOp))
         return self._run(call, opts)
@@ -395,7 +352,7 @@ class FerrodistProcessGroup(dist.ProcessGroup):
         input_split_sizes: list[int],
         opts: Any,
     ) -> FerrodistWork:
-        """Give every rank a part of this one's rows."""
+        """Send rows of a tensor to each rank, and receive rows from each."""
         call = collectives.all_to_all_single(
             self.group, output_tensor, input_tensor, output_split_sizes, input_split_sizes
         )
@@ -405,41 +362,41 @@ class FerrodistProcessGroup(dist.ProcessGroup):
     def alltoall(
         self, output_tensors: list[torch.Tensor], input_tensors: list[torch.Tensor], opts: Any
     ) -> FerrodistWork:
-        """Give every rank one of this one's tensors."""
+        """Send a tensor to each rank, and receive one from each."""
         return self._run(collectives.all_to_all(self.group, output_tensors, input_tensors), opts)
 
     @accept_options(dist.BarrierOptions, 0)
     def barrier(self, opts: Any) -> FerrodistWork:
         """Wait for all ranks."""
-        if not opts.asyncOp and opts.timeout.days < 0 and quick_barrier(self._lanes.here().group):
+        if not opts.asyncOp and opts.timeout.days < 0 and fast_barrier(self._streams.current().group):
             return self._done
         return self._run(collectives.barrier(), opts)
 
     def monitored_barrier(self, timeout: timedelta | None = None, wait_all_ranks: bool = False) -> None:  # noqa: FBT001, FBT002
-        """Wait for all ranks; every barrier here names all that are late. A timeout of 0 is one."""
+        """Wait for all ranks; every barrier of ferrodist names all stragglers. A timeout of 0 is not the default."""
         del wait_all_ranks
-        self._lanes.here().group.barrier(0.0 if timeout == timedelta(0) else seconds_of(timeout))
+        self._streams.current().group.barrier(0.0 if timeout == timedelta(0) else seconds_of(timeout))
 
-    # Messages.
+    # Point-to-point.
 
     def send(self, tensors: list[torch.Tensor], dst: int, tag: int = 0) -> FerrodistWork:
         """Send a tensor."""
         with recorded("send"):
             work = start_send(self.group, only(tensors, "send"), dst, tag, self._threads)
         self._sends.add(work)
-        return self._give(work)
+        return self._returned(work)
 
     def recv(self, tensors: list[torch.Tensor], src: int, tag: int = 0) -> FerrodistWork:
         """Receive a tensor."""
         with recorded("recv"):
-            return self._give(start_receive(self.group, only(tensors, "recv"), src, tag, self._threads))
+            return self._returned(start_receive(self.group, only(tensors, "recv"), src, tag, self._threads))
 
     def recv_anysource(self, tensors: list[torch.Tensor], tag: int = 0) -> FerrodistWork:
         """Receive a tensor from any rank."""
         with recorded("recv_anysource"):
-            return self._give(start_receive(self.group, only(tensors, "recv"), None, tag, self._threads))
+            return self._returned(start_receive(self.group, only(tensors, "recv"), None, tag, self._threads))
 
-    # Several calls as one.
+    # Coalescing.
 
     def _start_coalescing(self, device: torch.device) -> None:
         del device
@@ -450,7 +407,7 @@ class FerrodistProcessGroup(dist.ProcessGroup):
         works, self._local.works = self._local.works, None
         return self._join(works)
 
-    # Groups of some of the ranks.
+    # Sub-groups.
 
     def split_group(  # noqa: PLR0917 - torch's arguments
         self,
@@ -461,7 +418,7 @@ class FerrodistProcessGroup(dist.ProcessGroup):
         group_desc: str | None = None,
         device_types: Any = None,
     ) -> FerrodistProcessGroup | None:
-        """Make a group of some of this group's ranks; called on all of them. On other ranks it returns None."""
+        """Make a group of some of this group's ranks; called on all of this group's. Returns None outside of it."""
         del opts, device_types
         if self.group.rank not in ranks:
             return None
@@ -477,22 +434,22 @@ class FerrodistProcessGroup(dist.ProcessGroup):
 
     splitGroup = split_group  # noqa: N815 - torch's name
 
-    # Where a device is bound to the default group, torch connects each new group to it at once, and has ranks outside
-    # of the new group take part in making it. Groups of ferrodist need neither.
+    # Where a device is bound to the default group, torch connects each new group at once, and makes ranks outside of
+    # the new group take part. Groups of ferrodist need neither.
 
     def eager_connect_single_device(self, device: torch.device) -> None:
         """Do nothing: a group is connected when it is made."""
 
     def perform_nocolor_split(self, device: torch.device) -> None:
-        """Do nothing: only its members make a group."""
+        """Do nothing: only its members take part in making a group."""
 
-    # How all of them go.
+    # Running calls, and returning their work to torch.
 
     def _run(self, call: CheckedCall, opts: Any) -> FerrodistWork:
-        return self._give(self._lanes.here().run(call, opts))
+        return self._returned(self._streams.current().run(call, opts))
 
     def _run_all(self, calls: list[CheckedCall], opts: Any) -> FerrodistWork:
-        return self._give(self._lanes.here().run_all(calls, opts))
+        return self._returned(self._streams.current().run_all(calls, opts))
 
     def _join(self, works: list[FerrodistWork]) -> FerrodistWork:
         started = [work for work in works if work is not self._done]
@@ -500,19 +457,19 @@ class FerrodistProcessGroup(dist.ProcessGroup):
             return self._done
         return started[0] if len(works) == 1 else JoinedWork(works, self._threads)
 
-    def _give(self, work: FerrodistWork | None) -> FerrodistWork:
-        """What torch gets of what was started; None where it has ended."""
+    def _returned(self, work: FerrodistWork | None) -> FerrodistWork:
+        """Retain the work that is returned to torch; None is for a call that has ended."""
         if work is None:
             return self._done
         works = getattr(self._local, "works", None)
         if works is not None:
             works.append(work)
         if len(work.results) == 1 and isinstance(work.results[0], torch.Tensor) and work.results[0].numel() == 1:
-            self._kept.append(work)
+            self._retained.append(work)
         return work
 
 
-FORMER_NAMES = {
+LEGACY_NAMES = {
     "all_gather_single": "_allgather_base",
     "reduce_scatter_single": "_reduce_scatter_base",
     "all_gather_single_coalesced": "allgather_into_tensor_coalesced",
@@ -520,24 +477,24 @@ FORMER_NAMES = {
     "all_to_all_single": "alltoall_base",
     "gather_single": "gather_into_tensor",
 }
-"""What torch has called some methods before. Those that its C++ knows by both names find ours by the one of now."""
+"""Former names of torch's methods. torch's C++ knows some methods by both names, and finds ours by the current one."""
 
-_KNOWN_TO_PYTHON = {"_allgather_base", "_reduce_scatter_base", "gather_into_tensor"}
+_CALLED_BY_PYTHON = {"_allgather_base", "_reduce_scatter_base", "gather_into_tensor"}
 
-for _name, _former_name in FORMER_NAMES.items():
-    if _former_name in _KNOWN_TO_PYTHON or not hasattr(dist.ProcessGroup, _name):
-        setattr(FerrodistProcessGroup, _former_name, getattr(FerrodistProcessGroup, _name))
+for _name, _legacy_name in LEGACY_NAMES.items():
+    if _legacy_name in _CALLED_BY_PYTHON or not hasattr(dist.ProcessGroup, _name):
+        setattr(FerrodistProcessGroup, _legacy_name, getattr(FerrodistProcessGroup, _name))
 
 
 def group_of(process_group: dist.ProcessGroup | None = None) -> Backend:
-    """The group of ferrodist behind one of torch's, for `ferrodist`'s own functions.
+    """The group of ferrodist behind a process group of torch, for `ferrodist`'s own functions.
 
     Args:
-        process_group: It; None is torch's default group.
+        process_group: torch's process group; None is its default group.
 
     Raises:
-        TypeError: It is another backend's, or there is no default group.
-        InvalidRankError: It is what torch gives to ranks outside of a group.
+        TypeError: The process group is another backend's, or there is no default group.
+        InvalidRankError: The process group is what torch returns on ranks that are not members.
     """
     chosen = dist.group.WORLD if process_group is None else process_group
     if chosen is dist.GroupMember.NON_GROUP_MEMBER:  # type: ignore[comparison-overlap] # as torch returns it

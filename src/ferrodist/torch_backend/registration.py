@@ -1,4 +1,4 @@
-"""Telling torch that there is a backend of this name. torch loads this at its own import: it must stay small."""
+"""Registration of the backend with torch. torch loads this module at its own import, so it must stay small."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ NAME = "ferrodist"
 
 
 def register() -> None:
-    """Let ``torch.distributed.init_process_group("ferrodist")`` make groups; torch itself calls this at its import.
+    """Register the backend of ``torch.distributed.init_process_group("ferrodist")``; torch calls this at its import.
 
-    A program calls it where that is switched off (``TORCH_DEVICE_BACKEND_AUTOLOAD=0``). More calls do nothing.
+    A program calls it where that is switched off (``TORCH_DEVICE_BACKEND_AUTOLOAD=0``). Further calls do nothing.
     """
     import torch.distributed as dist  # noqa: PLC0415 - which is loaded only now
 
@@ -31,8 +31,8 @@ def _make(options: Any, pg_options: Any) -> ProcessGroup:
 
     from ferrodist.torch_backend.registration_impl import make_process_group  # noqa: PLC0415 - loads much
 
-    # What asks a backend for its devices takes the first that is not "cpu", and fails where this host has none: so with
-    # torch for CUDA on a host without a driver. Asked now, not at torch's import, for which looking takes too long.
+    # torch takes a backend's first device other than "cpu", and fails if the host has none, as with torch for CUDA on a
+    # host without a driver. Checked here, and not at torch's import, because the check takes too long.
     if cuda.device_count():
         dist.Backend.backend_capability[NAME] = ["cpu", "cuda"]
     return make_process_group(options, pg_options)

@@ -1,4 +1,4 @@
-"""From what torch says of a group to a group of ours."""
+"""Makes a group of ferrodist for torch's `init_process_group` and `new_group`."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import torch.distributed as dist
 
 from ferrodist.backends.base import Backend
-from ferrodist.backends.control_plane import control_of
+from ferrodist.backends.native.backend import open_host_group
 from ferrodist.backends.process_group import use_torch_default
 from ferrodist.backends.subgroup import SubBackend
 from ferrodist.deadline import Deadline
@@ -24,14 +24,14 @@ _FOLDER = "ferrodist"
 
 
 def make_process_group(options: Any, pg_options: Any) -> FerrodistProcessGroup:
-    """Make this rank's part of a group, as torch asks for it; called on all its ranks.
+    """Make this rank's process group; torch calls it on all of the group's ranks.
 
-    Ranks of a default group of ours are brought together already: then no message is sent. Others meet in torch's
-    store. A default group that is made here is what `ferrodist`'s functions use without a group.
+    Within a default group of ferrodist a new group is a sub-group, which takes no message. Other ranks meet in torch's
+    store. A default group that is made here is also the default of `ferrodist`'s functions.
 
     Args:
-        options: torch's: the store, the rank, and so on.
-        pg_options: A group of ours of these ranks, for this one to be it; or None.
+        options: torch's options: the store, the rank, and so on.
+        pg_options: A group of ferrodist with these ranks, to be used as it is; or None.
 
     Raises:
         TypeError: ``pg_options`` is anything else.
@@ -46,7 +46,7 @@ def make_process_group(options: Any, pg_options: Any) -> FerrodistProcessGroup:
     whole = dist.group.WORLD if ranks else None
     name = f"torch group {options.group_id}"
     if isinstance(whole, FerrodistProcessGroup):
-        # The number of groups of the same ranks may differ: not all of them are ours.
+        # Labelled by torch's id: the number of earlier sub-groups may differ, for not all groups are ferrodist's.
         group: Backend = SubBackend(whole.group, ranks, timeout=seconds, name=name, label=f"torch {options.group_id}")
         return FerrodistProcessGroup(group, options.store)
     group, leave = _meet(options, seconds)
@@ -58,8 +58,8 @@ def make_process_group(options: Any, pg_options: Any) -> FerrodistProcessGroup:
 
 def _meet(options: Any, seconds: float) -> tuple[Backend, Callable[[], None]]:
     deadline = Deadline(seconds)
-    store = _fresh_part(TorchStore(options.store, timeout=seconds), options.group_rank)
-    is_private = hide(options.store)  # which has its file by now, and before a secret may be put into it
+    store = _unused_prefix(TorchStore(options.store, timeout=seconds), options.group_rank)
+    is_private = hide(options.store)  # after its file was made, and before a secret may be put into it
     membership = rendezvous_in(
         store,
         "torch's store",
@@ -72,12 +72,12 @@ def _meet(options: Any, seconds: float) -> tuple[Backend, Callable[[], None]]:
         is_private=is_private,
     )
     try:
-        return control_of(membership, seconds, deadline), membership.close
+        return open_host_group(membership, seconds, deadline), membership.close
     except BaseException:
         membership.close()
         raise
 
 
-def _fresh_part(store: Store, rank: int) -> Store:
-    """A part of a store in which nobody has met: each time that ranks meet in one, each of them counts that."""
+def _unused_prefix(store: Store, rank: int) -> Store:
+    """A prefix of a store that no rendezvous has used: each rank counts its rendezvous in the store."""
     return PrefixStore(store, f"{_FOLDER}/{store.add(f'{_FOLDER}/meetings of {rank}', 1)}")

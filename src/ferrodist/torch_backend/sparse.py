@@ -1,12 +1,14 @@
-"""allreduce of sparse tensors, as gradients of embeddings are."""
+"""allreduce of sparse tensors, such as gradients of embeddings."""
 
 from __future__ import annotations
 
 import contextlib
+from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
 
+from ferrodist.backends.collective_op import CollectiveKind, CollectiveOp
 from ferrodist.backends.cuda import record_use_on_streams
 from ferrodist.collectives.reduce_op import ReduceOp
 from ferrodist.errors import UnsupportedOpError
@@ -18,15 +20,15 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from ferrodist.backends.base import Backend
-    from ferrodist.collectives.engines.base import CollectiveEngine
+    from ferrodist.backends.engine import CollectiveEngine
     from ferrodist.collectives.reduce_op import Op
 
 
 def sparse_allreduce(group: Backend, tensor: torch.Tensor, op: Op) -> list[CheckedCall]:
-    """Sum the ranks' sparse tensors in rank order, in place: one collective after the other.
+    """Sum the ranks' sparse tensors in rank order, in place; returns the calls, to run one after the other.
 
     Raises:
-        UnsupportedOpError: It is of another layout than COO, or ``op`` is no sum.
+        UnsupportedOpError: The layout is not COO, or ``op`` is not a sum.
     """
     if tensor.layout is not torch.sparse_coo or op is not ReduceOp.SUM:
         raise UnsupportedOpError(
@@ -35,41 +37,50 @@ def sparse_allreduce(group: Backend, tensor: torch.Tensor, op: Op) -> list[Check
     own = tensor.data.coalesce()
     indices, values = own.indices().t().contiguous(), own.values().contiguous()
     found: list[torch.Tensor] = []
-    said = f"{own.sparse_dim()} sparse dims of {list(own.shape)}, {own.dtype}"
-    comparison = SplitSizeCheck(group, "allreduce", "sparse tensors", said, count=indices.shape[0])
+    described = f"{own.sparse_dim()} sparse dims of {list(own.shape)}, {own.dtype}"
+    comparison = SplitSizeCheck(group, "allreduce", "sparse tensors", described, count=indices.shape[0])
 
     @contextlib.contextmanager
     def like_tensor() -> Iterator[None]:
-        # Operations run in inference mode; what gets into the tensor is used outside of it, if the tensor is.
+        # Calls run in inference mode, and the tensor may be used outside of it.
         with torch.inference_mode(tensor.is_inference()), torch.no_grad():
             yield
 
-    def gather(rows: torch.Tensor, engine: CollectiveEngine, timeout: float, place: int) -> None:
+    def gather(rows: torch.Tensor, engine: CollectiveEngine, timeout: float, sequence: int) -> None:
         counts = [count * row_size(rows) for count in comparison.counts]
         with like_tensor():
             out = rows.new_empty(sum(comparison.counts), *rows.shape[1:])
-        engine.all_gather(out.view(-1), rows.view(-1), counts, dim=0, timeout=timeout, sequence=place)
+        step = CollectiveOp(
+            kind=CollectiveKind.ALL_GATHER,
+            source=rows.view(-1),
+            out=out.view(-1),
+            counts=counts,
+            dim=0,
+            timeout=timeout,
+        )
+        engine.run(step, sequence)
         found.append(out)
 
-    def gather_indices(engine: CollectiveEngine, timeout: float, place: int) -> None:
-        gather(indices, engine, timeout, place)
-
-    def gather_values(engine: CollectiveEngine, timeout: float, place: int) -> None:
-        gather(values, engine, timeout, place)
+    def gather_values(engine: CollectiveEngine, timeout: float, sequence: int) -> None:
+        gather(values, engine, timeout, sequence)
         with like_tensor():
             add_up()
 
     def add_up() -> None:
         total: torch.Tensor | None = None
-        for places, elements in zip(*(torch.split(rows, comparison.counts) for rows in found), strict=True):
-            each = torch.sparse_coo_tensor(places.t(), elements, tensor.shape, check_invariants=False)
+        for positions, elements in zip(*(torch.split(rows, comparison.counts) for rows in found), strict=True):
+            each = torch.sparse_coo_tensor(positions.t(), elements, tensor.shape, check_invariants=False)
             total = (each if total is None else total + each).coalesce()
         assert total is not None
         tensor.copy_(total)
 
-    def keep() -> None:  # what was made in another stream than the one that uses it
+    def record_use() -> None:  # the tensor's parts were made in another stream
         for part in parts_of_sparse(tensor):
             record_use_on_streams(part)
 
-    steps = [CheckedCall("allreduce", tensor.device, [tensor], step, keep) for step in (gather_indices, gather_values)]
+    call = CollectiveOp(kind=CollectiveKind.ALLREDUCE, source=tensor, timeout=0)
+    steps = [
+        CheckedCall(op=call, results=[tensor], run=run, finish=record_use)
+        for run in (partial(gather, indices), gather_values)
+    ]
     return [comparison.call, *(comparison.guard(step) for step in steps)]

@@ -1,10 +1,7 @@
-"""How collectives of torch's groups go: at once or in a thread, in an order for each depth of callbacks.
+"""The `Work` objects that torch's functions return, and how a group starts, orders and drains what they stand for.
 
-What torch's functions return when they don't wait.
-
-What a group waits for before it is left.
-
-torch's messages: a tensor's elements as bytes, in the order of its dims.
+A collective becomes a `CollectiveWork`, started in the `CallbackStream` of the thread's depth of callbacks; a send or
+receive becomes a `MessageWork`, which carries a tensor's elements as bytes, in the order of its dims.
 """
 
 from __future__ import annotations
@@ -20,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
+from typing_extensions import override
 
 from ferrodist.backends.cuda import record_use_on_streams, streams_of
 from ferrodist.backends.subgroup import SubBackend
@@ -29,20 +27,21 @@ from ferrodist.collectives.cuda import StreamHandoff
 from ferrodist.collectives.engines.gpu_staged import HostStagedP2P
 from ferrodist.collectives.engines.host import host_engine_of
 from ferrodist.collectives.engines.select import engine_of
-from ferrodist.collectives.work import Operation, run_later, run_now, wait_for_started
+from ferrodist.collectives.work import PreparedCall, execute, submit, wait_for_started
 from ferrodist.deadline import Deadline
 from ferrodist.errors import DistributedError, DistributedTimeoutError, describe_error
-from ferrodist.torch_backend.futures import ResultFuture, SerialQueue, ThreadPool, here
+from ferrodist.torch_backend.futures import ResultFuture, SerialQueue, ThreadPool, thread_state
 from ferrodist.torch_backend.layouts import Target, source_of
 from ferrodist.torch_private.compilers import not_compiled
+from ferrodist.torch_private.pytree import tree_leaves
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
     from types import FrameType
 
     from ferrodist.backends.base import Backend
+    from ferrodist.backends.engine import CollectiveEngine
     from ferrodist.backends.request import Request
-    from ferrodist.collectives.engines.base import CollectiveEngine
     from ferrodist.collectives.work import PendingCollective
     from ferrodist.torch_backend.collectives import CheckedCall
 
@@ -50,27 +49,19 @@ _NO_TIMEOUT = timedelta(0)
 
 
 def seconds_of(timeout: timedelta | None) -> float | None:
-    """A timeout of torch's in seconds; None where it means none, which it says by 0 or less."""
+    """Convert a timeout of torch's to seconds; None for 0 or less, by which torch means the default."""
     if timeout is None or timeout <= _NO_TIMEOUT:
         return None
     return timeout.total_seconds()
 
 
-def tensors_in(results: Sequence[Any]) -> list[torch.Tensor]:
-    """The tensors of results, some of which are lists of them."""
-    found: list[Any] = []
-    for each in results:
-        found += tensors_in(each) if isinstance(each, (list, tuple)) else [each]
-    return [each for each in found if isinstance(each, torch.Tensor)]
-
-
 @not_compiled
 class FerrodistWork(dist.Work):
-    """Something that is under way.
+    """An operation that has been started.
 
     Args:
-        results: What it gives.
-        threads: Of its group.
+        results: The return value of ``result()``.
+        threads: The group's threads for callbacks.
     """
 
     def __init__(self, results: list[Any], threads: ThreadPool) -> None:
@@ -79,152 +70,151 @@ class FerrodistWork(dist.Work):
         self.threads = threads
         self._future: ResultFuture | None = None
 
-    # What the kinds of it differ in.
+    # Implemented by each kind of work.
 
     def has_ended(self) -> bool:
-        """Whether it has ended, well or not."""
+        """Whether the operation has ended, successfully or not."""
         raise NotImplementedError
 
     def wait_for(self, seconds: float | None) -> None:
-        """Wait until it has ended, and raise what it has failed with."""
+        """Wait until the operation has ended, and raise its error."""
         raise NotImplementedError
 
-    def tell(self, settle: Callable[[], None]) -> None:
-        """Have something called, not by an engine's thread, when it has ended or is about to."""
+    def when_ended(self, callback: Callable[[], None]) -> None:
+        """Call ``callback``, which may wait, in one of the group's threads when the operation has ended or will."""
         raise NotImplementedError
 
-    # What torch calls.
+    # Called by torch.
 
+    @override
     def wait(self, timeout: timedelta | None = _NO_TIMEOUT) -> bool:
-        """Return when it has ended; raises what it has failed with.
+        """Block until the operation has ended; raises its error.
 
         Raises:
-            DistributedTimeoutError: ``timeout`` passed; it goes on and may be waited for again.
+            DistributedTimeoutError: ``timeout`` passed; the operation goes on and may be waited for again.
         """
         self.wait_for(seconds_of(timeout))
         return True
 
-    def end(self) -> list[Any]:
-        """Wait until it has ended, and give what it came to."""
-        self.wait_for(None)
-        return self.results
-
     def get_future(self) -> torch.futures.Future[Any]:
-        """Its results as a future; made when first asked for."""
+        """Return the results as a future, made at the first call."""
         if self._future is None:
-            devices: list[int | str | torch.device] = [each.device for each in tensors_in(self.results) if each.is_cuda]
+            tensors = [each for each in tree_leaves(self.results) if isinstance(each, torch.Tensor)]
+            devices: list[int | str | torch.device] = [each.device for each in tensors if each.is_cuda]
             future = self._future = ResultFuture(self.threads, devices)
-            if self.has_ended():  # then it is done at once, which torch's reducer counts on
-                future.settle(self.end)
+            if self.has_ended():  # then the future is done at once, which torch's reducer relies on
+                future.settle(self.result)
             else:
-                self.tell(lambda: future.settle(self.end))
+                self.when_ended(lambda: future.settle(self.result))
         return self._future
 
     def is_completed(self) -> bool:
-        """Whether it has ended, well or not."""
+        """Whether the operation has ended, successfully or not."""
         return self.has_ended()
 
     def is_success(self) -> bool:
-        """Whether it has ended, and well."""
+        """Whether the operation has ended successfully."""
         return self.has_ended() and self.exception() is None
 
     def exception(self) -> BaseException | None:
-        """What it has failed with, if it has."""
+        """Return the error of an operation that has failed, or None."""
         if not self.has_ended():
             return None
         try:
             self.wait_for(None)
-        except Exception as error:  # noqa: BLE001 - it is given back
+        except Exception as error:  # noqa: BLE001 - it is returned
             return error
         return None
 
     def result(self) -> list[Any]:
-        """Its results; waits for them."""
-        return self.end()
+        """Wait for the results and return them."""
+        self.wait_for(None)
+        return self.results
 
     def synchronize(self) -> None:
-        """The same as `wait`."""
+        """Do the same as `wait`."""
         self.wait()
 
 
 @not_compiled
 class DoneWork(FerrodistWork):
-    """What has ended before its call returned."""
+    """An operation that had ended before its call returned."""
 
+    @override
     def has_ended(self) -> bool:
-        """See `FerrodistWork`."""
         return True
 
+    @override
     def wait_for(self, seconds: float | None) -> None:
-        """See `FerrodistWork`."""
+        pass
 
-    def tell(self, settle: Callable[[], None]) -> None:
-        """See `FerrodistWork`."""
-        settle()
+    @override
+    def when_ended(self, callback: Callable[[], None]) -> None:
+        callback()
 
 
 @not_compiled
 class CollectiveWork(FerrodistWork):
-    """A collective that was started.
+    """A collective that has been started.
 
     Args:
-        pending: It.
-        results: What it gives.
-        threads: Of its group.
-        line: Of those that end in the order in which they were started.
+        pending: The collective.
+        results: The return value of ``result()``.
+        threads: The group's threads for callbacks.
+        callbacks: The queue of those collectives' callbacks that run in the order in which they were started.
     """
 
     def __init__(
-        self, pending: PendingCollective[Any], results: list[Any], threads: ThreadPool, line: SerialQueue
+        self, pending: PendingCollective[Any], results: list[Any], threads: ThreadPool, callbacks: SerialQueue
     ) -> None:
         super().__init__(results, threads)
         self._pending = pending
-        self._line = line
+        self._callbacks = callbacks
 
+    @override
     def has_ended(self) -> bool:
-        """See `FerrodistWork`."""
         return self._pending.done()
 
+    @override
     def wait_for(self, seconds: float | None) -> None:
-        """See `FerrodistWork`."""
         self._pending.wait(seconds)
 
-    def tell(self, settle: Callable[[], None]) -> None:
-        """See `FerrodistWork`."""
-        self._line.run(settle, self.threads)
+    @override
+    def when_ended(self, callback: Callable[[], None]) -> None:
+        self._callbacks.run(callback, self.threads)
 
 
 @not_compiled
 class JoinedWork(FerrodistWork):
-    """Several as one.
+    """Several operations as one.
 
     Args:
-        works: They, in the order in which they were started.
-        threads: Of their group.
+        works: The operations, in the order in which they were started.
+        threads: The group's threads for callbacks.
     """
 
     def __init__(self, works: Sequence[FerrodistWork], threads: ThreadPool) -> None:
         super().__init__([result for work in works for result in work.results], threads)
         self._works = works
 
+    @override
     def has_ended(self) -> bool:
-        """See `FerrodistWork`."""
         return all(work.has_ended() for work in self._works)
 
+    @override
     def wait_for(self, seconds: float | None) -> None:
-        """See `FerrodistWork`."""
         deadline = None if seconds is None else Deadline(seconds)
         errors = [error for work in self._works if (error := _error_of(work, deadline)) is not None]
         if errors:
             raise errors[0]
 
-    def tell(self, settle: Callable[[], None]) -> None:
-        """See `FerrodistWork`."""
-        self.threads.run(settle)
+    @override
+    def when_ended(self, callback: Callable[[], None]) -> None:
+        self.threads.run(callback)
 
 
 def _error_of(work: FerrodistWork, deadline: Deadline | None) -> BaseException | None:
-    """Wait for one of several; raises only that it has not ended yet."""
+    """Wait for one of several operations and return its error; raises only when it has not ended in time."""
     try:
         work.wait_for(None if deadline is None else deadline.remaining())
     except DistributedTimeoutError as error:
@@ -237,32 +227,32 @@ def _error_of(work: FerrodistWork, deadline: Deadline | None) -> BaseException |
 
 
 class CallbackStream:
-    """Collectives that have an order among each other.
+    """The collectives of one depth of callbacks, which are ordered among each other.
 
     Args:
-        group: What they are called in.
-        threads: Who complete their futures.
+        group: The group that they run in.
+        threads: The threads that complete their futures.
     """
 
-    __slots__ = ("_line", "_threads", "group")
+    __slots__ = ("_callbacks", "_threads", "group")
 
     def __init__(self, group: Backend, threads: ThreadPool) -> None:
         self.group = group
         self._threads = threads
-        self._line = SerialQueue()  # of their ends
+        self._callbacks = SerialQueue()
 
     def work_of(self, started: PendingCollective[Any], results: list[Any]) -> CollectiveWork:
-        """What torch waits for, of a collective that was started here."""
-        return CollectiveWork(started, results, self._threads, self._line)
+        """Return the work of a collective that was started in this stream."""
+        return CollectiveWork(started, results, self._threads, self._callbacks)
 
     def run_all(self, calls: list[CheckedCall], opts: Any) -> CollectiveWork | None:
-        """Do calls that are one for the user, whose error and results are the last one's; see `run`."""
+        """Run calls that are one for the user, with the error and the results of the last one; see `run`."""
         for call in calls:
-            if call.device is not None:
-                engine_of(self.group, call.device)  # which may refuse, before anything is sent
+            if call.op.device is not None:
+                engine_of(self.group, call.op.device)  # which may refuse, before anything is sent
         if opts.asyncOp:
             return [self.run(call, opts) for call in calls][-1]
-        # All of them, as ranks that don't wait do: each takes a place in the group.
+        # All of them, as on ranks that don't wait: each reserves a position in the group.
         errors = [error for call in calls if (error := self._error_of(call, opts)) is not None]
         if errors:
             raise errors[0]
@@ -276,89 +266,87 @@ class CallbackStream:
         return None
 
     def run(self, call: CheckedCall, opts: Any) -> CollectiveWork | None:
-        """Do what was checked: now, which gives None, or by a thread, as the options of torch's say."""
-        group = self.group
-        engine = host_engine_of(group) if call.device is None else engine_of(group, call.device)
+        """Run a call now and return None, or start it, as torch's options say."""
+        group, device = self.group, call.op.device
+        engine = host_engine_of(group) if device is None else engine_of(group, device)
         limit = seconds_of(opts.timeout)
         seconds = group.timeout if limit is None else limit
-        operation: Operation[None] = Operation(
-            name=call.name,
+        prepared: PreparedCall[None] = PreparedCall(
+            op=call.op,
             group=group,
             engine=engine,
-            device=call.device,
-            timeout=seconds,
             run=partial(self._run_at, call, engine, seconds),
             finish=call.finish,
         )
         if opts.asyncOp:
-            return self.work_of(run_later(operation), call.results)
-        run_now(operation)
+            return self.work_of(submit(prepared), call.results)
+        execute(prepared)
         return None
 
-    def _run_at(self, call: CheckedCall, engine: CollectiveEngine, seconds: float, place: int) -> None:
+    def _run_at(self, call: CheckedCall, engine: CollectiveEngine, seconds: float, sequence: int) -> None:
         try:
-            call.run(engine, seconds, place)
+            call.run(engine, seconds, sequence)
         except DistributedError:
             raise
         except BaseException as error:
-            # Others wait for what may not have been called at all: no memory for a copy, an interruption before.
-            self.group.abort(f"{call.name} failed with {describe_error(error)}")
+            # Other ranks may wait for a call that was never made: there was no memory for a copy, or an interruption.
+            self.group.abort(f"{call.op.operation} failed with {describe_error(error)}")
             raise
 
 
 class CallbackStreams:
-    """Those of a group, by the depth of the callbacks that call in them: [Note: callbacks] in `completion`.
+    """A group's streams, by the depth of the callbacks that call in them: [Note: callbacks] in `futures`.
 
     Args:
-        group: It.
-        threads: Its.
+        group: The group.
+        threads: The group's threads for callbacks.
     """
 
     def __init__(self, group: Backend, threads: ThreadPool) -> None:
         self._group = group
         self._threads = threads
-        self._lanes = [CallbackStream(group, threads)]
+        self._streams = [CallbackStream(group, threads)]
         self._lock = threading.Lock()
 
-    def here(self) -> CallbackStream:
-        """Where this thread's collectives go."""
-        depth = here.line.depth
-        return self._lanes[depth] if depth < len(self._lanes) else self._made(depth)
+    def current(self) -> CallbackStream:
+        """The stream of the calling thread's collectives."""
+        depth = thread_state.queue.depth
+        return self._streams[depth] if depth < len(self._streams) else self._make(depth)
 
     @property
     def groups(self) -> list[Backend]:
-        """What they are called in, the group itself first."""
-        return [lane.group for lane in self._lanes]
+        """The streams' groups, the group itself first."""
+        return [stream.group for stream in self._streams]
 
-    def _made(self, depth: int) -> CallbackStream:
+    def _make(self, depth: int) -> CallbackStream:
         with self._lock:
-            for missing in range(len(self._lanes), depth + 1):
+            for missing in range(len(self._streams), depth + 1):
                 label = f"callbacks of depth {missing}"
                 name = f"{self._group.name}, {label}"
                 ranks = range(self._group.world_size)
                 beside = SubBackend(self._group, ranks, name=name, label=label, ends_with_parent=True)
-                self._lanes.append(CallbackStream(beside, self._threads))
-        return self._lanes[depth]
+                self._streams.append(CallbackStream(beside, self._threads))
+        return self._streams[depth]
 
 
-_SEND_SECONDS = 10.0
-"""How long messages may take to be received."""
+_DRAIN_SECONDS = 10.0
+"""How long leaving a group waits for its messages to be received."""
 
-_ENDS = {"shutdown", "_leave_at_exit", "_run_exit_stage", "_run_first_stages"}
+_SHUTDOWN_FUNCTIONS = {"shutdown", "_leave_at_exit", "_run_exit_stage", "_run_first_stages"}
 
 _CALLING = ("ferrodist.backends.", "ferrodist.collectives.", "ferrodist.torch_backend.")
 _CALLED_BACK = "ferrodist.torch_backend.futures"
 
 
 def can_drain() -> bool:
-    """Whether the caller's caller may wait for what was started: not where an exception is why it leaves.
+    """Whether the caller's caller may wait for started operations: not while an exception is being handled.
 
-    Nor in the middle of a call: handlers of signals run there, and what waits for it to go on would do so for ever.
+    Nor in the middle of a call: signal handlers run there, and a wait for that call would never end.
     """
     if sys.exc_info()[1] is not None:
         return False
-    frame: FrameType | None = sys._getframe(1)  # noqa: SLF001 - the way to it that costs calls nothing
-    while frame is not None and frame.f_code.co_name in _ENDS:
+    frame: FrameType | None = sys._getframe(1)  # noqa: SLF001 - costs calls nothing
+    while frame is not None and frame.f_code.co_name in _SHUTDOWN_FUNCTIONS:
         frame = frame.f_back
     while frame is not None:
         module = frame.f_globals.get("__name__", "")
@@ -369,7 +357,7 @@ def can_drain() -> bool:
 
 
 class PendingSends:
-    """Messages of a group that may not have been received yet."""
+    """The sends of a group that may not have been received yet."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -377,19 +365,19 @@ class PendingSends:
         self._limit = 0
 
     def add(self, work: MessageWork) -> None:
-        """Keep one until it has ended, or not much longer."""
+        """Keep a send until it has ended, or little longer."""
         with self._lock:
             while self._works and self._works[0].has_ended():
                 self._works.popleft()
-            if len(self._works) >= self._limit:  # behind one that has not: seldom, for that looks at all of them
+            if len(self._works) >= self._limit:  # behind an old one; rare, for this looks at all of them
                 self._works = deque(each for each in self._works if not each.has_ended())
                 self._limit = 2 * len(self._works) + 8
             if not work.has_ended():
                 self._works.append(work)
 
-    def finish(self) -> None:
-        """Wait for them, not for long."""
-        deadline = Deadline(_SEND_SECONDS)
+    def drain(self) -> None:
+        """Wait for the sends for up to `_DRAIN_SECONDS`."""
+        deadline = Deadline(_DRAIN_SECONDS)
         with self._lock:
             works = list(self._works)
         for work in works:
@@ -398,25 +386,25 @@ class PendingSends:
 
 
 def drain_pending(groups: Iterable[Backend], sends: PendingSends) -> None:
-    """Return when collectives and sends that were started have ended, well or not."""
+    """Wait until the collectives and sends that were started have ended, successfully or not."""
     for group in groups:
         if group.failure is None:
             wait_for_started(group)
-    sends.finish()
+    sends.drain()
 
 
 @not_compiled
 class MessageWork(FerrodistWork):
-    """A message under way.
+    """A send or receive that has been started.
 
     Args:
-        request: Its transfer.
-        tensor: The user's.
-        seconds: How long a wait may take that does not say it.
-        what: It, for errors.
-        threads: Of its group.
-        finish: Called once, when it is there.
-        handover: What `finish` does on a device.
+        request: The transfer.
+        tensor: The user's tensor.
+        seconds: The time limit of a wait without a timeout.
+        what: The text of the error when a wait times out, such as "rank 1 did not receive it".
+        threads: The group's threads for callbacks.
+        finish: Called once, when the message has arrived.
+        handover: Orders the waiting thread's stream after ``finish``, on a GPU.
     """
 
     def __init__(
@@ -439,22 +427,22 @@ class MessageWork(FerrodistWork):
         self._lock = threading.Lock()
 
     def source_rank(self) -> int:
-        """The rank that sent it, when it is there."""
+        """The sender's rank, when the message has arrived."""
         return self._request.peer
 
     def _source_rank(self) -> int:
         return self.source_rank()
 
+    @override
     def has_ended(self) -> bool:
-        """See `FerrodistWork`."""
         if not self._request.done():
             return False
         with contextlib.suppress(DistributedError):  # which a wait raises
-            self.wait_for(None)  # who asks may look at the tensor, so it is to be there
+            self.wait_for(None)  # the caller may look at the tensor now
         return True
 
+    @override
     def wait_for(self, seconds: float | None) -> None:
-        """See `FerrodistWork`."""
         limit = self._seconds if seconds is None else seconds
         try:
             self._request.wait(limit)
@@ -469,14 +457,14 @@ class MessageWork(FerrodistWork):
             if self._handover is not None:
                 self._handover.take()
 
-    def tell(self, settle: Callable[[], None]) -> None:
-        """See `FerrodistWork`."""
-        self.threads.run(settle)  # it waits no longer than a wait does, also for what never comes
+    @override
+    def when_ended(self, callback: Callable[[], None]) -> None:
+        self.threads.run(callback)  # which waits no longer than a wait does, also for a message that never comes
 
 
 def start_send(group: Backend, tensor: torch.Tensor, dst: int, tag: int, threads: ThreadPool) -> MessageWork:
-    """Begin to send a tensor."""
-    engine_of(group, tensor.device)  # says whether that may be
+    """Start sending a tensor."""
+    engine_of(group, tensor.device)  # raises for devices that the group has no engine for
     if tensor.device.type == "cpu":
         flat = source_of(tensor)
     else:
@@ -486,7 +474,7 @@ def start_send(group: Backend, tensor: torch.Tensor, dst: int, tag: int, threads
 
 
 def start_receive(group: Backend, tensor: torch.Tensor, src: int | None, tag: int, threads: ThreadPool) -> MessageWork:
-    """Begin to receive a tensor, from a rank or from any."""
+    """Start receiving a tensor from a rank, or from any rank."""
     engine_of(group, tensor.device)
     target = Target(tensor)
     handover, landing, finish = None, target.flat, target.finish

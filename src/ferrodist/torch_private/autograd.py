@@ -26,61 +26,48 @@ if TYPE_CHECKING:
 
     from torch.autograd.graph import Node
 
-__all__ = [
-    "accumulate_grad_type",
-    "backward_hooks",
-    "base_of",
-    "current_graph_task",
-    "has_accumulate_hooks",
-    "increment_version",
-    "queue_callback",
-    "run_backward",
-    "sequence_number",
-    "version_of",
-]
-
 _OVERLAP = "wrapper that sends gradients while a backward runs (DDP, FSDP)"
 
 current_graph_task: Any = look_up(torch._C, "_current_graph_task_id", _OVERLAP)
-"""Return autograd's number of the backward that this thread is in, or -1."""
+"""Return the id of the backward that this thread runs, or -1."""
 
-# The public function of this name does the same in three times the time.
+# The public function of this name takes three times the time.
 increment_version: Any = getattr(torch._C, "_increment_version", torch.autograd.graph.increment_version)
 
 _engine = getattr(Variable, "_execution_engine", None)
 
 queue_callback: Any = look_up(_engine, "queue_callback", _OVERLAP)
-"""Have a function called at the end of the backward that this thread is in."""
+"""Call a function at the end of the backward that this thread runs."""
 
 run_backward: Any = look_up(_engine, "run_backward", "backward of a pipeline in two phases")
-"""Run a backward from edges of a graph."""
+"""Run a backward from edges of the graph."""
 
 accumulate_grad_type: Any = getattr(getattr(torch._C, "_functions", None), "AccumulateGrad", None) or type(
     torch.autograd.graph.get_gradient_edge(torch.empty(0, requires_grad=True)).node
 )
-"""The class of the nodes of a graph that add to ``grad``."""
+"""The class of graph nodes that accumulate into ``grad``."""
 
 
 def sequence_number(node: Node) -> int:
-    """Return when a node was made, among those of its thread."""
+    """Return the sequence number of a node among those of its thread."""
     return node._sequence_nr()
 
 
 def version_of(tensor: torch.Tensor) -> int:
-    """Return how often a tensor was written to."""
+    """Return the number of writes to a tensor."""
     return tensor._version
 
 
 def base_of(tensor: torch.Tensor) -> torch.Tensor | None:
-    """Return the tensor that a view is of, or None."""
+    """Return the base of a view, or None."""
     return tensor._base
 
 
 def backward_hooks(tensor: torch.Tensor) -> Mapping[int, Any]:
-    """Return the hooks that see the tensor's gradients."""
+    """Return the hooks on a tensor's gradient."""
     return tensor._backward_hooks or {}
 
 
 def has_accumulate_hooks(tensor: torch.Tensor) -> bool:
-    """Whether functions are called when the tensor's ``grad`` has been added to."""
+    """Return whether a tensor has hooks that run after its ``grad`` is accumulated."""
     return bool(tensor._post_accumulate_grad_hooks)

@@ -1,9 +1,9 @@
 """Private names of `torch.distributed`.
 
-Loaded at torch's own import, by `torch_backend.registration`: it must stay small, and loads nothing itself.
+`torch_backend.registration` imports it while torch is imported: it must stay small, and imports nothing itself.
 
 ======================================  ========================================================================
-`_FR_SELF_RECORDING_BACKENDS`           2.15: names of backends that the flight recorder leaves alone
+`_FR_SELF_RECORDING_BACKENDS`           2.15: names of backends that the flight recorder skips
 `_maybe_attach_flight_recorder`         2.15: attaches the flight recorder to a new group
 `new_comm`                              2.12 on, where torchcomms is installed: makes a group of torchcomms
 `_torchcomms_handles_backend`           2.14 on: torchcomms is asked whether it has a backend before it is used
@@ -15,14 +15,12 @@ from __future__ import annotations
 import functools
 from typing import Any
 
-__all__ = ["keep_torchcomms_out", "leave_flight_recorder_out"]
-
 
 def leave_flight_recorder_out(c10d: Any, name: str) -> None:
-    """Have torch's flight recorder leave the groups of a backend alone.
+    """Exclude the groups of a backend from torch's flight recorder.
 
-    It hooks itself into groups by a backend that C++ made. A group written in Python has none, and making the group
-    would fail. Without the names, as before 2.15, there is nothing to do.
+    The recorder attaches itself to a group's C++ backend. A group written in Python has none, and making it would fail.
+    Without the names, as before 2.15, there is nothing to do.
 
     Args:
         c10d: `torch.distributed.distributed_c10d`.
@@ -35,8 +33,7 @@ def leave_flight_recorder_out(c10d: Any, name: str) -> None:
     if attach is None:
         return
 
-    # In "cpu:ferrodist,cuda:nccl" there is another name, too, but the group is all ours: torch takes what a backend
-    # written in Python gives for the whole group.
+    # "cpu:ferrodist,cuda:nccl" has another name too, but then the Python backend is the whole group.
     @functools.wraps(attach)
     def attach_to_others(pg: Any, *arguments: Any, **named: Any) -> None:
         if not getattr(pg, "is_written_in_python", False):
@@ -46,10 +43,10 @@ def leave_flight_recorder_out(c10d: Any, name: str) -> None:
 
 
 def keep_torchcomms_out(c10d: Any, name: str) -> None:
-    """Have a clear error where torch would ask torchcomms for the groups of a backend, which has no such backend.
+    """Raise a clear error if torch asks torchcomms for the groups of a backend that torchcomms does not have.
 
-    Before 2.14 torch asks it for all groups where ``TORCH_DISTRIBUTED_USE_TORCHCOMMS=1`` is set. Later versions ask it
-    for those only that it has.
+    Before 2.14 torch asks it for all groups if ``TORCH_DISTRIBUTED_USE_TORCHCOMMS=1`` is set. Later versions ask only
+    for the backends that it has.
 
     Args:
         c10d: `torch.distributed.distributed_c10d`.

@@ -16,11 +16,11 @@ import torch
 
 try:
     from torch._compile import _disable_dynamo as disable_dynamo
-except ImportError:  # which loads the compiler at once
+except ImportError:  # this one loads the compiler at once
     disable_dynamo: Any = torch.compiler.disable  # type: ignore[no-redef]
 
 try:
-    from torch._C import _dynamo  # which, unlike torch._dynamo, is loaded already
+    from torch._C import _dynamo  # unlike torch._dynamo it is loaded already
 
     _frames: Any = _dynamo.eval_frame
     _strategy: Any = _frames._FrameExecStrategy(_frames._FrameAction.SKIP, _frames._FrameAction.SKIP)
@@ -34,10 +34,10 @@ _Kind = TypeVar("_Kind", bound=type)
 
 
 def not_compiled(kind: _Kind) -> _Kind:
-    """Have compilers look neither into the methods of a class nor into what these call.
+    """Exclude the methods of a class, and what they call, from compilation.
 
-    The usual way, `torch.compiler.disable`, loads the compiler, which takes seconds, and slows each call down. It is
-    taken where this torch has no other.
+    `torch.compiler.disable` loads the compiler, which takes seconds, and slows each call down. It is used only if this
+    torch has no alternative.
     """
     for name, method in list(vars(kind).items()):
         if not inspect.isfunction(method):

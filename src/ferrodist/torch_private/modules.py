@@ -1,4 +1,4 @@
-"""Private names of `torch.nn.Module` and what wraps modules.
+"""Private names of `torch.nn.Module` and of module wrappers.
 
 ===================================================  =================
 `Module._parameters`, `_buffers`, `_modules`         2.10 to 2.15
@@ -9,7 +9,7 @@
 `GradScaler._per_optimizer_states`                   2.10 to 2.15
 ===================================================  =================
 
-The dictionaries have each parameter, buffer and child once for each name, as the public ``named_...`` have not.
+The dictionaries have each parameter, buffer and child under each of its names, unlike the public ``named_...``.
 """
 
 from __future__ import annotations
@@ -23,29 +23,17 @@ from ferrodist.torch_private.names import missing_error
 if TYPE_CHECKING:
     import torch
 
-__all__ = [
-    "BatchNormBase",
-    "check_input_dim",
-    "compiled_module",
-    "found_infinities",
-    "has_hooks",
-    "is_lazy_norm",
-    "own_buffers",
-    "own_modules",
-    "own_parameters",
-]
-
 BatchNormBase = batchnorm._BatchNorm
-"""The class of torch's batch norms of all numbers of dims; torch's own subclasses are made so."""
+"""The base class of torch's batch norms."""
 
 
 def check_input_dim(layer: Any, tensor: torch.Tensor) -> None:
-    """Raise as a batch norm does for an input of another number of dims."""
+    """Raise if an input has another number of dims than a batch norm takes."""
     layer._check_input_dim(tensor)
 
 
 def is_lazy_norm(layer: torch.nn.Module) -> bool:
-    """Whether a batch norm has no shape yet."""
+    """Return whether a batch norm is lazy, and not initialized yet."""
     return isinstance(layer, getattr(batchnorm, "_LazyNormBase", ()))
 
 
@@ -65,23 +53,23 @@ def own_modules(module: torch.nn.Module) -> dict[str, torch.nn.Module | None]:
 
 
 def has_hooks(module: torch.nn.Module) -> bool:
-    """Whether functions are called before or after a module's forward or backward."""
+    """Return whether a module has forward or backward hooks."""
     names = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
     return any(getattr(module, name, None) for name in names)
 
 
 def compiled_module(module: torch.nn.Module) -> object:
-    """Return the module that a compiled one was made of, or None."""
+    """Return the original of a compiled module, or None."""
     return getattr(module, "_orig_mod", None)
 
 
 def found_infinities(
     scaler: torch.amp.GradScaler, optimizer: torch.optim.Optimizer
 ) -> dict[torch.device, torch.Tensor]:
-    """Return a scaler's flags, by device, for infinities in an optimizer's gradients, which may be written to.
+    """Return a scaler's writable flags, by device, for infinities in an optimizer's gradients.
 
     Raises:
-        UnsupportedOpError: This torch keeps them elsewhere.
+        UnsupportedOpError: This torch stores them elsewhere.
     """
     states = getattr(scaler, "_per_optimizer_states", None)
     if states is None:

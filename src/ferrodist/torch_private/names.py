@@ -1,4 +1,4 @@
-"""Looking up a name of torch's that may not be there."""
+"""Look-up of private names that a torch may lack."""
 
 from __future__ import annotations
 
@@ -9,16 +9,14 @@ import torch
 from ferrodist.errors import UnsupportedOpError
 from ferrodist.torch_private.versions import describe_version
 
-__all__ = ["look_up", "missing_error"]
-
 
 def look_up(owner: object, name: str, feature: str) -> Any:
-    """Return an attribute of torch's, or a function in its place that raises.
+    """Return a private attribute of torch's, or a function that raises that it is missing.
 
     Args:
-        owner: The module or class that has the attribute.
-        name: Its name.
-        feature: What can't be done without it, for the error: "gradients of a backward that is in progress".
+        owner: The module or class of the attribute.
+        name: The attribute's name.
+        feature: The feature that needs the attribute, for the error.
     """
     found = getattr(owner, name, None)
     if found is not None:
@@ -31,7 +29,7 @@ def look_up(owner: object, name: str, feature: str) -> Any:
 
 
 def missing_error(name: str, feature: str) -> UnsupportedOpError:
-    """Make the error for a name that this torch lacks."""
+    """The error for a name that this torch lacks."""
     return UnsupportedOpError(
         f"torch {torch.__version__} has no {name}, without which there is no {feature}: this torch"
         f" {describe_version(torch.__version__)}"

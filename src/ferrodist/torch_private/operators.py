@@ -6,7 +6,7 @@
 `torch.ops.aten._...`: `private_aten`                2.10 to 2.15, all of `_NAMES`
 ===================================================  =================================
 
-An operator that a torch lacks is one that no program calls there: in its place is a name that equals no operator.
+No program calls an operator that its torch lacks: a placeholder, which equals no operator, stands for it.
 """
 
 from __future__ import annotations
@@ -17,8 +17,6 @@ import torch
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
-
-__all__ = ["can_decompose", "overloads", "plain_call", "private_aten", "schema_of"]
 
 _NAMES = frozenset(
     {
@@ -36,11 +34,7 @@ _NAMES = frozenset(
 
 
 class _Absent:
-    """An operator that this torch lacks, with any overload.
-
-    Args:
-        name: The operator's name.
-    """
+    """A placeholder for an operator that this torch lacks, with any overload."""
 
     def __init__(self, name: str) -> None:
         self.__name__ = name
@@ -92,11 +86,11 @@ def overloads(names: str) -> Iterator[torch._ops.OpOverload]:
 
 
 def plain_call(operator: Any) -> Callable[..., Any]:
-    """Return what an operator calls in C++, which takes less time than the operator."""
+    """Return the C++ call of an operator, which takes less time than the operator."""
     found: Callable[..., Any] = getattr(operator, "_op", operator)
     return found
 
 
 def can_decompose(operator: Any) -> bool:
-    """Whether an operator can be computed by others."""
+    """Return whether torch can decompose an operator into others."""
     return bool(operator._can_decompose())

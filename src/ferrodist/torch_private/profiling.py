@@ -1,6 +1,6 @@
 """Private names of torch's profiler: ``torch.autograd.profiler._is_profiler_enabled``, 2.10 to 2.15.
 
-Without it `torch.autograd._profiler_enabled` is asked, which takes longer, and without that nothing is recorded.
+Without it `torch.autograd._profiler_enabled` takes its place, which is slower; without that nothing is recorded.
 """
 
 from __future__ import annotations
@@ -8,17 +8,15 @@ from __future__ import annotations
 import torch
 from torch.autograd import profiler
 
-__all__ = ["is_profiling"]
-
 if hasattr(profiler, "_is_profiler_enabled"):
 
     def is_profiling() -> bool:
-        """Whether torch's profiler records; torch asks so itself."""
+        """Return whether torch's profiler records, as torch itself does."""
         return profiler._is_profiler_enabled
 
 else:
 
     def is_profiling() -> bool:
-        """Whether torch's profiler records."""
+        """Return whether torch's profiler records."""
         ask = getattr(torch.autograd, "_profiler_enabled", None)
         return ask is not None and bool(ask())

@@ -1,4 +1,4 @@
-"""Private names of torch's trees of values: ``torch.utils._pytree``, 2.10 to 2.15."""
+"""Private names of torch's pytrees: ``torch.utils._pytree``, 2.10 to 2.15."""
 
 from __future__ import annotations
 

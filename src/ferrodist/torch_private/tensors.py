@@ -1,4 +1,4 @@
-"""Private names of torch's tensors and their memory.
+"""Private names of torch's tensors and their storage.
 
 ===================================================  =========================================
 `Tensor._make_wrapper_subclass`                      2.10 to 2.15; there are no DTensors without
@@ -7,7 +7,7 @@
 `torch._C._DisableTorchDispatch`                     2.10 to 2.15
 `torch._C._storage_Use_Count`, `Tensor._use_count`   2.10 to 2.15; gradients are copied without
 `UntypedStorage._cdata`                              2.10 to 2.15
-`UntypedStorage._checkpoint_offset`                  2.10 to 2.15, told for the meta device from 2.11 on
+`UntypedStorage._checkpoint_offset`                  2.10 to 2.15, set on the meta device from 2.11 on
 `Tensor._indices`, `_values`                         2.10 to 2.15
 `_foreach_supported_types`                           2.10 to 2.15, of `torch.optim.optimizer` and of
                                                      `torch.utils._foreach_utils`
@@ -25,75 +25,58 @@ from ferrodist.torch_private.names import look_up
 
 try:
     from torch.utils import _foreach_utils
-except ImportError:  # then what it knows is not to be told
+except ImportError:  # then it has no list of types to extend
     _foreach_utils = None  # type: ignore[assignment]
 
-__all__ = [
-    "accept_in_foreach",
-    "base_data",
-    "call_plain",
-    "checkpoint_offset",
-    "is_held_once",
-    "make_wrapper",
-    "no_torch_dispatch",
-    "no_torch_function",
-    "parts_of_sparse",
-    "plain_functions",
-    "storage_identity",
-]
-
 make_wrapper: Any = look_up(torch.Tensor, "_make_wrapper_subclass", "distributed tensor")
-"""Make a tensor of a subclass that has no memory of its own."""
+"""Make a tensor of a wrapper subclass, without memory of its own."""
 
 call_plain: Any = torch._C._disabled_torch_function_impl
-"""A ``__torch_function__`` that leaves functions as they are."""
+"""A ``__torch_function__`` that does nothing special."""
 
 plain_functions: Any = torch._C.DisableTorchFunctionSubclass
-"""A block inside of which torch's functions take subclasses for plain tensors; torch documents it for subclasses."""
+"""A context manager in which torch's functions treat subclasses as plain tensors; documented for subclasses."""
 
 no_torch_function: Any = torch._C.DisableTorchFunction
-"""A block inside of which no subclass and no mode sees functions."""
+"""A context manager that disables ``__torch_function__`` of subclasses and modes."""
 
 no_torch_dispatch: Any = look_up(torch._C, "_DisableTorchDispatch", "view in place of a distributed tensor")
-"""A block inside of which operators see a wrapper's own shape and stride."""
+"""A context manager in which operators act on a wrapper's own shape and strides."""
 
 base_data: Any = torch.Tensor.__dict__.get("data", torch._C.TensorBase.data)
 """The property ``data``."""
 
-_HOLDERS = 2
-"""Of the memory of a tensor that nobody else has: the tensor, and what asks for the number."""
+_STORAGE_REFS = 2
+"""References to the storage of a tensor that nobody else holds: the tensor's, and the counting."""
 
 _storage_uses = getattr(torch._C, "_storage_Use_Count", None)
 
 
 def is_held_once(tensor: torch.Tensor) -> bool:
-    """Whether nobody else has a tensor, or its memory; False where this torch doesn't say."""
+    """Return whether nobody else holds a tensor or its storage; False if this torch has no reference counts."""
     uses = getattr(tensor, "_use_count", None)
     if uses is None or _storage_uses is None:
         return False
-    return bool(uses() == 1 and _storage_uses(tensor.untyped_storage()._cdata) <= _HOLDERS)
+    return bool(uses() == 1 and _storage_uses(tensor.untyped_storage()._cdata) <= _STORAGE_REFS)
 
 
 def storage_identity(tensor: torch.Tensor) -> int:
-    """Return a number that only tensors of one memory have in common."""
+    """Return an id of a tensor's storage."""
     return int(tensor.untyped_storage()._cdata)
 
 
 def checkpoint_offset(tensor: torch.Tensor) -> Any:
-    """Return where in its file a tensor's memory lies, which was loaded to the meta device; None if torch doesn't say.
-
-    torch's documents on serialization tell of it.
-    """
+    """Return the file offset of a tensor loaded to the meta device, or None; see torch's serialization notes."""
     return getattr(tensor.untyped_storage(), "_checkpoint_offset", None)
 
 
 def parts_of_sparse(tensor: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the indices and the values of a sparse tensor, as they are, not coalesced."""
+    """Return the indices and the values of a sparse tensor, without coalescing it."""
     return tensor._indices(), tensor._values()
 
 
 def accept_in_foreach(*kinds: tuple[str, type]) -> None:
-    """Have torch's optimizers and foreach functions take classes for plain tensors, where they keep lists of such.
+    """Add classes to the types that torch's optimizers and foreach functions treat as plain tensors.
 
     Args:
         kinds: Pairs of "optimizer" or "foreach", and a class.

@@ -1,18 +1,16 @@
-"""The versions of torch that the tests have passed with."""
+"""The tested versions of torch."""
 
 from __future__ import annotations
 
-__all__ = ["TESTED_VERSIONS", "describe_version"]
-
 OLDEST_VERSION = "2.10"
-"""The oldest that is supported."""
+"""The oldest supported version."""
 
 TESTED_VERSIONS = ("2.10.0", "2.12.1", "2.13.0", "2.14.1", "2.15.0")
-"""In order. All tests run with the pinned one; the others have results in docs/torch-versions."""
+"""In ascending order. All tests run with the pinned one; docs/torch-versions has the results of the others."""
 
 
 def describe_version(version: str) -> str:
-    """Say in a few words whether the tests have passed with a version of torch: "is tested", "is newer than ..."."""
+    """Describe in a few words whether a version of torch is tested: "is tested", "is newer than ..."."""
     minor, tested = _minor(version), [_minor(each) for each in TESTED_VERSIONS]
     if version.partition("+")[0] in TESTED_VERSIONS:
         return "is tested"

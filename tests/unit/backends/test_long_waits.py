@@ -12,7 +12,7 @@ from ferrodist import deadline
 from ferrodist.backends.request import wait_all
 from ferrodist.backends.stragglers import is_speaker
 from ferrodist.backends.tags import Channel, channel_tag
-from ferrodist.collectives.tensor_protocol import TensorHeader, body_numbers, receive_into, start_payload, wait_for
+from ferrodist.collectives.tensor_protocol import TensorHeader, payload_ids, receive_into, start_payload, wait_for
 from ferrodist.deadline import Deadline
 from ferrodist.rendezvous import MemoryStore
 from ferrodist.rendezvous.roll_call import await_all, claim_rank, note_rejection
@@ -146,7 +146,7 @@ def test_who_has_begun_to_send_is_not_late(warned):
 
     def program(group):
         if group.rank == 1:
-            number = next(body_numbers(group))
+            number = next(payload_ids(group))
             head = TensorHeader(number, LARGE.dtype, tuple(LARGE.shape)).pack()
             group.send(head, 0, tag=channel_tag(Channel.TENSOR_HEAD, 0))
             fd.recv(None, None, 0, tag=1)

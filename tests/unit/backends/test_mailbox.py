@@ -6,7 +6,7 @@ import time
 
 import pytest
 
-from ferrodist.backends.mailbox import MAX_UNASKED_BYTES, Mailbox, Message, Receive, copy_bytes
+from ferrodist.backends.mailbox import MAX_UNEXPECTED_BYTES, Mailbox, Message, Receive, copy_bytes
 from ferrodist.backends.tags import ANY_SOURCE
 from ferrodist.errors import PeerLostError, SizeMismatchError
 
@@ -84,7 +84,7 @@ def test_order_is_kept_within_a_tag_and_source():
 
 
 def test_any_source_takes_the_first_to_come():
-    """A receive from anyone gets messages in order of arrival and says who sent them."""
+    """A receive from any rank gets messages in order of arrival, and the rank of their sender."""
     box = Mailbox()
     deliver(box, b"b", source=2)
     deliver(box, b"a", source=1)
@@ -92,7 +92,7 @@ def test_any_source_takes_the_first_to_come():
 
 
 def test_offered_message_is_granted_once_a_receive_is_there():
-    """The sender of a large message is told exactly once, and its bytes go straight to the buffer."""
+    """The sender of a large message gets exactly one grant, and its bytes go straight to the buffer."""
     box = Mailbox()
     grants = []
     message = Message(1, 5, 4, grant=lambda: grants.append(1))
@@ -105,7 +105,7 @@ def test_offered_message_is_granted_once_a_receive_is_there():
     box.write(message, fill_from(b"cd"), 2, 4)
     assert receive.wait(0) == 1
     assert bytes(receive.buffer) == b"abcd"
-    assert message.kept is None
+    assert message.buffered is None
 
 
 def test_wrong_size_fails_the_receive_and_keeps_the_message():
@@ -123,7 +123,7 @@ def test_wrong_size_fails_the_receive_and_keeps_the_message():
 
 
 def test_cancel_in_the_middle_keeps_what_came():
-    """A receive given up half-way leaves its buffer alone; the next one gets the whole message, in order."""
+    """A receive cancelled half-way leaves its buffer alone; the next one gets the whole message, in order."""
     box = Mailbox()
     first = post(box, 4)
     message = Message(1, 5, 4)
@@ -153,8 +153,8 @@ def test_withdrawn_message_gives_its_receive_back():
     assert (bytes(first.buffer), bytes(second.buffer)) == (b"good", b"more")
 
 
-def test_refusal_is_looked_at_only_without_a_message():
-    """What came before a peer left can still be received; after that the reason is raised."""
+def test_messages_come_before_a_refusal():
+    """Messages that came before a peer left can still be received; after them the reason is raised."""
     box = Mailbox()
     deliver(box, b"abc")
     gone = PeerLostError("rank 1 has left", ranks=(1,))
@@ -180,21 +180,21 @@ def test_fail_ends_waiting_and_matched_receives():
     assert bytes(matched.buffer) == b"ab\0\0"
 
 
-def test_flood_of_unasked_messages_is_refused():
-    """What nobody receives is refused before memory runs out, empty messages and offers too; draining makes room."""
+def test_a_flood_of_unexpected_messages_is_refused():
+    """Messages without receives are refused before memory runs out, empty ones and offers too; draining makes room."""
     box = Mailbox()
     deliver(box, b"ab")
-    box._unasked_bytes = MAX_UNASKED_BYTES
+    box._unexpected_bytes = MAX_UNEXPECTED_BYTES
     for message in (Message(1, 5, 1), Message(1, 5, 0), Message(1, 5, 10**9, grant=lambda: None)):
         assert not box.arrive(message)
     assert bytes(post(box, 2).buffer) == b"ab"
     assert box.arrive(Message(1, 5, 0))
 
 
-def test_what_was_asked_for_is_taken_by_a_full_mailbox():
-    """A posted receive's message needs no room; one that fits none of them does."""
+def test_a_full_mailbox_takes_expected_messages():
+    """The message of a posted receive needs no room; one that fits no receive does."""
     box = Mailbox()
-    box._unasked_bytes = MAX_UNASKED_BYTES
+    box._unexpected_bytes = MAX_UNEXPECTED_BYTES
     receive = post(box, 3)
     deliver(box, b"abc")
     assert bytes(receive.buffer) == b"abc"
@@ -202,25 +202,25 @@ def test_what_was_asked_for_is_taken_by_a_full_mailbox():
     assert not box.arrive(Message(1, 5, 3))
     with pytest.raises(SizeMismatchError):
         wrong.wait(0)
-    assert box._unasked_bytes == MAX_UNASKED_BYTES
+    assert box._unexpected_bytes == MAX_UNEXPECTED_BYTES
 
 
-def test_a_large_receive_given_up_takes_no_room():
-    """Its buffer was asked for on this side: it doesn't count as what nobody asked for, before it is whole or after."""
+def test_a_cancelled_large_receive_takes_no_room():
+    """Its message was expected, so that it never counts as unexpected, neither before it is complete nor after."""
     box = Mailbox()
     message = Message(1, 5, 4, grant=lambda: None)
     box.arrive(message)
-    before = box._unasked_bytes
+    before = box._unexpected_bytes
     for part in (b"ab", b"cd"):
         post(box, 4).cancel()
-        assert box._unasked_bytes == before
+        assert box._unexpected_bytes == before
         box.write(message, fill_from(part), message.num_received, message.num_received + 2)
     assert bytes(post(box, 4).buffer) == b"abcd"
-    assert box._unasked_bytes == 0
+    assert box._unexpected_bytes == 0
 
 
-def test_receives_given_back_keep_their_order():
-    """Two receives whose messages are both taken back get the next messages in the order they were asked for."""
+def test_unmatched_receives_keep_their_order():
+    """Two receives whose messages are both taken back get the next messages in the order in which they were posted."""
     box = Mailbox()
     receives = [post(box, 4) for _ in range(3)]
     messages = [Message(1, 5, 4, grant=lambda: None) for _ in range(2)]
@@ -234,7 +234,7 @@ def test_receives_given_back_keep_their_order():
 
 
 def test_many_waiting_messages_and_receives_stay_cheap():
-    """Thousands of waiting messages, or receives, cost the same each as a few: nothing walks the whole queue."""
+    """Thousands of waiting messages, or receives, cost the same each as a few: no operation walks the whole queue."""
 
     def cost(count):
         box = Mailbox()

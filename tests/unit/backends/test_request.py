@@ -41,7 +41,7 @@ def test_attempts_of_a_threaded_request_stay_short(
 
 
 def test_a_threaded_request_ends_with_a_timeout_that_came_too_early() -> None:
-    """A group that has failed by a timeout raises it at once: to try again would only burn a processor."""
+    """A group that has failed by a timeout raises it at once: trying again would only burn a processor."""
     request = ThreadedRequest(_raise_at_once, 1, lambda: None)
     with pytest.raises(DistributedTimeoutError, match="the group's own"):
         request.wait(10)
@@ -52,7 +52,7 @@ def _raise_at_once(timeout: float) -> int:
 
 
 def test_a_cancelled_threaded_request_ends_with_its_attempt() -> None:
-    """Whoever cancels has the buffer back when the call returns."""
+    """The caller has the buffer back when `cancel` returns."""
     started = threading.Event()
 
     def attempt(timeout: float) -> int:

@@ -1,4 +1,4 @@
-"""How ferrodist bench starts peers and talks to their ranks; the ranks are small programs of the test's own."""
+"""The peers' processes of ferrodist bench, and their requests; the ranks are small programs of the tests."""
 
 import contextlib
 import socket
@@ -14,10 +14,10 @@ from ferrodist.bench.adapters import UnsupportedError
 from ferrodist.bench.cases import Case, MpiLibrary, Operation, Peer
 from ferrodist.bench.channel import MAX_LINE_BYTES, Channel, ChannelClosedError
 from ferrodist.bench.driver import measure_case
-from ferrodist.bench.environments import EnvironmentUnavailableError, MpiEnvironment, obtain_environment
+from ferrodist.bench.environments import EnvironmentUnavailableError, obtain_environment
 from ferrodist.bench.netns import EmulatedHosts
 from ferrodist.bench.processes import PeerFailedError, RankGroup, rank_environment, start_commands
-from ferrodist.bench.suites import BenchPlan, Suite
+from ferrodist.bench.suites import BenchOptions, Suite
 from ferrodist.bench.targets import RankTarget
 
 HELLO = """
@@ -64,8 +64,8 @@ def start(monkeypatch, tmp_path, program, *, num_ranks=2, timeout=20.0, peer=Pee
     return RankGroup(peer, num_ranks, folder=tmp_path, timeout=timeout, log=print)
 
 
-def test_messages_cross_the_channel(channels):
-    """Whole, in order, several in one piece, and long ones in many."""
+def test_messages_of_any_size_pass_through_the_channel(channels):
+    """They arrive whole and in order, several in one segment, and long ones in many."""
     left, right = channels
     sent = [{"a": 1}, {"text": "x" * 300_000}, {}, {"b": [None, 1.5]}]
     sender = threading.Thread(target=lambda: [left.send(message) for message in sent])
@@ -74,8 +74,8 @@ def test_messages_cross_the_channel(channels):
     sender.join()
 
 
-def test_the_other_end_is_gone(channels):
-    """Both ways say so."""
+def test_a_closed_channel_raises(channels):
+    """Both send and receive do."""
     left, right = channels
     left.close()
     with pytest.raises(ChannelClosedError):
@@ -84,15 +84,15 @@ def test_the_other_end_is_gone(channels):
         right.send({})
 
 
-def test_nothing_comes(channels):
+def test_receive_times_out(channels):
     """A receive ends at its timeout."""
     with pytest.raises(TimeoutError):
         channels[0].receive(0.01)
 
 
 @pytest.mark.parametrize("raw", [b"[1]\n", b"nonsense\n", b"x" * (MAX_LINE_BYTES + 70_000)])
-def test_what_is_no_message(raw):
-    """It is refused, before it fills the memory."""
+def test_invalid_messages_are_refused(raw):
+    """A line without end is refused before it fills the memory."""
     left, right = socket.socketpair()
     channel = Channel(right)
 
@@ -109,7 +109,7 @@ def test_what_is_no_message(raw):
     left.close()
 
 
-def test_ranks_are_asked_and_end(monkeypatch, tmp_path):
+def test_ranks_answer_requests_and_exit(monkeypatch, tmp_path):
     """Answers come in the order of ranks; the processes are gone when the group is closed."""
     with start(monkeypatch, tmp_path, SERVE.replace("WRONG", "None")) as group:
         assert group.versions == {"x": "1"}
@@ -130,14 +130,14 @@ def test_ranks_are_asked_and_end(monkeypatch, tmp_path):
         (HELLO + "send(rank=0, versions={}); lines.readline()", r"the ranks are \[0\], not 0 to 1"),
     ],
 )
-def test_a_peer_that_can_not_start(monkeypatch, tmp_path, program, reason):
-    """The reason is what its ranks said."""
+def test_a_peer_that_cannot_start_raises_its_reason(monkeypatch, tmp_path, program, reason):
+    """The reason is the end of its log."""
     with pytest.raises(PeerFailedError, match=reason):
         start(monkeypatch, tmp_path, program)
 
 
-def test_a_peer_that_does_not_come(monkeypatch, tmp_path):
-    """It is given up after the timeout, and its processes are ended."""
+def test_a_peer_that_does_not_join_times_out(monkeypatch, tmp_path):
+    """Its processes are killed."""
     with pytest.raises(PeerFailedError, match="have not started in time"):
         start(monkeypatch, tmp_path, "import sys; sys.stdin = None; import signal; signal.pause()", timeout=0.3)
 
@@ -150,8 +150,8 @@ def test_a_peer_that_does_not_come(monkeypatch, tmp_path):
         (JOIN + "lines.readline()\nif rank: send()\nlines.readline()", r"ranks \[0\] did not answer to 'batch' within"),
     ],
 )
-def test_a_peer_that_fails_in_a_command(monkeypatch, tmp_path, program, reason):
-    """All its ranks are ended, also those that wait for ever, and the reason is told."""
+def test_a_peer_that_fails_in_a_request_is_killed(monkeypatch, tmp_path, program, reason):
+    """All its ranks are killed, also those that wait for ever, and the error has the reason."""
     with start(monkeypatch, tmp_path, program) as group:
         processes = list(group._processes)
         with pytest.raises(PeerFailedError, match=reason):
@@ -161,15 +161,15 @@ def test_a_peer_that_fails_in_a_command(monkeypatch, tmp_path, program, reason):
 
 
 def measure(groups, case=None, max_seconds=10):
-    plan = BenchPlan(suites=[], num_rounds=4, seconds=10)
+    options = BenchOptions(suites=[], num_rounds=4, seconds=10)
     rounds = []
     case = case or Case(operation=Operation.ALLREDUCE, num_ranks=2, size_bytes=8)
     targets = [RankTarget(group, max_seconds) for group in groups]
-    report = measure_case(Suite.COLLECTIVES, case, targets, plan, rounds.append)
+    report = measure_case(Suite.COLLECTIVES, case, targets, options, rounds.append)
     return report, rounds
 
 
-def test_a_case_is_measured(monkeypatch, tmp_path):
+def test_the_slowest_rank_counts_and_a_batch_fills_a_millisecond(monkeypatch, tmp_path):
     """The slowest rank's time for one call counts; calls are as many as fill a millisecond, or as may be."""
     with start(monkeypatch, tmp_path, SERVE.replace("WRONG", "None")) as group:
         report, rounds = measure([group])
@@ -180,21 +180,21 @@ def test_a_case_is_measured(monkeypatch, tmp_path):
 
 
 def test_the_limit_is_timed_from_the_first_start(monkeypatch, tmp_path):
-    """Its ranks don't wait for each other."""
+    """The copies of its ranks don't wait for each other."""
     with start(monkeypatch, tmp_path, SERVE.replace("WRONG", "None"), peer=Peer.LIMIT) as group:
         report, _ = measure([group])
     assert report.measurements[0].median == pytest.approx(2e-4 + 1e-6 / 5)
 
 
-def test_a_message_takes_half_of_there_and_back(monkeypatch, tmp_path):
-    """A call sends one each way."""
+def test_a_message_takes_half_of_the_round_trip(monkeypatch, tmp_path):
+    """A call sends one message each way."""
     with start(monkeypatch, tmp_path, SERVE.replace("WRONG", "None")) as group:
         report, _ = measure([group], Case(operation=Operation.SEND_RECV, num_ranks=2, size_bytes=8))
     assert report.measurements[0].median == pytest.approx(1e-4)
 
 
-def test_making_groups_is_timed_from_the_first_start(monkeypatch, tmp_path):
-    """To the last end, one group a batch, each with an address to meet at."""
+def test_group_creation_is_timed_from_the_first_start(monkeypatch, tmp_path):
+    """Until the last end, one group a batch, each with a rendezvous address of its own."""
     program = SERVE.replace("WRONG", "None if message['address'].startswith('127.0.0.1:') else 'no address'")
     with start(monkeypatch, tmp_path, program) as group:
         report, _ = measure([group], Case(operation=Operation.INIT, num_ranks=2))
@@ -236,7 +236,7 @@ def test_a_peer_that_takes_too_long_is_left_out(monkeypatch, tmp_path):
 
 
 def test_a_wrong_result_is_a_failure(monkeypatch, tmp_path):
-    """It has no figures in the case; others do, and the peer is asked again in the next case."""
+    """The peer has no figures in the case; it takes part in the next one."""
     with start(monkeypatch, tmp_path, SERVE.replace("WRONG", "'bad' if rank else None")) as group:
         report, _ = measure([group])
         assert report.failures == {"gloo": "wrong result: bad"}
@@ -245,7 +245,7 @@ def test_a_wrong_result_is_a_failure(monkeypatch, tmp_path):
 
 
 def test_a_dead_peer_is_named_in_later_cases(monkeypatch, tmp_path):
-    """The case in which it died says how, the next ones that it had failed."""
+    """The case in which it died has the reason; later cases say that it failed before."""
     with start(monkeypatch, tmp_path, JOIN + "lines.readline(); sys.exit('crash')") as group:
         first, _ = measure([group])
         second, _ = measure([group])
@@ -261,14 +261,12 @@ def test_a_foreign_interpreter_needs_the_standard_library_only():
     assert "--socket" in done.stdout
 
 
-def test_the_commands_of_a_peer(monkeypatch, tmp_path):
+def test_each_peer_has_its_start_commands(monkeypatch, tmp_path):
     """Ours: a process a rank. An MPI: its launcher, its interpreter, and nothing of this one's search path."""
     options = {"socket_path": tmp_path / "socket", "folder": tmp_path, "log": print}
     ours = start_commands(Peer.NATIVE, 2, **options)
     assert [command[-2:] for command in ours] == [["--rank", "0"], ["--rank", "1"]]
-    monkeypatch.setattr(
-        "ferrodist.bench.processes.obtain_environment", lambda library, log: MpiEnvironment(folder=Path("/x"))
-    )
+    monkeypatch.setattr("ferrodist.bench.processes.obtain_environment", lambda library, log: Path("/x"))
     (mpi,) = start_commands(Peer.OPENMPI_SINGLE, 4, **options)
     assert mpi[0] == "/x/bin/mpiexec"
     assert mpi[mpi.index("-n") + 1 : mpi.index("--socket")] == ["4", "/x/bin/python", foreign.__file__, "worker"]
@@ -289,7 +287,7 @@ def test_the_commands_of_a_peer(monkeypatch, tmp_path):
     assert rank_environment(variables, Peer.GLOO) == {**alike, "PYTHONPATH": "s"}
 
 
-def test_environments_are_made_once(monkeypatch, tmp_path):
+def test_environments_are_created_once(monkeypatch, tmp_path):
     """Under the cache folder; the newest release is taken when the pinned one can't be had."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     commands, told = [], []
@@ -304,14 +302,14 @@ def test_environments_are_made_once(monkeypatch, tmp_path):
     monkeypatch.setattr(environments.subprocess, "run", run)
     for _ in range(2):
         made = obtain_environment(MpiLibrary.MPICH, told.append)
-    assert made.python.is_relative_to(tmp_path / "ferrodist" / "bench")
+    assert made.is_relative_to(tmp_path / "ferrodist" / "bench")
     assert len(commands) == 3
     assert commands[-1][-3:] == ["mpich", "mpi4py", "numpy"]
     assert len(told) == 1
 
 
-def test_an_environment_that_can_not_be_made(monkeypatch, tmp_path):
-    """What pip says is the reason; the next run tries again."""
+def test_an_environment_that_cannot_be_created_raises_its_reason(monkeypatch, tmp_path):
+    """The reason is pip's error; the next run tries again."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
 
     def run(command, **_):

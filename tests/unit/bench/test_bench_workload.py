@@ -28,7 +28,7 @@ MOVING = [
 
 
 class Recorder:
-    """An adapter that keeps the arrays it is given; the test moves what is in them."""
+    """An adapter that records its arrays; the test moves their contents."""
 
     copies = False
 
@@ -123,8 +123,8 @@ def test_small_arrays_take_turns():
     assert {source.ctypes.data % 64 for source, _ in adapters[0].pairs} == {0}
 
 
-def test_sizes_are_of_the_larger_tensor():
-    """And rounded up to equal parts where ranks have some."""
+def test_the_size_is_that_of_the_larger_tensor():
+    """It is rounded up to equal parts where ranks have parts."""
     counts = {
         operation: (case.num_elements, case.input_elements, case.output_elements)
         for operation in Operation
@@ -142,14 +142,14 @@ def test_sizes_are_of_the_larger_tensor():
     }
 
 
-def test_numpy_has_no_bfloat16_but_its_bits():
-    """They are torch's."""
+def test_numpy_holds_bfloat16_as_its_bits():
+    """The bits are torch's."""
     values = [1.0, 2.5, -3.0, 2.0**-60]
     bits = TorchArrays().from_values(values, DataType.BFLOAT16).view(dtype=torch.uint16).numpy()
     assert np.array_equal(NumpyArrays().from_values(values, DataType.BFLOAT16), bits)
 
 
-def test_symmetric_arrays_come_from_the_group():
+def test_symmetric_arrays_are_in_shared_memory():
     """They are ordinary tensors, of the type and length that is asked for, which their slices share."""
     (group,) = ferrodist.SimulatedBackend.create_group(1)
     with ferrodist.use_group(group):
@@ -174,8 +174,8 @@ def test_the_limit_copies(tmp_path):
 
 
 @pytest.mark.parametrize("arrays", [NumpyArrays(), TorchArrays()], ids=["numpy", "torch"])
-def test_a_product_is_checked(arrays):
-    """What was computed passes; what was not, or something else, does not."""
+def test_wrong_matrix_products_are_found(arrays):
+    """A missing or a wrong product fails the check."""
     product = MatmulLoad(arrays)
     product.reset()
     assert product.check() is not None
@@ -238,7 +238,7 @@ def run_alone(tmp_path, operation, num_calls, *, error=0):
 
 
 def test_each_start_is_timed_alone(tmp_path):
-    """It has ended before the next one; a wrong result is found."""
+    """It ends before the next one starts; a wrong result is found."""
     log, answer = run_alone(tmp_path, Operation.SUBMIT, 3)
     assert log == ["finish", *["barrier"] * 2, *["start", "wait"] * 3, "barrier"]
     assert (answer["begin"], answer["wrong"]) == (0, None)
@@ -246,7 +246,7 @@ def test_each_start_is_timed_alone(tmp_path):
     assert "submit, rank 0" in run_alone(tmp_path, Operation.SUBMIT, 3, error=1)[1]["wrong"]
 
 
-def test_an_overlap_is_three_times(tmp_path):
+def test_an_overlap_has_three_times(tmp_path):
     """The allreduce alone, the products alone, and both; the ranks meet before each."""
     log, answer = run_alone(tmp_path, Operation.OVERLAP, 2)
     met = ["finish", "barrier", "barrier"]
@@ -256,8 +256,8 @@ def test_an_overlap_is_three_times(tmp_path):
     assert "overlap" in run_alone(tmp_path, Operation.OVERLAP, 2, error=1)[1]["wrong"]
 
 
-def test_an_overlap_that_can_not_be_checked_is_not_measured(tmp_path):
-    """Where a second sum in place would not be exact."""
+def test_an_overlap_that_cannot_be_checked_is_not_measured(tmp_path):
+    """A second sum in place would not be exact."""
     case = Case(operation=Operation.OVERLAP, num_ranks=7, dtype=DataType.BFLOAT16, size_bytes=1 << 18)
     adapter = Alone()
     adapter.num_ranks = 7
@@ -265,7 +265,7 @@ def test_an_overlap_that_can_not_be_checked_is_not_measured(tmp_path):
         open_timer(adapter, case, FileBarrier(tmp_path / "meeting", 0, 1))
 
 
-def test_a_group_is_made_and_used(tmp_path):
+def test_group_creation_is_timed_with_its_first_allreduce(tmp_path):
     """The default group is left before, another one ended after; a sum that is wrong is found."""
     log, answer = run_alone(tmp_path, Operation.INIT, 1)
     assert log == ["leave", "tcp://host:1", None, "finish"]
@@ -318,7 +318,7 @@ def test_nccl_is_measured_to_the_end_of_its_work(monkeypatch, tmp_path):
     run_ranks(on_rank, 2, backend=fake_groups)
 
 
-def test_ranks_need_gpus(monkeypatch, tmp_path):
+def test_nccl_ranks_need_a_gpu_each_unless_sharing_is_enabled(monkeypatch, tmp_path):
     """Fewer GPUs than ranks are an error that says how ranks share one; where they may, they take turns."""
     taken = []
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)

@@ -52,7 +52,7 @@ def test_the_page_has_a_section_for_each_suite():
 
 
 def test_the_page_in_docs_is_as_it_would_be_written():
-    """docs/performance.md begins with the method; what follows was measured."""
+    """docs/performance.md begins with the method; measurements follow."""
     if not PAGE.exists():
         pytest.skip("the documents are not here: this is an installed ferrodist")
     text = PAGE.read_text(encoding="utf-8")

@@ -1,4 +1,4 @@
-"""Tensors of random bits, and ranks' parts of them, cut by what has nothing in common with boxes."""
+"""Tensors of random bits, and ranks' shards of them, cut at places unrelated to boxes."""
 
 import torch
 

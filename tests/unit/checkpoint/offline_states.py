@@ -68,7 +68,7 @@ def flip(path: Path, at: int) -> None:
 
 
 def measure_memory(function: Callable[[], Any]) -> int:
-    """How many bytes more than before a call has resident at once."""
+    """Return the peak of resident bytes during a call, above those before it."""
     before = _resident_bytes("VmRSS")
     Path("/proc/self/clear_refs").write_text("5")  # the high-water mark begins anew
     function()

@@ -50,8 +50,8 @@ def gate(monkeypatch: pytest.MonkeyPatch) -> _Gate:
     return _Gate(monkeypatch)
 
 
-def test_the_state_may_change_at_once(tmp_path: Path, gate: _Gate) -> None:
-    """What is saved is what the state was when save_async returned, and collectives may come before it is written."""
+def test_the_state_may_change_after_save_async_returns(tmp_path: Path, gate: _Gate) -> None:
+    """The checkpoint has the state at the return of save_async, and collectives may come before it is written."""
 
     def program(group: Backend) -> float:
         values = torch.full((4, 1000), float(group.rank))
@@ -95,8 +95,8 @@ def test_a_failure_is_raised_by_the_future_and_not_again(tmp_path: Path, gate: _
     assert [path.name for path in sorted(tmp_path.iterdir())] == ["step-00000001", "step-00000003"]
 
 
-def test_a_failure_that_nobody_saw_is_raised_by_the_next_save(tmp_path: Path, gate: _Gate) -> None:
-    """Also by close(), when there is no next save; the save after that is not refused."""
+def test_an_unreported_failure_is_raised_by_the_next_save(tmp_path: Path, gate: _Gate) -> None:
+    """Also by close(), without a next save; the save after that is not refused."""
     gate.is_open.set()
 
     def program(group: Backend) -> None:
@@ -150,8 +150,8 @@ def test_how_many_saves_may_wait(tmp_path: Path, gate: _Gate, queue: int) -> Non
     assert run_ranks(program, 1) == [list(range(queue + 1))]
 
 
-def test_old_checkpoints_go(tmp_path: Path) -> None:
-    """keep_last leaves the newest that can be loaded; a damaged one neither counts nor goes."""
+def test_old_checkpoints_are_removed(tmp_path: Path) -> None:
+    """keep_last keeps the newest loadable ones; a damaged one neither counts nor is removed."""
 
     def program(group: Backend) -> list[str]:
         with AsyncCheckpointer(tmp_path, group=group, keep_last=2) as checkpointer:
@@ -187,8 +187,8 @@ def test_a_wrong_step(tmp_path: Path, step: Any) -> None:
         checkpointer.save_async({}, step)
 
 
-def test_what_a_killed_job_left_is_removed(tmp_path: Path) -> None:
-    """When the next job begins: files of saves without a manifest, and their folders; nothing else."""
+def test_leftovers_of_a_killed_job_are_removed(tmp_path: Path) -> None:
+    """When the next job begins: files of saves without a manifest, and their folders; nothing else is removed."""
     with AsyncCheckpointer(tmp_path) as checkpointer:
         for step in (1, 2, 3):
             checkpointer.save_async({"a": torch.ones(3)}, step).wait()

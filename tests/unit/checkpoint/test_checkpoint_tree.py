@@ -122,8 +122,8 @@ def test_a_state_of_every_kind_through_a_file(tmp_path):
     assert bits(loaded) == bits(state)
 
 
-def test_subclasses_come_back_as_what_they_are_made_of(tmp_path):
-    """No class is looked up by a name from a file. What they hold is saved like all else."""
+def test_subclasses_come_back_as_their_builtin_base(tmp_path):
+    """No class is looked up by a name from a file. Their contents are saved like all else."""
     point = collections.namedtuple("point", "x y")  # noqa: PYI024
     state = {"p": point(1, torch.nn.Linear(1, 1)), "o": collections.OrderedDict(a=1), "l": type("L", (list,), {})([1])}
     save_distributed(state, tmp_path)
@@ -134,20 +134,20 @@ def test_subclasses_come_back_as_what_they_are_made_of(tmp_path):
 
 
 class Colour(enum.Enum):
-    """What isn't carried."""
+    """A value that checkpoints don't support."""
 
     RED = 1
 
 
 class Number(enum.IntEnum):
-    """What looks like a number."""
+    """A subclass of a number."""
 
     ONE = 1
 
 
 @dataclasses.dataclass
 class Record:
-    """What has fields."""
+    """A class with fields."""
 
     x: int = 1
 
@@ -185,15 +185,15 @@ REFUSED = {
 
 @pytest.mark.filterwarnings("ignore:.*nested tensor.*")
 def test_nested_tensors_are_refused(tmp_path):
-    """Of both of torch's kinds, one of which has no shape to ask for: what is said is ours."""
+    """Both of torch's layouts, one of which has no shape to ask for: the error is ours."""
     for layout in (torch.strided, torch.jagged):
         nested = torch.nested.nested_tensor([torch.ones(1), torch.ones(2)], layout=layout)
         with pytest.raises(TypeError, match=r"\['x'\] is a nested tensor"):
             save_distributed({"x": nested}, tmp_path / "checkpoint")
 
 
-def test_all_else_is_refused_by_its_place(tmp_path):
-    """With TypeError on the rank that has it, and on the others DistCheckpointError, before anything is written."""
+def test_unsupported_values_are_refused_with_their_path(tmp_path):
+    """With TypeError on the rank that has them, and DistCheckpointError on the others, before anything is written."""
 
     def program(group):
         for what, value in REFUSED.items():
@@ -206,7 +206,7 @@ def test_all_else_is_refused_by_its_place(tmp_path):
 
 
 class Endless:
-    """Whose state is itself."""
+    """A state that contains itself."""
 
     def state_dict(self):
         """Itself."""
@@ -216,8 +216,8 @@ class Endless:
         """Nothing."""
 
 
-def test_states_that_hold_themselves_are_refused(tmp_path):
-    """A list, a dict or an object in itself ends in a ValueError that says where."""
+def test_states_that_contain_themselves_are_refused(tmp_path):
+    """A list, a dict or an object in itself is a ValueError with the path."""
     endless = [[1]]
     endless[0].append(endless)
     looped = {"a": {}}
@@ -228,8 +228,8 @@ def test_states_that_hold_themselves_are_refused(tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
-def test_what_no_reader_would_take_is_refused():
-    """Sets and dicts of many members with one hash, which readers refuse, for Python is slow with them."""
+def test_sets_that_readers_refuse_are_refused():
+    """Sets and dicts of many members with one hash, which readers refuse since Python is slow with them."""
     alike = [number * (2**61 - 1) for number in range(200)]
     for value in (set(alike), frozenset(alike), dict.fromkeys(alike, 1), collections.Counter(alike)):
         with pytest.raises(ValueError, match=r"\['a'\] has more than 100 members or keys with one hash"):
@@ -250,8 +250,8 @@ def test_deep_states_come_back(tmp_path):
             save_distributed(wrap(state), tmp_path)
 
 
-def test_what_several_places_have_is_one_tensor():
-    """The same memory in the same form, also as an array; not what only begins at the same place."""
+def test_tied_tensors_are_saved_once():
+    """The same memory with the same layout, also as an array; not memory that only begins at the same address."""
     weight = torch.arange(4.0)
     state = {
         "a": weight,
@@ -302,7 +302,7 @@ def test_names_that_collide():
 
 
 def test_names_that_collide_between_ranks(tmp_path):
-    """Where each rank has another place of one name, neither is lost."""
+    """If ranks have different paths with one name, neither is lost."""
 
     def program(group):
         state = {"a.b": torch.ones(2)} if group.rank else {"a": {"b": torch.ones(2)}}
@@ -369,8 +369,8 @@ def test_differences_deep_inside():
             merged(one, other)
 
 
-def test_own_values_of_ranks(tmp_path):
-    """All are saved, at any depth, with tensors; where not all ranks have one, too."""
+def test_per_rank_values(tmp_path):
+    """All ranks' values are saved, at any depth, with tensors; also if not all ranks have one."""
 
     def program(group):
         own = {"seed": group.rank, "noise": torch.full((group.rank,), 1.0 * group.rank)}
@@ -386,8 +386,8 @@ def test_own_values_of_ranks(tmp_path):
     run_ranks(program, 3)
 
 
-def test_own_values_on_another_number_of_ranks(tmp_path):
-    """They are refused, unless ``resize`` makes a rank's value of all."""
+def test_per_rank_values_on_another_number_of_ranks(tmp_path):
+    """Loading them is refused, unless ``resize`` makes a rank's value from all."""
 
     def saving(group):
         save_distributed({"own": PerRank([group.rank, torch.tensor(group.rank)]), "x": torch.ones(2)}, tmp_path)
@@ -405,8 +405,8 @@ def test_own_values_on_another_number_of_ranks(tmp_path):
     run_ranks(loading, 2)
 
 
-def test_an_own_value_that_a_rank_has_not(tmp_path):
-    """A rank that wants one and saved none is told so."""
+def test_a_per_rank_value_that_a_rank_lacks(tmp_path):
+    """A rank that wants a value that it has not saved gets an error."""
 
     def program(group):
         save_distributed({"own": PerRank(1)} if group.rank else {}, tmp_path)
@@ -417,8 +417,8 @@ def test_an_own_value_that_a_rank_has_not(tmp_path):
     run_ranks(program, 2)
 
 
-def test_refusals_stop_no_group(tmp_path):
-    """After a state that can't be saved the ranks go on."""
+def test_refusals_leave_the_group_usable(tmp_path):
+    """After a state that can't be saved the ranks continue."""
 
     def program(group):
         with pytest.raises((TypeError, DistCheckpointError)):

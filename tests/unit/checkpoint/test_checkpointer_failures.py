@@ -96,8 +96,8 @@ def test_two_saves_of_one_step(tmp_path: Path) -> None:
     run_ranks(program, 2)
 
 
-def test_two_failures_are_told_one_after_the_other(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """None is forgotten because another was raised."""
+def test_two_failures_are_reported_one_after_the_other(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The second failure is still reported after the first was raised."""
     _fail_steps(monkeypatch, 1, 2)
     checkpointer = AsyncCheckpointer(tmp_path, queue=5)
     gate = threading.Event()
@@ -136,10 +136,10 @@ def test_a_queue_that_has_room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
 
 
 @pytest.mark.parametrize("is_waited_for", [False, True])
-def test_a_failed_save_keeps_nothing(
+def test_a_failed_save_releases_its_memory(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, is_waited_for: bool
 ) -> None:
-    """A checkpointer that nobody has is collected, with the memory of its copies; a failure not told is logged then."""
+    """An unreferenced checkpointer is collected with its copies; an unreported failure is logged then."""
 
     def fail(*_: object) -> None:
         raise OSError(28, "no room")

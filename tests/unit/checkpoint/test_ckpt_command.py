@@ -91,8 +91,8 @@ def test_long_names_in_a_pipe(tmp_path, run):
 
 
 @needs_rich
-def test_inspect_tells_what_is_missing(tmp_path, run):
-    """Health is seen without reading tensors."""
+def test_inspect_reports_missing_files(tmp_path, run):
+    """Missing files are found without reading tensors."""
     path = save_sharded(tmp_path / "c", 2)
     file = min(path.glob("*.safetensors"))
     file.unlink()
@@ -175,8 +175,8 @@ def test_convert(tmp_path, run, kind):
     assert len(read_manifest(LocalStorage(tmp_path / "back")).files) == 2
 
 
-def test_one_of_a_kind(tmp_path, run):
-    """One problem is a problem, and one file a file."""
+def test_counts_of_one_are_singular(tmp_path, run):
+    """One problem and one file are in the singular."""
     path = save_whole(tmp_path / "c", {"a": torch.zeros(3)})
     (file,) = path.glob("*.safetensors")
     flip(file, file.stat().st_size - 1)
@@ -259,7 +259,7 @@ def test_bars(sharded, tmp_path, run, monkeypatch):
 
 
 def test_storage_options_are_for_urls(tmp_path, run, monkeypatch):
-    """They are JSON or text, and a local path beside a URL gets none."""
+    """The options are JSON or text, and a local path beside a URL gets none."""
     got = []
     monkeypatch.setattr(
         "ferrodist.checkpoint.tools.diff.compare", lambda *paths, **options: got.append((paths, options)) or []
@@ -271,8 +271,8 @@ def test_storage_options_are_for_urls(tmp_path, run, monkeypatch):
     assert named["other_storage_options"] is None
 
 
-def test_what_only_the_tree_names(tmp_path):
-    """A manifest that lacks a tensor can be looked at."""
+def test_files_that_only_the_tree_names(tmp_path):
+    """A manifest that lacks a tensor can be inspected."""
     path = save_whole(tmp_path / "c", {"a": torch.ones(1)})
     manifest = read_manifest(LocalStorage(path))
     assert [entry.kind for entry in inspect_checkpoint(path).state] == ["dict", "tensor"]

@@ -1,4 +1,4 @@
-"""What is there after a save that failed while it was published, or right after."""
+"""Folders after a save that failed while it was published, or right after."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def _fail_to_put(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
 
 @pytest.mark.parametrize("is_first", [True, False])
 def test_no_room_for_the_manifest(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_first: bool) -> None:
-    """What was published is removed, what was there before stays, and the next save to the folder goes well."""
+    """The published files are removed, the previous checkpoint stays, and the next save to the folder succeeds."""
     path = tmp_path / "saved"
     if not is_first:
         _save(path)
@@ -140,8 +140,8 @@ def test_an_index_that_a_store_refuses(monkeypatch: pytest.MonkeyPatch, caplog: 
     assert load_distributed("memory://an-index-that-fails")["a"].tolist() == [1.0] * 3
 
 
-def test_a_manifest_in_its_place_keeps_its_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """If only its folder can't be synced, the checkpoint may be what is found after a restart: nothing is removed."""
+def test_a_published_manifest_keeps_its_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """If only its folder can't be synced, the checkpoint may survive a restart: nothing is removed."""
     _save(tmp_path)
     sync = local._sync_folder
 
@@ -178,15 +178,15 @@ def test_two_first_saves_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 
 
 def test_a_damaged_manifest_is_saved_over(tmp_path: Path) -> None:
-    """There is no checkpoint to lose."""
+    """A save replaces it, since it is no checkpoint to lose."""
     _save(tmp_path)
     (tmp_path / MANIFEST_NAME).write_bytes(b"{}")
     _save(tmp_path, 2.0)
     assert _saved(tmp_path) == 2.0
 
 
-def test_a_manifest_that_was_being_written_goes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A kill then leaves it under another name, and the next save removes that."""
+def test_an_unfinished_manifest_is_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A kill leaves it under another name, and the next save removes that file."""
 
     def die(writer: LocalWriter) -> None:
         del writer
@@ -233,8 +233,8 @@ def test_disks_that_ranks_dont_share(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert not list(tmp_path.iterdir())
 
 
-def test_what_a_killed_first_save_has_published_goes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also if the next save has fewer files: tools that take all files of a folder would take them."""
+def test_files_published_by_a_killed_first_save_are_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also if the next save has fewer files: tools that read all files of a folder would read them."""
     tensors = {str(number): torch.ones(3) for number in range(3)}
     with monkeypatch.context() as patch:
 

@@ -18,12 +18,12 @@ from ferrodist.tensor.local_shards import Box
 
 
 def differences(tmp_path, one, two):
-    """Of two states."""
+    """The differences of two states."""
     return compare(save_whole(tmp_path / "one", one), save_whole(tmp_path / "two", two))
 
 
 def test_same_state_other_placements(tmp_path):
-    """Ranks and placements are no difference; what one rank has its own of is."""
+    """Ranks and placements make no difference; `PerRank` values of other ranks do."""
     one = save_sharded(tmp_path / "one", 3)
     assert compare(one, one) == []
     two = save_sharded(tmp_path / "two", 2, weight=1, half=0)
@@ -54,7 +54,7 @@ def test_trees(tmp_path):
 
 
 def test_elements(tmp_path):
-    """How many differ and by how much; NaN is NaN, and zeros have no sign."""
+    """The number of differing elements and the largest difference; NaN equals NaN, and zeros have no sign."""
     one = {"a": torch.tensor([1.0, 2.0, math.nan, 0.0]), "b": torch.tensor([1.0, math.inf]), "c": torch.tensor(3)}
     two = {"a": torch.tensor([1.0, 2.5, math.nan, -0.0]), "b": torch.tensor([1.0, math.nan]), "c": torch.tensor(5)}
     found = differences(tmp_path, one, two)
@@ -132,7 +132,7 @@ def test_progress_and_memory(tmp_path):
 
 
 def test_damage(tmp_path):
-    """What is damaged is not compared."""
+    """Damaged data is not compared."""
     one, two = save_whole(tmp_path / "one"), save_whole(tmp_path / "two")
     (file,) = two.glob("*.safetensors")
     flip(file, file.stat().st_size - 1)
@@ -144,8 +144,8 @@ def test_damage(tmp_path):
 
 @pytest.mark.parametrize("shape", [(), (0, 3), (7,), (5, 4), (3, 4, 5), (2, 1, 9)])
 @pytest.mark.parametrize("limit", [1, 2, 3, 7, 20, 100])
-def test_bands(shape, limit):
-    """They are the tensor, in order, and none has more elements than it may."""
+def test_row_blocks(shape, limit):
+    """The row blocks are the tensor, in order, each within the limit."""
     tensor = torch.arange(math.prod(shape)).reshape(shape)
     bands = list(row_blocks(shape, limit))
     assert all(band.numel <= limit for band in bands)
@@ -155,7 +155,7 @@ def test_bands(shape, limit):
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
 @pytest.mark.parametrize("verify", [True, False])
 def test_long_rows(tmp_path, dtype, verify, monkeypatch):
-    """Of rows that are longer than a block only what is wanted is read, and rightly, also where it is converted."""
+    """Only the wanted part of rows longer than a block is read, correctly, also with a conversion."""
     tensor = torch.arange(2 * 2 * (3 << 20), dtype=torch.int32).reshape(2, 2, 3 << 20)
     storage = LocalStorage(save_whole(tmp_path / "c", {"a": tensor}))
     reader = CheckpointReader(storage, read_manifest(storage), verify=verify)

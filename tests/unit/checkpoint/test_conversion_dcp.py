@@ -54,7 +54,7 @@ def test_import(tmp_path):
 
 
 def test_there_and_back(tmp_path):
-    """What DCP can keep comes back as it was."""
+    """Values that DCP supports come back unchanged."""
     state = make_state()
     del state["numbered"]
     path = save_whole(tmp_path / "c", state)
@@ -64,7 +64,7 @@ def test_there_and_back(tmp_path):
 
 
 def test_torch_reads_it(tmp_path):
-    """What was divided over ranks is loaded by torch."""
+    """Sharded tensors are loaded by torch."""
     path = save_sharded(tmp_path / "c", 3)
     told = []
     export_dcp(path, tmp_path / "dcp", progress=lambda *done: told.append(done))
@@ -167,7 +167,7 @@ def _compressed(metadata):
         (_shorter, "a part of tensor 'a' is outside of its shape"),
         (_longer, "the parts of tensor 'a' have 3 elements together"),
         (_doubled, "the parts of tensor 'a' overlap, or are not all of it"),
-        (_placeless, "'a' can't be made a checkpoint: it has no place in a file"),
+        (_placeless, "'a' can't be made a checkpoint: it is in no file"),
         (_compressed, r"it is written with \['zstd'\]"),
     ],
 )
@@ -181,7 +181,7 @@ def test_wrong_metadata(tmp_path, change, message):
 
 
 def test_wrong_folders(tmp_path):
-    """None, a cut file, a missing one, a damaged one."""
+    """A missing folder, a cut file, a missing file, a damaged file."""
     with pytest.raises(DistCheckpointError, match=r"no folder of torch\.distributed\.checkpoint"):
         import_dcp(tmp_path / "nowhere", tmp_path / "c")
     path = save({"a": torch.ones(300)}, tmp_path / "dcp")
@@ -202,7 +202,7 @@ def test_wrong_folders(tmp_path):
 
 
 def test_a_chunk_that_cannot_be_loaded(tmp_path, monkeypatch):
-    """What doesn't lie row-major is loaded late; a failure then is told as well, and nothing stays."""
+    """Chunks that aren't row-major are loaded late; a failure then is reported, and nothing stays."""
     path = save({"turned": torch.arange(12.0).view(3, 4).T}, tmp_path / "dcp")
     load = torch.load
 
@@ -240,7 +240,7 @@ def test_exports_that_fail(tmp_path, monkeypatch):
 
 
 def tells_offsets():
-    """Whether this torch says where in a file the elements of a tensor lie: 2.10 does not."""
+    """Return whether this torch reports the offsets of elements in a file: 2.10 does not."""
     file = io.BytesIO()
     torch.save(torch.ones(1), file)
     file.seek(0)

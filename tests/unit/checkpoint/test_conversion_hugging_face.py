@@ -26,7 +26,7 @@ from ferrodist.testing import run_ranks
 
 
 def tensors():
-    """Of a model, in dtypes that these files know."""
+    """Tensors of a model, in dtypes that these files support."""
     return {f"layer.{name}": each for name, each in make_state()["model"].items() if each.dtype != torch.complex128}
 
 
@@ -113,7 +113,7 @@ def test_tied_tensors_of_a_part(tmp_path):
 
 
 def test_no_such_part(tmp_path):
-    """What there is, is told."""
+    """The error lists the existing parts."""
     path = save_whole(tmp_path / "c")
     with pytest.raises(DistCheckpointError, match=r"has no part 'nothing'; there is model, step, losses, numbered"):
         export_hugging_face(path, tmp_path / "hf", part="nothing")
@@ -163,13 +163,13 @@ def twice(name, fields):
         ),
         (
             header({"b": {"dtype": "U8", "shape": [4], "data_offsets": [4, 8]}}) + bytes(8),
-            "the bytes before tensor 'b' are of none",
+            "the bytes before tensor 'b' belong to no tensor",
         ),
         (
             header({"b": {"dtype": "U8", "shape": [4], "data_offsets": [0, 4]}}) + bytes(8),
-            "its last 4 bytes are of no tensor",
+            "its last 4 bytes belong to no tensor",
         ),
-        (twice("a", {"dtype": "U8", "shape": [4]}) + bytes(8), "the bytes before tensor 'a' are of none"),
+        (twice("a", {"dtype": "U8", "shape": [4]}) + bytes(8), "the bytes before tensor 'a' belong to no tensor"),
         (
             header({"a": {"dtype": "U8", "shape": [1] * 100_000, "data_offsets": [0, 1]}}) + bytes(1),
             "'a' has 100000 dims, and 64 are the most",
@@ -186,7 +186,7 @@ def test_damaged_files(tmp_path, data, message):
 
 
 def test_wrong_folders(tmp_path):
-    """None, an empty one, one of ours, and such with missing files or tensors."""
+    """A missing folder, an empty one, one of ours, and folders with missing files or tensors."""
     with pytest.raises(DistCheckpointError, match=r"has neither model\.safetensors nor"):
         import_hugging_face(tmp_path / "nowhere", tmp_path / "c")
     with pytest.raises(DistCheckpointError, match="is a checkpoint of ferrodist already"):
@@ -227,7 +227,7 @@ def names_in(path):
 
 
 def test_one_file(tmp_path):
-    """It is called as Hugging Face's tools call it, also when it is written again, and when another one is."""
+    """The file has Hugging Face's name, also when it is written again, and when another one is."""
     path = save_whole(tmp_path / "c", tensors())
     for value in (1, 2):
         export_hugging_face(path, tmp_path / "hf")
@@ -343,8 +343,8 @@ def test_shared_parameters(tmp_path, wrap, name):
     assert loaded["head.weight"].equal(state[name])
 
 
-def test_what_is_missing_of_a_model_with_shared_parameters(tmp_path):
-    """A parameter that is under none of its names is missing; one that isn't shared is, too."""
+def test_missing_tensors_of_a_model_with_tied_parameters(tmp_path):
+    """A parameter under none of its names is missing; so is one that isn't tied."""
     import_hugging_face(write_folder(tmp_path / "hf", {"middle.weight": torch.ones(4, 4)}), tmp_path / "c")
     missing = r"lacks \['table\.weight'\], \['other\.weight'\], \['middle\.bias'\]"
     with pytest.raises(DistCheckpointError, match=missing):

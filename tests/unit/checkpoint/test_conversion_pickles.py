@@ -55,7 +55,7 @@ def unchanged() -> Iterator[None]:
 
 
 def _contents() -> list[dict[str, Any]]:
-    """What the classes have, but for what Python's own pickle notes in them."""
+    """The fields of DCP's classes, except the entries of Python's pickle."""
     return [{name: value for name, value in vars(kind).items() if name != "__slotnames__"} for kind in _CLASSES]
 
 
@@ -142,7 +142,7 @@ def test_any_opcodes(pieces: list[bytes]) -> None:
 @settings(max_examples=200, deadline=None)
 @given(st.data())
 def test_any_change_of_metadata(data: st.DataObject) -> None:
-    """What torch writes with some bytes changed is metadata or a ValueError."""
+    """torch's metadata with some bytes changed is metadata or a ValueError."""
     chunk = metadata.ChunkStorageMetadata(torch.Size([0]), torch.Size([3]))
     tensor = metadata.TensorStorageMetadata(metadata.TensorProperties(torch.float32), torch.Size([3]), [chunk])
     places = {metadata.MetadataIndex("a", [0]): filesystem._StorageInfo("__0_0.distcp", 0, 100)}
@@ -246,7 +246,7 @@ _STATES_OF_ONE_HASH = {
 
 @pytest.mark.parametrize("state", _STATES_OF_ONE_HASH.values(), ids=_STATES_OF_ONE_HASH)
 def test_values_of_one_hash(tmp_path: Path, state: bytes) -> None:
-    """Whatever torch would make keys or members of, in a time in the square of their number, is refused at once."""
+    """Dicts and sets that would take torch quadratic time are refused at once."""
     path = _archive(tmp_path / "file.pt", state)
     with path.open("rb") as file, pytest.raises(ValueError, match="with one hash"):
         check_pickles(file, path.stat().st_size)
@@ -351,7 +351,7 @@ def test_hostile_items(tmp_path: Path) -> None:
 
 
 def test_all_that_torch_saves(tmp_path: Path) -> None:
-    """Kinds of values, dtypes and views that are no danger are taken as before, from both kinds of files."""
+    """Harmless kinds of values, dtypes and views are loaded as before, from both kinds of files."""
     dtypes = [torch.float64, torch.bfloat16, torch.int16, torch.uint8, torch.bool, torch.complex64, torch.float16]
     base = torch.arange(24.0)
     state: dict[str, Any] = {

@@ -29,7 +29,7 @@ def test_there_and_back(tmp_path):
 
 
 def test_torch_reads_it(tmp_path):
-    """What was divided over ranks is whole in the file; ranks' own values are in a dict."""
+    """Sharded tensors are whole in the file; `PerRank` values are in a dict."""
     path = save_sharded(tmp_path / "c", 3)
     told = []
     export_torch_file(path, tmp_path / "state.pt", progress=lambda *done: told.append(done))
@@ -43,8 +43,8 @@ def test_torch_reads_it(tmp_path):
     assert sorted(file.name for file in tmp_path.iterdir()) == ["c", "state.pt"]
 
 
-def test_what_numpy_has(tmp_path):
-    """Arrays become tensors, and numbers Python's, for ``torch.load`` refuses them otherwise."""
+def test_numpy_values_are_exported_as_torchs(tmp_path):
+    """Arrays become tensors, and numbers Python's, since ``torch.load`` refuses them otherwise."""
     path = save_whole(tmp_path / "c", {"array": np.arange(3), "number": np.float32(1.5), "all": (np.int8(3),)})
     export_torch_file(path, tmp_path / "state.pt")
     loaded = torch.load(tmp_path / "state.pt")
@@ -52,8 +52,8 @@ def test_what_numpy_has(tmp_path):
     assert (loaded["number"], loaded["all"]) == (1.5, (3,))
 
 
-def test_what_torch_wrote(tmp_path):
-    """A module's and an optimizer's state, views, tied tensors and the format of old."""
+def test_imports_of_what_torch_wrote(tmp_path):
+    """A module's and an optimizer's state, views, tied tensors and the old format."""
     model = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.BatchNorm1d(4))
     optimizer = torch.optim.AdamW(model.parameters())
     model(torch.ones(2, 3)).sum().backward()
@@ -95,7 +95,7 @@ def test_code_does_not_run(tmp_path):
 
 @pytest.mark.filterwarnings("ignore:Validating sparse tensor invariants")  # torch 2.14 says it when it loads one
 def test_wrong_files(tmp_path):
-    """None, one that is something else, a cut one, and one with what checkpoints don't carry: a sentence for each."""
+    """A missing file, another kind of file, a cut one, and one with unsupported values: a sentence for each."""
     with pytest.raises(DistCheckpointError, match=r"nowhere can't be read: .*No such file"):
         import_torch_file(tmp_path / "nowhere", tmp_path / "c")
     (tmp_path / "text").write_text("hello")
@@ -144,7 +144,7 @@ def test_an_export_follows_no_link_that_others_have_made(tmp_path, monkeypatch):
 
 
 def test_memory_of_exports(tmp_path):
-    """Tensors are mapped: of what the process has for itself they take bands only."""
+    """Tensors are mapped: the process itself takes memory for row blocks only."""
     path = save_whole(tmp_path / "c", {"large": torch.ones(128 << 20, dtype=torch.uint8)})
 
     def anonymous():

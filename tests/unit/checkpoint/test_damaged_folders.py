@@ -1,4 +1,4 @@
-"""Whatever is in a folder, all that reads it ends soon, in little memory, with `DistCheckpointError` or a problem."""
+"""Readers of arbitrary folders end soon, with little memory, with `DistCheckpointError` or a problem."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ if TYPE_CHECKING:
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 
 _NUM_CHANGES = int(os.environ.get("FERRODIST_CHANGES", "40"))
-"""How often each file is changed by the tests."""
+"""The number of changes of each file by the tests."""
 
 
 def _readers(path: Path, out: Path) -> dict[str, Callable[[], object]]:
@@ -79,7 +79,7 @@ def little_memory() -> Iterator[None]:
 
 @pytest.fixture
 def out(tmp_path: Path) -> Path:
-    """A folder for what is made of a checkpoint."""
+    """A folder for the results of conversions."""
     (tmp_path / "out").mkdir()
     return tmp_path / "out"
 
@@ -191,7 +191,7 @@ def test_changed_values_with_right_hashes(tmp_path: Path, out: Path) -> None:
     ],
     ids=str,
 )
-def test_leaves_that_are_none(tmp_path: Path, out: Path, node: object) -> None:
+def test_invalid_leaves_are_refused(tmp_path: Path, out: Path, node: object) -> None:
     """A value that can't be read is DistCheckpointError from all readers, and a problem for `verify`."""
     path = save_whole(tmp_path / "c", {"a": torch.ones(2), "b": 1})
     body = json.loads((path / MANIFEST_NAME).read_bytes())["checkpoint"]
@@ -203,7 +203,7 @@ def test_leaves_that_are_none(tmp_path: Path, out: Path, node: object) -> None:
     assert not verify(path).is_sound
 
 
-def test_values_that_python_writes_in_no_decimals(tmp_path: Path) -> None:
+def test_very_large_ints_are_shown(tmp_path: Path) -> None:
     """An int of many thousand digits is saved, loaded, inspected and compared."""
     one = save_whole(tmp_path / "one", {"a": 1 << 100_000, "b": (2 << 50_000, "x")})
     two = save_whole(tmp_path / "two", {"a": 1 << 100_001, "b": (2 << 50_000, "x")})
@@ -215,8 +215,8 @@ def test_values_that_python_writes_in_no_decimals(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("field", "value"), [("created_ns", -1), ("created_ns", 1 << 63), ("created_ns", 10**30), ("block_bytes", 1 << 40)]
 )
-def test_numbers_beyond_reason(tmp_path: Path, out: Path, field: str, value: int) -> None:
-    """Times that no calendar has, and blocks that no memory holds, are refused when the manifest is read."""
+def test_huge_numbers_are_refused(tmp_path: Path, out: Path, field: str, value: int) -> None:
+    """Times beyond any calendar, and blocks beyond any memory, are refused when the manifest is read."""
     path = save_whole(tmp_path / "c", {"a": torch.ones(2)})
     body = json.loads((path / MANIFEST_NAME).read_bytes())["checkpoint"]
     (path / MANIFEST_NAME).write_bytes(_with_body({**body, field: value}))
@@ -250,7 +250,7 @@ _NO_FILES = {
 
 
 def _ends(what: Callable[[], object]) -> BaseException | None:
-    """What is raised by something that must not block."""
+    """Return the error of a call that must not block."""
     raised: list[BaseException | None] = []
 
     def run() -> None:
@@ -269,8 +269,8 @@ def _ends(what: Callable[[], object]) -> BaseException | None:
 
 
 @pytest.mark.parametrize("make", _NO_FILES.values(), ids=_NO_FILES)
-def test_what_is_no_file(tmp_path: Path, out: Path, make: Callable[[Path], None]) -> None:
-    """A FIFO, a socket, a device or a folder in the place of each file of a checkpoint: an error, at once."""
+def test_special_files_are_refused(tmp_path: Path, out: Path, make: Callable[[Path], None]) -> None:
+    """A FIFO, a socket, a device or a folder in place of each file of a checkpoint is an error at once."""
     path = save_whole(tmp_path / "c", {"model": {"a": torch.arange(5.0)}})
     for file in sorted(path.iterdir()):
         data = file.read_bytes()
@@ -291,8 +291,8 @@ def test_what_is_no_file(tmp_path: Path, out: Path, make: Callable[[Path], None]
 
 
 @pytest.mark.parametrize("make", _NO_FILES.values(), ids=_NO_FILES)
-def test_imports_of_what_is_no_file(tmp_path: Path, out: Path, make: Callable[[Path], None]) -> None:
-    """The same in the places of other makers' files."""
+def test_imports_of_special_files_are_refused(tmp_path: Path, out: Path, make: Callable[[Path], None]) -> None:
+    """The same in place of files of other formats."""
     for name in ("model.safetensors", INDEX_NAME):
         shutil.rmtree(tmp_path / "hf", ignore_errors=True)
         (tmp_path / "hf").mkdir()
@@ -340,8 +340,8 @@ def test_sparse_files(tmp_path: Path, out: Path) -> None:
             run(folder, out / "c")
 
 
-def test_changed_bytes_of_others(tmp_path: Path, out: Path) -> None:
-    """Folders and files of other makers, damaged: imports end well, or raise DistCheckpointError."""
+def test_changed_bytes_of_other_formats(tmp_path: Path, out: Path) -> None:
+    """Imports of damaged folders and files in other formats succeed, or raise DistCheckpointError."""
     rng = random.Random(27)
     state = {"a": torch.arange(6.0), "b": torch.ones(2, 2).bfloat16()}
     (tmp_path / "hf").mkdir()
@@ -368,14 +368,14 @@ def test_changed_bytes_of_others(tmp_path: Path, out: Path) -> None:
 
 
 @pytest.mark.parametrize("num_ranks", [0, -1, True, 1.0, "2"])
-def test_metadata_of_no_ranks(num_ranks: Any) -> None:
-    """A number of ranks that is none is refused where it is said."""
+def test_metadata_with_an_invalid_number_of_ranks(num_ranks: Any) -> None:
+    """An invalid number of ranks is refused, with its place."""
     with pytest.raises((TypeError, ValueError), match="num_ranks must be"):
         ShardMetadata(num_ranks=num_ranks)
 
 
 def test_make_state_is_sound(tmp_path: Path, out: Path) -> None:
-    """What the readers of these tests make of a sound checkpoint: no error."""
+    """The readers of these tests read a sound checkpoint without an error."""
     path = save_whole(tmp_path / "c", {"model": make_state()["model"]})
     for read in _readers(path, out).values():
         read()

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 
 def test_a_forked_child_has_buffers_of_its_own(tmp_path: Path) -> None:
-    """What a child fills its buffers with never gets into its parent's files, nor the other way."""
+    """A child's buffers never get into its parent's files, nor the parent's into the child's."""
     size = 3 << 20
     first = LocalWriter(tmp_path / "first", size)
     first.write(memoryview(bytes(size)))
@@ -48,7 +48,7 @@ def test_a_forked_child_has_buffers_of_its_own(tmp_path: Path) -> None:
 
 
 def test_rotation_through_a_link(tmp_path: Path) -> None:
-    """What was saved by a link to it is the newest, and stays."""
+    """A checkpoint saved through a link to its folder is the newest, and stays."""
     save_distributed({"a": torch.zeros(2)}, tmp_path / "old")
     save_distributed({"a": torch.ones(2)}, tmp_path / "real")
     (tmp_path / "latest").symlink_to("real")
@@ -80,7 +80,7 @@ def test_two_writes_that_are_refused_at_once(tmp_path: Path, monkeypatch: pytest
     assert (tmp_path / "file").read_bytes() == data
 
 
-def test_a_lock_ends_though_a_child_has_the_folder_open(tmp_path: Path) -> None:
+def test_a_lock_is_released_though_a_child_has_the_folder_open(tmp_path: Path) -> None:
     """A process that was forked during a commit doesn't hold up the next one."""
     storage = LocalStorage(tmp_path)
     go_on, wait = os.pipe()
@@ -111,19 +111,19 @@ def test_a_lock_that_is_held_for_too_long(tmp_path: Path) -> None:
     save_distributed({"a": torch.ones(2)}, tmp_path, timeout=60)
 
 
-def test_a_folder_that_is_none(tmp_path: Path) -> None:
-    """A file in the place of the folder of checkpoints is told to all ranks when the checkpointer is made."""
+def test_a_file_in_place_of_the_folder_is_an_error(tmp_path: Path) -> None:
+    """A file in place of the folder of checkpoints raises on all ranks at construction."""
     (tmp_path / "file").write_text("")
 
     def program(group: Backend) -> None:
-        with pytest.raises(DistCheckpointError, match="look through"):
+        with pytest.raises(DistCheckpointError, match="could not list a folder"):
             AsyncCheckpointer(tmp_path / "file", group=group)
 
     run_ranks(program, 2)
 
 
-def test_an_error_of_ours_in_a_state(tmp_path: Path) -> None:
-    """What an object of one rank raises is told to the others, though it is an error of ranks elsewhere."""
+def test_a_distributed_error_in_a_state_reaches_all_ranks(tmp_path: Path) -> None:
+    """An error raised by one rank's object reaches the others, though its class is that of errors between ranks."""
 
     class Broken:
         def state_dict(self) -> object:
@@ -140,8 +140,8 @@ def test_an_error_of_ours_in_a_state(tmp_path: Path) -> None:
     run_ranks(program, 2)
 
 
-def test_sums_are_folded_when_all_ranks_have_their_states(tmp_path: Path) -> None:
-    """A state that one rank can't give doesn't leave the others in a collective: the group goes on."""
+def test_partial_sums_are_reduced_after_all_ranks_have_collected(tmp_path: Path) -> None:
+    """A rank that can't collect its state doesn't leave the others in a collective: the group continues."""
 
     class Broken:
         def state_dict(self) -> object:
@@ -165,7 +165,7 @@ def test_sums_are_folded_when_all_ranks_have_their_states(tmp_path: Path) -> Non
 
 
 def test_two_commits_to_a_store_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whose manifest is there in the end has its files, though the other save tidies after that."""
+    """The save whose manifest wins has its files, though the other save cleans up after that."""
     url, put, others = "memory://two-saves/both", RemoteStorage.put, ["to come"]
 
     def put_and_let_another_save(storage: RemoteStorage, name: str, data: bytes) -> None:
@@ -198,7 +198,7 @@ def _begin_and_end(path: Path, save_id: str) -> None:
 
 
 def test_a_living_save_is_left_alone(tmp_path: Path) -> None:
-    """What another save to the folder removes is of processes that have ended; who lives can go on, and ends."""
+    """Another save to the folder removes files of ended processes only; a live save continues and completes."""
     path = tmp_path / "saved"
     living = LocalStorage(path)
     living.begin("0" * 12)
@@ -215,7 +215,7 @@ def test_a_living_save_is_left_alone(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("step", ["open", "flock", "fstat"])
 def test_a_process_that_ends_as_its_save_begins(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, step: str) -> None:
-    """Whatever was done by then, nothing of it stays."""
+    """Nothing of it stays, however far it was."""
     child = os.fork()
     if not child:
         storage = LocalStorage(tmp_path)
@@ -228,8 +228,8 @@ def test_a_process_that_ends_as_its_save_begins(tmp_path: Path, monkeypatch: pyt
     assert not list(tmp_path.iterdir())
 
 
-def test_a_save_that_nobody_has_is_dead(tmp_path: Path) -> None:
-    """A storage that is forgotten without an end gives its lock back, as a process that ends does."""
+def test_a_save_whose_storage_is_gone_is_dead(tmp_path: Path) -> None:
+    """A garbage-collected storage releases its lock, as an ending process does."""
     storage = LocalStorage(tmp_path)
     storage.begin("0" * 12)
     del storage
@@ -239,8 +239,10 @@ def test_a_save_that_nobody_has_is_dead(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("why", ["another system", "no locks"])
-def test_saves_whose_lives_cant_be_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, why: str) -> None:
-    """Where a lock says nothing a save's folder stays, and goes when nothing in it has changed for a day."""
+def test_saves_without_a_working_lock_count_as_alive_for_a_day(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, why: str
+) -> None:
+    """Without a working lock a save's folder stays, and is removed after a day without changes."""
     if why == "no locks":
 
         def refuse(*_: object) -> None:

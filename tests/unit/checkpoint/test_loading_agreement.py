@@ -43,8 +43,8 @@ def test_ranks_with_different_paths(tmp_path: Path) -> None:
     run_ranks(program, 2)
 
 
-def test_ranks_that_are_not_all_strict(tmp_path: Path) -> None:
-    """What a strict one lacks is an error of all."""
+def test_one_strict_rank_makes_all_raise(tmp_path: Path) -> None:
+    """A value missing on a strict rank is an error on all."""
     save_distributed({"a": torch.ones(3)}, tmp_path)
 
     def program(group: Backend) -> None:
@@ -101,7 +101,7 @@ def test_threads_that_read_more_files_than_are_kept_open(tmp_path: Path, monkeyp
 
 @pytest.mark.parametrize("one_reads", [False, True])
 def test_tensors_of_inference_mode(tmp_path: Path, one_reads: bool) -> None:
-    """They are filled outside of it too, whoever reads."""
+    """Inference tensors are filled outside of inference mode too, whichever rank reads."""
     save_distributed({"a": torch.ones(3)}, tmp_path)
 
     def program(group: Backend) -> list[float]:
@@ -115,8 +115,8 @@ def test_tensors_of_inference_mode(tmp_path: Path, one_reads: bool) -> None:
 
 @pytest.mark.parametrize("one_reads", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float8_e5m2, torch.float8_e4m3fn])
-def test_numbers_beyond_a_dtype(tmp_path: Path, dtype: torch.dtype, one_reads: bool) -> None:
-    """They are an error, on all ranks, rather than infinities; those that were saved stay what they are."""
+def test_overflows_are_an_error(tmp_path: Path, dtype: torch.dtype, one_reads: bool) -> None:
+    """Overflows are an error on all ranks, rather than infinities; saved infinities stay."""
     save_distributed({"a": torch.tensor([1.0, 1e10]), "b": torch.tensor([1.0, math.nan, -2.0])}, tmp_path)
 
     def program(group: Backend) -> None:

@@ -1,4 +1,4 @@
-"""What a checkpoint is loaded into: modules, optimizers, objects, and what fits it or doesn't."""
+"""Targets of a load: modules, optimizers, objects, and mismatches."""
 
 import re
 
@@ -33,7 +33,7 @@ class Counter:
         self.count = count
 
     def state_dict(self):
-        """What it has counted."""
+        """The count."""
         return {"count": self.count, "seen": torch.arange(self.count)}
 
     def load_state_dict(self, state):
@@ -44,12 +44,12 @@ class Counter:
 
 
 class Extra(nn.Linear):
-    """A module with a state that is no tensor."""
+    """A module with extra state that is not a tensor."""
 
     note = None
 
     def get_extra_state(self):
-        """What else it has."""
+        """The extra state."""
         return {"note": self.note, "tensor": torch.ones(1)}
 
     def set_extra_state(self, state):
@@ -73,7 +73,7 @@ def assert_all(model, value):
 
 
 def test_modules(tmp_path):
-    """They are filled in place, buffers too; tied weights are written once and stay tied."""
+    """Parameters and buffers are filled in place; tied weights are written once and stay tied."""
     save_distributed({"model": make_model(2)}, tmp_path)
     model = make_model(0)
     tensors = dict(model.named_parameters())
@@ -102,7 +102,7 @@ def test_a_module_is_a_state_by_itself(tmp_path):
 
 
 class Wrapper(nn.Module):
-    """What says which module it wraps."""
+    """A wrapper that names its inner module."""
 
     def __init__(self, module):
         super().__init__()
@@ -114,7 +114,7 @@ class Wrapper(nn.Module):
 
 
 class Compiled(nn.Module):
-    """What torch.compile makes, without the seconds that it takes to load."""
+    """A stand-in for torch.compile's result, without the seconds that it takes to load."""
 
     def __init__(self, module):
         super().__init__()
@@ -122,7 +122,7 @@ class Compiled(nn.Module):
 
 
 @pytest.mark.parametrize("wrap", [Wrapper, Compiled, lambda module: Wrapper(Compiled(module))])
-def test_what_wraps_a_module_has_no_names(tmp_path, wrap):
+def test_wrappers_add_no_names(tmp_path, wrap):
     """A checkpoint has the names of the module inside, and fits it wrapped or not."""
     save_distributed({"m": wrap(make_model(4))}, tmp_path)
     for around in (lambda module: module, wrap):
@@ -132,7 +132,7 @@ def test_what_wraps_a_module_has_no_names(tmp_path, wrap):
 
 
 def test_extra_state_of_modules(tmp_path):
-    """What a module gives beside its tensors it gets back."""
+    """A module gets its extra state back."""
     model = make_model(1, Extra)
     model[0].note = "here"
     save_distributed(model, tmp_path)
@@ -143,7 +143,7 @@ def test_extra_state_of_modules(tmp_path):
 
 
 def test_objects_with_a_state(tmp_path):
-    """They take their whole state; what they say against it is said on all ranks, with the place."""
+    """Objects get their full state; their errors are raised on all ranks, with the path."""
     scheduler = torch.optim.lr_scheduler.StepLR(torch.optim.SGD([torch.ones(1)], lr=1.0), 1)
     save_distributed({"c": Counter(3), "s": scheduler, "bad": {"count": 4, "seen": torch.ones(1)}}, tmp_path)
 
@@ -173,7 +173,7 @@ def test_missing_and_unexpected(tmp_path):
         assert torch.equal(larger[3].weight, before)
         assert_all(larger[:3] if group.rank else smaller, 5)
         smaller = make_model(0)[:1]
-        with pytest.raises(DistCheckpointError, match=r"has \['model'\]\['1.weight'\].* no rank has a place"):
+        with pytest.raises(DistCheckpointError, match=r"has \['model'\]\['1.weight'\].*, which no rank loads"):
             load_distributed(tmp_path, {"model": smaller})
         with pytest.raises(DistCheckpointError, match=r"lacks \['other'\]"):
             load_distributed(tmp_path, {"other": None})
@@ -182,8 +182,8 @@ def test_missing_and_unexpected(tmp_path):
     run_ranks(program, 2)
 
 
-def test_stages_have_a_place_together(tmp_path):
-    """What one rank's module lacks another one's has: nothing is unexpected."""
+def test_pipeline_stages_together_have_all_tensors(tmp_path):
+    """A tensor that one rank's module lacks is expected if another rank's has it."""
     save_distributed({"model": {"a.weight": torch.ones(1, 1), "b.weight": torch.ones(1, 1)}}, tmp_path)
 
     def program(group):
@@ -199,20 +199,20 @@ def test_stages_have_a_place_together(tmp_path):
     [
         ({"x": torch.ones(2, 4)}, r"\['x'\] has shape \(2, 4\), and was saved with shape \(2, 3\)"),
         ({"x": torch.ones(6)}, r"\['x'\] has shape \(6,\)"),
-        ({"n": torch.ones(1)}, r"\['n'\] is to be a tensor"),
-        ({"x": {"a": None}}, r"\['x'\] is to be a dict"),
-        ({"l": [None]}, r"\['l'\] is to be a list of 1, and was saved as 2 members"),
-        ({"l": (None, None)}, r"\['l'\] is to be a tuple of 2, and was saved as something else"),
+        ({"n": torch.ones(1)}, r"\['n'\] should be a tensor"),
+        ({"x": {"a": None}}, r"\['x'\] should be a dict"),
+        ({"l": [None]}, r"\['l'\] should be a list of 1, and was saved as 2 members"),
+        ({"l": (None, None)}, r"\['l'\] should be a tuple of 2, and was saved as something else"),
         ({"l": [None, {"k": torch.ones(2)}]}, r"\['l'\]\[1\]\['k'\] has shape"),
-        ({"x": PerRank(None)}, r"\['x'\] is to be PerRank"),
+        ({"x": PerRank(None)}, r"\['x'\] should be PerRank"),
         ({"x": torch.ones(2, 3, device="meta")}, r"\['x'\] is on the meta device.*materialize"),
         ({"x": torch.ones(2, 3).to_sparse()}, r"\['x'\] is a torch.sparse_coo tensor"),
-        ({"x": nn.Linear(1, 1)}, r"\['x'\] is to be a dict"),
+        ({"x": nn.Linear(1, 1)}, r"\['x'\] should be a dict"),
         ({"x": torch.zeros(1, 3).expand(2, 3)}, "single memory location"),
     ],
 )
-def test_what_does_not_fit(tmp_path, into, message):
-    """An error that names the place, on the ranks that have it and the others."""
+def test_mismatches_are_errors(tmp_path, into, message):
+    """The error names the path, on all ranks."""
     save_distributed({"x": torch.ones(2, 3), "n": 1, "l": [1, {"k": torch.ones(1)}]}, tmp_path)
 
     def program(group):
@@ -222,8 +222,8 @@ def test_what_does_not_fit(tmp_path, into, message):
     run_ranks(program, 2)
 
 
-def test_states_that_hold_themselves(tmp_path):
-    """In what is loaded into, as in what is saved."""
+def test_targets_that_contain_themselves(tmp_path):
+    """An ``into`` that contains itself is refused, like such a state in a save."""
     save_distributed({"a": {}}, tmp_path)
     looped = {}
     looped["a"] = looped
@@ -231,7 +231,7 @@ def test_states_that_hold_themselves(tmp_path):
         load_distributed(tmp_path, looped)
 
 
-def test_placed_that_can_not_be(tmp_path):
+def test_impossible_placements_are_errors(tmp_path):
     """Placements that a tensor of this shape can't have."""
     save_distributed({"x": torch.ones(2, 3)}, tmp_path)
 
@@ -333,7 +333,7 @@ def momentum(model):
 
 
 def same_state(one, other):
-    """Whether two optimizers have the same, in the same bits."""
+    """Return whether two optimizers have the same state, bit by bit."""
     one, other = one.state_dict(), other.state_dict()
     assert one["param_groups"] == other["param_groups"]
     assert one["state"].keys() == other["state"].keys()
@@ -385,7 +385,7 @@ def test_optimizers_of_other_dtypes(tmp_path):
 
 
 def test_optimizers_with_other_groups(tmp_path):
-    """They are refused before anything is filled, with both numbers and what to do."""
+    """Different groups are refused before anything is filled, with both numbers and advice."""
     model, optimizer = trained(adam)
     save_distributed({"model": model, "o": OptimizerState(model, optimizer)}, tmp_path)
     other, into = trained(momentum, 1)
@@ -400,7 +400,7 @@ def test_optimizers_with_other_groups(tmp_path):
     small = nn.Linear(3, 3)
     with pytest.raises(DistCheckpointError, match="only in one of them"):
         load_distributed(tmp_path, {"o": OptimizerState(small, torch.optim.AdamW(small.parameters()))})
-    with pytest.raises(DistCheckpointError, match="is to be an OptimizerState"):
+    with pytest.raises(DistCheckpointError, match="should be an OptimizerState"):
         load_distributed(tmp_path, {"model": OptimizerState(other, into)})
 
 
@@ -455,8 +455,8 @@ def test_optimizers_of_distributed_parameters(tmp_path):
     run_ranks(loading, 3)
 
 
-def test_optimizers_of_flat_pieces(tmp_path):
-    """The state of a piece is the same piece of the state, as FSDP has it."""
+def test_optimizers_of_flat_shards(tmp_path):
+    """The state of a flat shard is the same shard of the state, as in FSDP."""
     whole = torch.arange(15.0).reshape(5, 3)
 
     def make(group, cuts):
@@ -488,8 +488,8 @@ def test_optimizers_of_flat_pieces(tmp_path):
     assert bits_of(moments) == bits_of(saved)
 
 
-def test_wholes_are_shared_where_they_were(tmp_path):
-    """One tensor in several places is one after a load of all; what the caller gave is nobody else's."""
+def test_tied_full_tensors_stay_tied(tmp_path):
+    """Tied tensors are tied after a full load; the caller's own tensors are not tied."""
     shared = torch.arange(3.0)
     save_distributed({"a": shared, "b": [shared], "c": shared.numpy()}, tmp_path)
     loaded = load_distributed(tmp_path)
@@ -514,8 +514,8 @@ def test_loading_ddp(tmp_path):
     run_ranks(program, 2)
 
 
-def test_there_is_no_checkpoint(tmp_path):
-    """An empty folder, one of something else and none are told apart."""
+def test_a_missing_checkpoint_is_an_error(tmp_path):
+    """An empty folder, a folder in another format and a missing one have different errors."""
     for path, message in [
         (tmp_path / "none", "nothing in it, or is not there"),
         (tmp_path, "nothing in it, or is not there"),
@@ -565,7 +565,7 @@ def test_a_folder_of_another_kind(tmp_path, file, kind):
 
 
 def test_a_folder_of_checkpoints(tmp_path):
-    """Where one of its folders was meant, the error says so."""
+    """The error names one of its folders."""
     for step in (1, 2):
         save_distributed({"a": torch.ones(2)}, tmp_path / f"step-{step}")
     with pytest.raises(DistCheckpointError, match=r"There are folders in it, as step-2: .*find_latest\(\)"):
@@ -584,8 +584,8 @@ def test_values_of_ranks_without_ranks(tmp_path):
     assert load_distributed(tmp_path) == {"own": {0: 0, 1: 10, 2: 20}}
 
 
-def test_an_object_with_divided_tensors(tmp_path):
-    """Its tensors come divided as they are now, as an average of a divided model's parameters wants them."""
+def test_an_object_with_sharded_tensors(tmp_path):
+    """Its tensors are loaded with their present sharding, as an average of a sharded model's parameters needs them."""
 
     class Average:
         def __init__(self, value):

@@ -52,7 +52,7 @@ def test_a_save_goes_on_when_the_program_ends(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("number", [errno.EINVAL, errno.EOPNOTSUPP])
 def test_files_that_cant_be_reserved(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int) -> None:
-    """They are written without."""
+    """Files are written without a reservation."""
 
     def refuse(*_: int) -> None:
         raise OSError(number, "not here")
@@ -65,7 +65,7 @@ def test_files_that_cant_be_reserved(tmp_path: Path, monkeypatch: pytest.MonkeyP
 @pytest.mark.usefixtures("few_places")
 @pytest.mark.parametrize("after", [0, 1, 3])
 def test_direct_writes_that_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, after: int) -> None:
-    """What is left goes through the page cache: from the beginning, or after a write that was cut short."""
+    """The rest goes through the page cache: from the beginning, or after a short write."""
     write, count = os.pwrite, 0
 
     def refuse(file: int, data: memoryview, at: int) -> int:

@@ -76,7 +76,7 @@ def with_hash(body):
 
 
 def assert_refused(data):
-    """It is refused as the user's to see, naming the file."""
+    """Check that the bytes are refused with a message that names the file."""
     with pytest.raises(DistCheckpointError, match="the file"):
         decode_manifest(data, "the file")
 
@@ -113,12 +113,12 @@ def test_each_byte_counts(folder):
 @example(b'{"format":"\xff","version":1}')
 @example(b'{"format":"ferrodist-checkpoint","version":1,"hash":"')
 def test_any_bytes(data):
-    """What is no manifest at all."""
+    """Bytes that are not a manifest at all."""
     assert_refused(data)
 
 
-def test_what_it_is_instead():
-    """Other formats and later versions are called what they are."""
+def test_other_files_are_recognized():
+    """The error names other formats and later versions."""
     for data, message in [
         (b'{"format":"other","version":1}', "of format 'other'"),
         (b'{"format":"ferrodist-checkpoint","version":2,"hash":""}', "version 2.*newer"),
@@ -149,7 +149,7 @@ def test_damage_through_a_load(folder, tmp_path):
 
 
 def paths_of(value, path=()):
-    """Where anything is in a JSON value."""
+    """Return all paths in a JSON value."""
     yield path
     members = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
     for key, each in members:
@@ -243,8 +243,8 @@ def test_wrong_manifests_with_right_hashes(folder, body, tmp_path_factory, data)
 
 @settings(max_examples=150, deadline=None)
 @given(st.data())
-def test_numbers_that_are_wrong_together(folder, body, tmp_path_factory, data):
-    """Several offsets, sizes and places of shards changed by a little, as an attacker would have them fit."""
+def test_inconsistent_numbers_are_refused(folder, body, tmp_path_factory, data):
+    """Several offsets, sizes and positions of shards changed consistently, as by an attacker."""
     numbers = [
         path for path in paths_of(body) if path[:1] in (("tensors",), ("files",)) and isinstance(at(body, path), int)
     ]
@@ -256,7 +256,7 @@ def test_numbers_that_are_wrong_together(folder, body, tmp_path_factory, data):
 
 
 def at(value, path):
-    """What is at a place of a JSON value."""
+    """Return the value at a path of a JSON value."""
     for key in path:
         value = value[key]
     return value
@@ -327,8 +327,8 @@ WRONG = {
 }
 
 
-def test_what_each_check_finds(body):
-    """A manifest that is wrong in one way is refused with the reason."""
+def test_each_check_of_a_manifest(body):
+    """A manifest with one fault is refused with the reason."""
     for what, (change, message) in WRONG.items():
         wrong = copy.deepcopy(body)
         change(wrong)
@@ -338,7 +338,7 @@ def test_what_each_check_finds(body):
 
 
 def test_a_gap_as_large_as_an_overlap(body):
-    """Shards that have as many elements as the tensor, but not each: nothing would fill some of what is loaded."""
+    """Shards with as many elements as the tensor, but not each once: nothing would fill some elements."""
     wrong = copy.deepcopy(body)
     first = shard(wrong, 0)
     hashes = first["hashes"]
@@ -354,7 +354,7 @@ def test_a_gap_as_large_as_an_overlap(body):
 
 @pytest.mark.parametrize("depth", [150, 400, 3000, 100_000])
 def test_deep_trees(body, depth):
-    """They are refused, before they are too deep for whoever follows them."""
+    """Deep trees are refused before they exceed the recursion limit of their readers."""
     for opening, closing in ((b"[", b"]"), (b'{"dict":{"a":', b"}}"), (b'{"tuple":[', b"]}"), (b'{"set":[', b"]}")):
         tree = msgspec.Raw(opening * depth + b"1" + closing * depth)
         assert_refused(with_hash({**body, "tree": tree}))
@@ -393,7 +393,7 @@ _ALIKE = [{"int": hex(number * (2**61 - 1))} for number in range(30_000)]
     ids="".join,
 )
 def test_many_members_with_one_hash(body, tree):
-    """They are refused at once: a set of them would keep a reader busy for minutes."""
+    """Such sets are refused at once: they would keep a reader busy for minutes."""
     begin = time.monotonic()
     with pytest.raises(DistCheckpointError):
         decode_manifest(with_hash({**body, "tree": tree}), "it")
@@ -423,8 +423,8 @@ def divisions(draw):
 
 @settings(max_examples=400, deadline=None)
 @given(divisions(), st.booleans())
-def test_boxes_that_are_a_whole(case, is_far):
-    """As counting each element says; also with dims for which corners would be too many."""
+def test_boxes_that_cover_a_tensor(case, is_far):
+    """Compared with counting each element; also with more dims than corners could be counted for."""
     shape, boxes = case
     counts = torch.zeros(shape, dtype=torch.int64)
     for box in boxes:

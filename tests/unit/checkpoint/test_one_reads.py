@@ -64,8 +64,8 @@ def test_each_byte_is_read_once(
         assert found[1:] == [0, 0]
 
 
-def test_damage_is_told_to_all(tmp_path: Path) -> None:
-    """What rank 0 can't read is an error on every rank, and no rank waits for ever."""
+def test_damage_is_an_error_on_all_ranks(tmp_path: Path) -> None:
+    """Data that rank 0 can't read is an error on every rank, and no rank waits forever."""
     _save(tmp_path)
     (file,) = tmp_path.glob("*.safetensors")
     data = bytearray(file.read_bytes())
@@ -81,7 +81,7 @@ def test_damage_is_told_to_all(tmp_path: Path) -> None:
 
 
 def test_a_rank_without_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It is told to all ranks before anything is sent, whichever rank it is."""
+    """A rank's lack of memory is an error on all ranks before anything is sent."""
     _save(tmp_path)
     most_bytes, here = load._max_message_bytes, threading.local()
 

@@ -115,15 +115,15 @@ def _resume(group: Backend, division: str, path: Path) -> list[float]:
 
 @pytest.fixture(scope="module")
 def losses() -> list[float]:
-    """Of one process that was never stopped."""
+    """The losses of one uninterrupted process."""
     model = _make_model(0)
     optimizer = _optimizer(model, 0.01)
     return _train(model, optimizer, 0, 2 * _STEPS)[_STEPS:]
 
 
 @pytest.mark.parametrize("division", list(_DIVISIONS))
-def test_training_goes_on_in_any_division(division: str, tmp_path: Path, losses: list[float]) -> None:
-    """Saved by one division, loaded by each other one and by one process, the losses are those of no interruption."""
+def test_training_continues_with_any_sharding(division: str, tmp_path: Path, losses: list[float]) -> None:
+    """Saved with one sharding and loaded with every other one, the losses are as without interruption."""
     for ranks in _DIVISIONS[division][1]:
         path = tmp_path / str(ranks)
         found = run_ranks(lambda group, path=path: _save(group, division, path), ranks)
@@ -139,7 +139,7 @@ def test_training_goes_on_in_any_division(division: str, tmp_path: Path, losses:
 
 
 def test_a_prefetch_before_the_load_is_noticed(tmp_path: Path) -> None:
-    """What FSDP began to gather before its shards were loaded is not used."""
+    """Parameters that FSDP prefetched before its shards were loaded are not used."""
 
     def program(group: Backend) -> None:
         model = _fsdp(0, group)
@@ -155,7 +155,7 @@ def test_a_prefetch_before_the_load_is_noticed(tmp_path: Path) -> None:
 
 
 def test_buffers_are_those_of_rank_0(tmp_path: Path) -> None:
-    """Batch norm's running statistics differ between ranks, and are no error in what averages gradients."""
+    """Batch norm's running statistics differ between ranks; saving them under DDP is not an error."""
 
     def program(group: Backend) -> tuple[Any, Any]:
         for name, wrap in (("fsdp", _fsdp), ("ddp", _ddp)):
@@ -170,7 +170,7 @@ def test_buffers_are_those_of_rank_0(tmp_path: Path) -> None:
 
 
 def test_an_optimizer_by_itself_is_refused(tmp_path: Path) -> None:
-    """It knows its parameters by numbers only; the error says what to save."""
+    """Its parameters have only indices; the error says what to save."""
     model = _make_model(0)
     with pytest.raises(TypeError, match="OptimizerState"):
         save_distributed({"optimizer": _optimizer(model, 0.1)}, tmp_path)
@@ -188,7 +188,7 @@ def test_an_optimizer_with_other_parameters(tmp_path: Path) -> None:
 
 
 def test_tied_parameters_are_written_once(tmp_path: Path) -> None:
-    """Whatever divides them."""
+    """With every kind of sharding."""
 
     def program(group: Backend) -> set[str]:
         model = _fsdp(0, group)

@@ -30,8 +30,8 @@ def _save(group: Backend, path: Path) -> list[float]:
     return _draw()
 
 
-def test_each_rank_goes_on_with_its_own(tmp_path: Path) -> None:
-    """What is drawn after a load is what was drawn after the save."""
+def test_each_rank_continues_its_own_random_numbers(tmp_path: Path) -> None:
+    """Random numbers after a load equal those after the save."""
     expected = run_ranks(_save, 2, tmp_path, backend="native")
 
     def load(group: Backend) -> list[float]:
@@ -43,7 +43,7 @@ def test_each_rank_goes_on_with_its_own(tmp_path: Path) -> None:
 
 
 def test_another_number_of_ranks(tmp_path: Path) -> None:
-    """It is an error that says what to do, or the program says what each rank has."""
+    """Loading is an error with advice, unless the program supplies each rank's state."""
     expected = run_ranks(_save, 2, tmp_path, backend="native")
 
     def load(group: Backend) -> list[float]:

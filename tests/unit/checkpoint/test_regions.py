@@ -1,4 +1,4 @@
-"""Boxes of what ranks have: together every element once, and each with the right memory."""
+"""Boxes of ranks' shards: together every element once, and each with the right memory."""
 
 import itertools
 from math import prod
@@ -52,7 +52,7 @@ def assert_views(part, whole, memory):
 
 
 def count_elements(parts, shape):
-    """How many of the parts have each element."""
+    """Return the number of shards that have each element."""
     counts = torch.zeros(shape, dtype=torch.int64)
     for part in parts:
         for box, _ in part.boxes:
@@ -61,14 +61,14 @@ def count_elements(parts, shape):
 
 
 def copies_of(mesh_shape, placements):
-    """How many ranks have each element."""
+    """Return the number of ranks that have each element."""
     return prod(n for n, one in zip(mesh_shape, placements, strict=True) if isinstance(one, Replicate))
 
 
 @settings(max_examples=150, deadline=None)
 @given(layouts())
-def test_boxes_of_ranks_are_the_whole(case):
-    """For any placements, blocks and nesting, also with uneven and empty parts."""
+def test_boxes_of_ranks_cover_the_tensor(case):
+    """For any placements, blocks and nesting, also with uneven and empty shards."""
     shape, mesh_shape, placements = case
     whole = torch.arange(prod(shape)).reshape(shape)
     tensors = distributed(whole, mesh_shape, placements)
@@ -83,8 +83,8 @@ def test_boxes_of_ranks_are_the_whole(case):
 
 @settings(max_examples=150, deadline=None)
 @given(layouts(), st.data())
-def test_flat_pieces_are_what_they_are_of(case, data):
-    """FSDP's pieces of each rank's part of a distributed tensor, cut at any places."""
+def test_flat_shards_are_parts_of_their_tensor(case, data):
+    """FSDP's flat shards of each rank's local tensor, cut anywhere."""
     shape, mesh_shape, placements = case
     whole = torch.arange(prod(shape)).reshape(shape)
     parts = []
@@ -107,8 +107,8 @@ def test_flat_pieces_are_what_they_are_of(case, data):
 
 @settings(max_examples=100, deadline=None)
 @given(st.lists(st.integers(0, 5), max_size=4), st.data())
-def test_flat_pieces_of_plain_tensors(sizes, data):
-    """A range in row-major order is at most two boxes for each dim but the last, and one more, in its order."""
+def test_flat_shards_of_plain_tensors(sizes, data):
+    """A row-major range is at most two boxes for each dim but the last, and one more, in order."""
     whole = torch.arange(prod(sizes)).reshape(sizes)
     start = data.draw(st.integers(0, whole.numel()))
     stop = data.draw(st.integers(start, whole.numel()))
@@ -122,8 +122,8 @@ def test_flat_pieces_of_plain_tensors(sizes, data):
 
 @settings(max_examples=100, deadline=None)
 @given(st.lists(st.tuples(st.integers(0, 4), st.integers(0, 4), st.integers(0, 4), st.integers(0, 4)), max_size=3))
-def test_what_two_boxes_have_in_common(sides):
-    """As the elements say."""
+def test_the_intersection_of_two_boxes(sides):
+    """It has the elements that both boxes have."""
     one = Box(tuple(a for a, _, _, _ in sides), tuple(n for _, n, _, _ in sides))
     other = Box(tuple(b for _, _, b, _ in sides), tuple(m for _, _, _, m in sides))
     marks = [torch.zeros([8] * len(sides), dtype=torch.bool) for _ in range(2)]
@@ -141,7 +141,7 @@ def test_what_two_boxes_have_in_common(sides):
 
 
 def test_a_plain_tensor_is_one_box():
-    """Of any shape, also without dims or elements, and its gradient's graph is left out."""
+    """Of any shape, also without dims or elements, detached from its graph."""
     for shape in [(), (0,), (3, 0, 2), (2, 3)]:
         tensor = torch.ones(shape, requires_grad=True)
         part = local_shard(tensor)

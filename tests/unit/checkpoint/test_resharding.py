@@ -52,8 +52,8 @@ def test_same_state(sharded, tmp_path, num_ranks, dim):
                 assert sizes_along(tensor, dim) == [size for size in sizes if size]
 
 
-def test_dims_that_suit(tmp_path):
-    """The first dim that all ranks get the same of; or else the longest; scalars and empty ones stay whole."""
+def test_default_dims(tmp_path):
+    """The first dim that divides evenly, or else the longest; scalars and empty tensors stay whole."""
     state = {
         "even": torch.ones(3, 4, 8),
         "odd": torch.ones(3, 5),
@@ -75,7 +75,7 @@ def test_dims_that_suit(tmp_path):
 
 
 def test_dims_of_a_function(tmp_path):
-    """The caller may say it for each tensor, and is told of what can't be."""
+    """The caller may choose the dim of each tensor; an impossible choice is an error."""
     path = save_whole(tmp_path / "c")
 
     def choose(key, shape):
@@ -92,7 +92,7 @@ def test_dims_of_a_function(tmp_path):
 
 
 def test_whole_tensors_are_a_hugging_face_folder(sharded, tmp_path):
-    """One rank's files are tensors by their names, with an index, for whoever knows safetensors."""
+    """One rank's files are tensors by name, with an index, for readers of safetensors."""
     reshard(sharded, tmp_path / "new", num_ranks=1)
     assert (tmp_path / "new" / "model.safetensors.index.json").exists()
     (path,) = (tmp_path / "new").glob("*.safetensors")
@@ -135,7 +135,7 @@ def test_loading(sharded, tmp_path, num_ranks):
 
 
 def test_blocks_have_their_hashes(tmp_path):
-    """Shards longer than a block, whose edges are nowhere near those of what was read."""
+    """Shards longer than a block, with edges unrelated to those of the source."""
     tensor = torch.arange(5 * 700_001, dtype=torch.int64).reshape(5, 700_001)
     path = save_whole(tmp_path / "c", {"a": tensor})
     told = []
@@ -180,7 +180,7 @@ def names_in(path):
 
 
 def test_damage(tmp_path):
-    """What is damaged isn't written anew; what was at the new place stays, and nothing else."""
+    """Damaged data isn't rewritten; the target folder stays unchanged."""
     path = save_whole(tmp_path / "c")
     (file,) = path.glob("*.safetensors")
     flip(file, file.stat().st_size - 1)
@@ -225,7 +225,7 @@ def test_full_disk(sharded, tmp_path, monkeypatch):
     ],
 )
 def test_wrong_arguments(tmp_path, arguments, error, message):
-    """They are told before anything is read."""
+    """Wrong arguments are refused before anything is read."""
     with pytest.raises(error, match=message):
         reshard(tmp_path / "nowhere", tmp_path / "new", **arguments)
 

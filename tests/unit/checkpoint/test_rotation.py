@@ -1,4 +1,4 @@
-"""What keep_last must not remove, and what is left of a removal that was interrupted."""
+"""Checkpoints that keep_last must not remove, and the leftovers of an interrupted removal."""
 
 from __future__ import annotations
 
@@ -34,8 +34,8 @@ def _names(folder: Path) -> list[str]:
     return sorted(path.name for path in folder.iterdir())
 
 
-def test_a_link_is_no_checkpoint_of_its_own(tmp_path: Path) -> None:
-    """What a link called "latest" leads to is not removed as one more old checkpoint."""
+def test_a_link_does_not_count_as_a_checkpoint(tmp_path: Path) -> None:
+    """The target of a link called "latest" is not removed as one more old checkpoint."""
     _save(tmp_path / "step-1")
     (tmp_path / "latest").symlink_to(tmp_path / "step-1")
     _save(tmp_path / "step-1", keep_last=1)
@@ -44,8 +44,8 @@ def test_a_link_is_no_checkpoint_of_its_own(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("keep_last", [1, 2])
-def test_what_was_just_saved_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, keep_last: int) -> None:
-    """Also where the clock is behind that of the host that saved the others."""
+def test_the_new_checkpoint_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, keep_last: int) -> None:
+    """Also if the clock is behind that of the host that saved the others."""
     for step in (1, 2):
         _save(tmp_path / f"step-{step}")
     now = time.time_ns
@@ -91,18 +91,18 @@ def test_an_interrupted_removal_is_saved_over(tmp_path: Path, monkeypatch: pytes
     assert find_latest(tmp_path) == str(tmp_path / "step-1")
 
 
-def test_what_is_no_folder_of_checkpoints(tmp_path: Path) -> None:
-    """A file where a folder is expected is an error of checkpoints; where nothing is, there are none."""
+def test_files_and_missing_folders_in_place_of_a_folder(tmp_path: Path) -> None:
+    """A file in place of a folder is an error; a missing folder has no checkpoints."""
     (tmp_path / "file").write_text("")
     for find in (find_latest, list_checkpoints):
-        with pytest.raises(DistCheckpointError, match="can't be looked through"):
+        with pytest.raises(DistCheckpointError, match="can't be searched"):
             find(tmp_path / "file")
     assert find_latest(tmp_path / "nothing") is None
 
 
 @pytest.mark.parametrize("time_ns", [-5, 0, 32_503_680_000 * 10**9, (1 << 63) - 1, 1 << 63])
 def test_clocks_that_were_never_set(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, time_ns: int) -> None:
-    """What is saved by a clock that is wrong by centuries can be loaded, and is the newest until the next save."""
+    """A checkpoint saved with a clock wrong by centuries can be loaded, and is the newest until the next save."""
     with monkeypatch.context() as patch:
         for step, clock in enumerate((None, lambda: time_ns, None), 1):
             patch.undo() if clock is None else patch.setattr(time, "time_ns", clock)
@@ -114,7 +114,7 @@ def test_clocks_that_were_never_set(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 @pytest.mark.parametrize("scheme", ["", "memory://the-order-of-"])
 @pytest.mark.parametrize("drift_seconds", [-86400, -1, 86400])
 def test_the_order_of_saves(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, scheme: str, drift_seconds: int) -> None:
-    """What was saved last is the newest, and stays, though a clock was put back between saves, or two jobs' differ."""
+    """The last checkpoint saved is the newest, and stays, though a clock was set back, or two jobs' clocks differ."""
     folder = f"{scheme}{drift_seconds}" if scheme else str(tmp_path)
     now = time.time_ns
     for step in range(1, 6):
@@ -130,8 +130,8 @@ def test_the_order_of_saves(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, sch
     assert find_latest(folder) == f"{folder}/other"
 
 
-def test_times_that_no_clock_has(tmp_path: Path) -> None:
-    """A damaged manifest beside, or one of a time at the end of all, doesn't spoil what is saved."""
+def test_invalid_commit_times(tmp_path: Path) -> None:
+    """A damaged manifest beside, or one with the last valid time, doesn't spoil a save."""
     _save(tmp_path / "one")
     for number, time_ns in enumerate((1 << 63, (1 << 63) - 1, 10**19, 0)):
         _save(tmp_path / f"damaged {number}")
@@ -144,7 +144,7 @@ def test_times_that_no_clock_has(tmp_path: Path) -> None:
 
 
 def test_a_checkpoint_that_was_saved_again_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What another job has saved to an old one's folder meanwhile is not removed as old."""
+    """A checkpoint that another job has meanwhile saved to an old one's folder is not removed as old."""
     for step in (1, 2):
         _save(tmp_path / f"step-{step}")
     remove = retention._remove
@@ -163,7 +163,7 @@ def test_a_checkpoint_that_was_saved_again_stays(tmp_path: Path, monkeypatch: py
 def test_two_jobs_remove_one_checkpoint(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, moment: str
 ) -> None:
-    """Who finds that another job has removed an old checkpoint, or does so now, complains of nothing."""
+    """A job logs nothing if another job has removed an old checkpoint, or is removing it."""
     _save(tmp_path / "one")
     exclusive = LocalStorage.exclusive
 

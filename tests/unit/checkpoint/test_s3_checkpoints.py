@@ -117,7 +117,7 @@ def test_ranks_save_and_others_load(server, url, folder, backend):
 
 
 def test_a_save_replaces_the_one_before(server, url, folder):
-    """Its objects only are there afterwards; also what an unsharded one has for other tools."""
+    """Only its objects are there afterwards; also an unsharded checkpoint's index for other tools."""
     save(server, url, 1)
     before = set(server.objects(folder))
     save(server, url, 2, world_size=1, shape=(10,))
@@ -132,7 +132,7 @@ def test_a_save_replaces_the_one_before(server, url, folder):
 
 
 def test_only_what_is_needed_is_read(server, url):
-    """Of 12 MB, the third that a rank has."""
+    """A rank reads its third of 12 MB."""
     shape = (3000, 1000)
     save(server, url, 1, world_size=1, shape=shape)
     with server.watching(lambda request: request.method == "GET" and request.is_of_tensors) as reads:
@@ -212,8 +212,8 @@ def test_a_manifest_that_has_arrived_is_a_success(server, url):
     check_seed(server, url, 2)
 
 
-def test_what_fails_after_the_commit_is_a_warning(server, url, folder, caplog):
-    """The checkpoint is saved; what of the one before could not be removed goes next time."""
+def test_failures_after_the_commit_are_warnings(server, url, folder, caplog):
+    """The checkpoint is saved; remaining files of the previous one are removed next time."""
     save(server, url, 1)
     with server.refusing(lambda request: request.method == "DELETE"):
         assert save(server, url, 2) == [None] * NUM_RANKS
@@ -224,8 +224,8 @@ def test_what_fails_after_the_commit_is_a_warning(server, url, folder, caplog):
 
 
 @pytest.mark.parametrize("change", [{"key": "another"}, {"endpoint_url": "http://127.0.0.1:9"}])
-def test_no_way_in(server, url, folder, change):
-    """Wrong credentials, and no server: all ranks say it, saving and loading."""
+def test_credentials_that_are_refused(server, url, folder, change):
+    """Wrong credentials, and a missing server, are errors on all ranks, in saves and loads."""
     save(server, url, 1)
     before = server.objects(folder)
     options = {**server.options, **change}
@@ -244,7 +244,7 @@ def test_no_way_in(server, url, folder, change):
 
 
 def test_no_bucket(server):
-    """It is not made, and all ranks say that it isn't there."""
+    """A missing bucket is not created, and is an error on all ranks."""
     url = "s3://chekpoints/run"
     check_failed(save(server, url, 1), "could not plan a checkpoint", "no bucket 'chekpoints': make it first")
 
@@ -376,7 +376,7 @@ checkpointer.save_async(state, 3)
 
 
 def test_a_program_that_ends_before_its_saves(server):
-    """They are committed and rotated all the same; one that fails is told on standard error."""
+    """The saves are committed and rotated all the same; a failure is logged to standard error."""
     parent = f"s3://{s3_server.BUCKET}/ended"
     options = server.options | {"config_kwargs": dict(server.options["config_kwargs"])}
     command = [sys.executable, "-c", _ENDS_BEFORE_ITS_SAVES, parent, repr(options)]

@@ -1,4 +1,4 @@
-"""What is saved comes back, bit for bit, on any ranks and placements, by the bytes that it needs only."""
+"""Saved states come back bit for bit, on any ranks and placements, and only the needed bytes are read."""
 
 import json
 import os
@@ -59,8 +59,8 @@ def saved(tmp_path_factory):
 
 @pytest.mark.parametrize("loading", WORLD_SIZES)
 @pytest.mark.parametrize("saving", WORLD_SIZES)
-def test_any_ranks_and_placements(saved, saving, loading):
-    """From p ranks to q, of one and two axes, in blocks, copied, uneven and empty: each rank has its part's bits."""
+def test_round_trips_between_any_ranks_and_placements(saved, saving, loading):
+    """From p ranks to q, one and two axes, blocked, replicated, uneven and empty: each rank has its shard's bits."""
 
     def program(group):
         loaded = load_distributed(saved[saving], {"divided": None})["divided"]
@@ -89,8 +89,8 @@ def test_any_ranks_and_placements(saved, saving, loading):
     run_ranks(program, loading)
 
 
-def test_flat_pieces(tmp_path):
-    """What FSDP divides flat, over ranks that divide it in other ways when it is loaded."""
+def test_flat_shards_of_fsdp(tmp_path):
+    """FSDP's flat shards, loaded by ranks with another sharding."""
     whole = random_bits((6, 5, 3), torch.float32)
 
     def piece_of(group, cuts):
@@ -152,7 +152,7 @@ def test_each_dtype(tmp_path, dtype):
 
 
 def test_views(tmp_path):
-    """What doesn't lie row by row in memory is saved and filled as what it is."""
+    """Tensors that aren't contiguous are saved and filled correctly."""
     base = random_bits((6, 4), torch.complex64, 3)
     views = {
         "transposed": base.t(),
@@ -215,8 +215,8 @@ def test_inference_tensors(tmp_path):
     assert torch.equal(loaded["x"], made)
 
 
-def test_partial_tensors_are_folded(tmp_path):
-    """Their sum is saved, and they can't be loaded into."""
+def test_partial_tensors_are_reduced(tmp_path):
+    """The sum is saved, and partial tensors are refused as targets."""
 
     def program(group):
         mesh = DeviceMesh(group, (group.world_size,))
@@ -251,8 +251,8 @@ def test_replicated_tensors_are_written_once(tmp_path):
     assert len(names) == len(set(names)) == len(state) + 2
 
 
-def test_copies_that_differ(tmp_path):
-    """On all ranks an error that names the tensor and the ranks; unless nobody asked to compare them."""
+def test_replicas_that_differ_are_an_error(tmp_path):
+    """An error on all ranks names the tensor and the ranks, unless check_replicas is off."""
     mine = torch.zeros(3, 4)
 
     def program(group):
@@ -278,8 +278,8 @@ def test_copies_that_differ(tmp_path):
     run_ranks(program, 4)
 
 
-def test_parts_that_are_not_the_whole(tmp_path):
-    """Ranks that divide a tensor along other dims have as many elements as it has, and not each."""
+def test_shards_must_cover_the_tensor(tmp_path):
+    """Ranks that shard a tensor along different dims have as many elements as it has, but not each."""
 
     def program(group):
         mesh = DeviceMesh(group, (2,))
@@ -332,8 +332,8 @@ def test_files_are_split(tmp_path, limit):
 
 
 @pytest.mark.parametrize("limit", [0, -1, True, 1.5, "1", None])
-def test_limits_that_are_none(tmp_path, limit):
-    """They are refused on all ranks."""
+def test_invalid_limits_are_refused(tmp_path, limit):
+    """Invalid limits are refused on all ranks."""
 
     def program(group):
         with pytest.raises((TypeError, ValueError), match="max_file_bytes"):
@@ -344,7 +344,7 @@ def test_limits_that_are_none(tmp_path, limit):
 
 
 def test_unsharded_tensors_are_a_folder_of_hugging_face(tmp_path):
-    """Its index says in which file each tensor is, and how large all are; sharded ones have none."""
+    """Its index names each tensor's file, and the total size; sharded checkpoints have none."""
     model = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.Linear(4, 5))
 
     def program(group):
@@ -367,8 +367,8 @@ def test_unsharded_tensors_are_a_folder_of_hugging_face(tmp_path):
     assert not (tmp_path / "model.safetensors.index.json").exists()
 
 
-def test_saving_again_leaves_nothing_of_before(tmp_path):
-    """Files, index and all, whatever number of files there were."""
+def test_saving_again_removes_the_previous_files(tmp_path):
+    """All files and the index, whatever their number."""
     for number in (5, 1, 3):
         state = {str(place): torch.full((3,), 1.0 * number) for place in range(number)}
         save_distributed(state, tmp_path, max_file_bytes=1)
@@ -377,8 +377,8 @@ def test_saving_again_leaves_nothing_of_before(tmp_path):
         assert load_distributed(tmp_path).keys() == state.keys()
 
 
-def test_a_folder_of_something_else_is_left_alone(tmp_path):
-    """A save to a folder that has somebody's tensors is refused; what else is there stays."""
+def test_a_folder_of_another_program_is_left_alone(tmp_path):
+    """A save to a folder with foreign tensors is refused; other files stay."""
     (tmp_path / "model.safetensors").write_bytes(b"somebody's")
     (tmp_path / "notes.txt").write_text("mine")
     with pytest.raises(DistCheckpointError, match=r"model.safetensors.*folder of its own"):
@@ -392,7 +392,7 @@ def test_a_folder_of_something_else_is_left_alone(tmp_path):
 
 @pytest.fixture
 def reads(monkeypatch):
-    """What is read: name of the file, first byte, number of bytes."""
+    """Recorded reads: file name, first byte, number of bytes."""
     found = []
     read = LocalStorage.read
 
@@ -434,7 +434,7 @@ def test_only_the_bytes_that_are_needed(tmp_path, reads):
 
 
 def test_columns_read_no_other_shards(tmp_path, reads):
-    """Of a tensor divided along columns, ranks read the files that have theirs."""
+    """Ranks of a column-sharded tensor read only the files with their columns."""
     whole = torch.arange(64.0).reshape(8, 8)
 
     def saving(group):
@@ -465,8 +465,8 @@ def test_a_part_of_the_state_reads_nothing_else(tmp_path, reads):
     assert reads == []
 
 
-def test_what_is_read_is_closed(tmp_path):
-    """Also after an error no file stays open."""
+def test_files_are_closed_after_reading(tmp_path):
+    """No file stays open, also after an error."""
     save_distributed({"a": torch.ones(100)}, tmp_path)
     before = len(list(Path("/proc/self/fd").iterdir()))
     load_distributed(tmp_path)
@@ -511,7 +511,7 @@ def test_each_byte_of_a_file_is_checked(tmp_path):
 
 
 def test_damage_is_known_on_all_ranks(tmp_path):
-    """Those that have read nothing of the damaged file raise too, with the same words."""
+    """Ranks that read nothing of the damaged file raise too, with the same message."""
     state = {"a": torch.ones(8), "b": torch.zeros(8)}
     save_distributed(state, tmp_path)
     path = files_of(tmp_path)[0]
@@ -525,8 +525,8 @@ def test_damage_is_known_on_all_ranks(tmp_path):
     assert len(set(run_ranks(program, 2))) == 1
 
 
-def test_parts_of_ranks_are_found_as_they_were_made(tmp_path):
-    """The placement in the manifest is in words that a reader knows."""
+def test_placements_are_described_in_words(tmp_path):
+    """The manifest describes placements for people."""
 
     def program(group):
         tensor = divide(torch.ones(4, 4), DeviceMesh(group, (2, 2), ("a", "b")), [Shard(1), Replicate()])
@@ -540,7 +540,7 @@ def test_parts_of_ranks_are_found_as_they_were_made(tmp_path):
 
 
 def test_a_path_that_is_not_utf_8(tmp_path):
-    """It is a path like others, and is in the errors that other ranks raise."""
+    """It works like other paths, and appears in other ranks' errors."""
     path = Path(os.fsdecode(os.fsencode(tmp_path) + b"/caf\xe9"))
 
     def body(group):

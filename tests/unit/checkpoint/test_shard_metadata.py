@@ -19,7 +19,7 @@ WHOLE = torch.arange(35.0).reshape(7, 5)
 
 
 def shards(sizes, dim=0):
-    """How WHOLE is divided, as a state has it nested."""
+    """The sharding of WHOLE, nested in a state."""
     spec = TensorShardSpec(full_shape=(7, 5), shard_dim=dim, shard_sizes=sizes)
     return ShardMetadata(num_ranks=len(sizes), tensor_specs={"model.w": spec})
 
@@ -92,7 +92,7 @@ def test_wrong_metadata(tmp_path):
         TensorShardSpec(full_shape=(7, -5), shard_dim=0, shard_sizes=[7])
     with pytest.raises(ValueError, match="for 2 ranks, and the group has 1"):
         save_distributed({"model": {"w": WHOLE}}, tmp_path, shards=shards([3, 4]))
-    with pytest.raises(ValueError, match=r"'model\.w': it has shape \(2, 5\) on rank 0, where shards says \(7, 5\)"):
+    with pytest.raises(ValueError, match=r"'model\.w': it has shape \(2, 5\) on rank 0, where shards has \(7, 5\)"):
         save_distributed({"model": {"w": WHOLE[:2]}}, tmp_path, shards=shards([7]))
     with pytest.raises(DistCheckpointError, match="is missing"):
         DistributedCheckpoint(tmp_path)
@@ -121,7 +121,7 @@ def test_flat_shards_of_several_dims(tmp_path):
 
 @pytest.mark.parametrize("num_ranks", [1, 2, 3, 8])
 def test_this_ranks_part_without_a_target(tmp_path, num_ranks):
-    """What a checkpoint says of its shards gives each of any number of ranks its part of all tensors."""
+    """A checkpoint's shard metadata gives each of any number of ranks its shards of all tensors."""
 
     def save(group):
         state = {"model": {"w": WHOLE.split([4, 3])[group.rank], "same": torch.ones(2)}, "step": 3}

@@ -23,7 +23,7 @@ class _Extra(torch.nn.Module):
         self.extra = extra
 
     def get_extra_state(self) -> Any:
-        """What state dicts have of it."""
+        """The extra state in state dicts."""
         return self.extra
 
     def set_extra_state(self, state: Any) -> None:
@@ -43,7 +43,7 @@ class _Extra(torch.nn.Module):
     ],
 )
 def test_extra_state(tmp_path: Path, saved: Any, fresh: Any) -> None:
-    """It comes as it was saved, whatever a fresh module has in its place."""
+    """It is loaded as it was saved, whatever a fresh module has."""
     save_distributed({"model": _Extra(saved)}, tmp_path)
     model = _Extra(fresh)
     load_distributed(tmp_path, {"model": model})
@@ -54,7 +54,7 @@ def test_extra_state(tmp_path: Path, saved: Any, fresh: Any) -> None:
 
 
 def test_extra_state_that_was_not_saved(tmp_path: Path) -> None:
-    """It is missed; without strict it stays."""
+    """It is reported as missing; without strict it stays."""
     model = _Extra([1])
     save_distributed({"model": {"linear.weight": torch.ones(2, 2), "linear.bias": torch.ones(2)}}, tmp_path)
     with pytest.raises(DistCheckpointError, match="_extra_state"):
@@ -65,7 +65,7 @@ def test_extra_state_that_was_not_saved(tmp_path: Path) -> None:
 
 
 def test_counters(tmp_path: Path) -> None:
-    """They stay counters, with their keys and numbers."""
+    """Counters stay counters, with their keys and counts."""
     counter = Counter({3: 2, "a": 1, (1, 2): 5})
     save_distributed({"counter": counter}, tmp_path)
     for into in ({"counter": None}, {"counter": Counter()}):
@@ -99,8 +99,8 @@ def test_schedulers_in_sequence(tmp_path: Path) -> None:
     assert rates[:8] == rates[8:]
 
 
-def test_state_of_the_optimizer_as_a_whole() -> None:
-    """What is under no parameter is refused rather than lost."""
+def test_optimizer_state_of_no_parameter_is_refused() -> None:
+    """State that belongs to no parameter is refused rather than lost."""
     model = torch.nn.Linear(2, 2)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     optimizer.state["seen"]["steps"] = 3  # type: ignore[index] # torch takes it all the same
@@ -109,8 +109,8 @@ def test_state_of_the_optimizer_as_a_whole() -> None:
 
 
 @pytest.mark.parametrize("options", [{"capturable": True}, {"capturable": False}])
-def test_numbers_are_where_the_optimizer_wants_them(options: dict[str, bool]) -> None:
-    """Fused and capturable optimizers have their step on the parameters' device, and in what dtype it was saved."""
+def test_scalar_state_is_on_the_optimizers_device(options: dict[str, bool]) -> None:
+    """Fused and capturable optimizers have their step on the parameters' device, in the saved dtype."""
     model = torch.nn.Linear(2, 2).to(torch.bfloat16)
     optimizer = torch.optim.Adam(model.parameters())
     model(torch.ones(1, 2, dtype=torch.bfloat16)).sum().backward()
@@ -128,8 +128,8 @@ def test_numbers_are_where_the_optimizer_wants_them(options: dict[str, bool]) ->
         assert (entries["exp_avg_sq"].device.type, entries["exp_avg_sq"].dtype) == ("meta", torch.bfloat16)
 
 
-def test_an_optimizer_without_names_is_no_place_to_load_into(tmp_path: Path) -> None:
-    """Its parameters may be others than those of the same numbers that were saved."""
+def test_a_plain_optimizer_is_refused_as_a_target(tmp_path: Path) -> None:
+    """Its parameters may be others than those with the same indices that were saved."""
     model = torch.nn.Linear(2, 2)
     optimizer = torch.optim.Adam(model.parameters())
     save_distributed({"optimizer": OptimizerState(model, optimizer)}, tmp_path)
@@ -137,8 +137,8 @@ def test_an_optimizer_without_names_is_no_place_to_load_into(tmp_path: Path) -> 
         load_distributed(tmp_path, {"optimizer": optimizer})
 
 
-def test_what_was_saved_fits_itself(tmp_path: Path) -> None:
-    """A state loads into itself, whatever containers it has."""
+def test_a_saved_state_fits_itself(tmp_path: Path) -> None:
+    """A state loads into itself, with any containers."""
     state = {"shape": torch.Size([2, 3]), "tuple": (1, [2]), "set": {1}, "counter": Counter("aa"), "bytes": b"x"}
     save_distributed(state, tmp_path)
     assert load_distributed(tmp_path, state) == state
@@ -147,6 +147,6 @@ def test_what_was_saved_fits_itself(tmp_path: Path) -> None:
 def test_a_list_of_another_length(tmp_path: Path) -> None:
     """The message says how to take it as it is."""
     save_distributed({"losses": [1.0, 2.0]}, tmp_path)
-    with pytest.raises(DistCheckpointError, match="None in its place"):
+    with pytest.raises(DistCheckpointError, match="put None there"):
         load_distributed(tmp_path, {"losses": [0.0]})
     assert load_distributed(tmp_path, {"losses": None})["losses"] == [1.0, 2.0]

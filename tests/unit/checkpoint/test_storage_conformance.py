@@ -1,4 +1,4 @@
-"""What saving and loading need of a storage, on every storage."""
+"""The conformance suite of `Storage`, on every storage."""
 
 import errno
 import itertools
@@ -119,8 +119,8 @@ def test_published_files_are_as_they_were_written(reopen):
         storage.close()
 
 
-def test_what_is_written_may_change_afterwards(storage):
-    """`write` has taken the bytes when it returns."""
+def test_written_memory_may_change_afterwards(storage):
+    """`write` has copied the bytes when it returns."""
     storage.begin(SAVE)
     memory = bytearray(b"before")
     writer = storage.create(SAVE, name_of(SAVE), len(memory))
@@ -171,7 +171,7 @@ def test_a_discarded_file_leaves_nothing(storage, num_bytes, is_closed):
 
 
 def test_a_discarded_save_leaves_what_was_there(reopen):
-    """Its files are gone, of all ranks; other files, and other saves, stay."""
+    """The files of all ranks are gone; other files, and other saves, stay."""
     first, second = reopen(), reopen()
     first.begin(OTHER)
     write(first, b"old", save_id=OTHER)
@@ -191,7 +191,7 @@ def test_a_discarded_save_leaves_what_was_there(reopen):
 
 
 def test_nothing_that_is_committed_is_discarded(reopen):
-    """Whoever asks, and whether they know it or not: a rank may see the group fail after the commit."""
+    """Whichever rank discards, knowingly or not: a rank may see the group fail after the commit."""
     first, second = reopen(), reopen()
     first.begin(SAVE)
     write(second, b"elements")
@@ -206,7 +206,7 @@ def test_nothing_that_is_committed_is_discarded(reopen):
 
 
 def test_folders_in_the_folder_are_told_apart(reopen, storage):
-    """Those of checkpoints beside each other; a folder that has something is not removed."""
+    """Folders of checkpoints beside each other; a folder that is not empty is not removed."""
     assert storage.list_folders() == []
     storage.begin(SAVE)
     storage.put("metadata.json", b"{}")
@@ -227,7 +227,7 @@ def test_folders_in_the_folder_are_told_apart(reopen, storage):
 
 
 def test_the_folder_of_a_discarded_save_goes_if_it_was_made_for_it(reopen, storage):
-    """Where there are folders; one that was there stays."""
+    """On storages with folders; an existing folder stays."""
     storage.begin(SAVE)
     inner = inside(storage, "step-1")
     inner.begin(SAVE)
@@ -265,14 +265,14 @@ def test_threads_may_share_a_storage(storage):
 
 
 @pytest.mark.parametrize("path", ["", 3, None, b"bytes"])
-def test_what_is_no_path_is_refused(path):
-    """With the error that Python has for it."""
+def test_invalid_paths_are_refused(path):
+    """With Python's error for such paths."""
     with pytest.raises((TypeError, ValueError), match="path"):
         open_storage(path)
 
 
 def test_local_urls_are_local_folders(tmp_path):
-    """They get what local folders get: renames and syncs."""
+    """Local URLs are handled as local folders: renames and syncs."""
     storage = open_storage(f"file://{tmp_path}/here")
     assert isinstance(storage, LocalStorage)
     assert storage.url == f"{tmp_path}/here"
@@ -300,8 +300,8 @@ def test_urls_that_cannot_be_opened_say_why(monkeypatch, url, kind, text):
         open_storage(url)
 
 
-def test_wrong_options_and_hosts_that_do_not_answer_are_told():
-    """Some file systems connect when they are made; others print_warning about options only later."""
+def test_wrong_options_and_unreachable_hosts_are_errors():
+    """Some file systems connect when they are created; others report wrong options only later."""
 
     class Connecting(fsspec.get_filesystem_class("memory")):
         protocol = "connecting"
@@ -331,8 +331,8 @@ def test_passwords_in_urls_are_refused():
     assert "secret" not in str(caught.value)
 
 
-def test_what_others_list_is_not_what_is_seen(server):
-    """fsspec's own instances keep lists of folders; a checkpoint's storage never answers from them."""
+def test_listings_caches_of_others_are_not_used(server):
+    """fsspec's shared instances cache listings; a checkpoint's storage never answers from them."""
     others = fsspec.filesystem("s3", **server.options)
     folder = f"{s3_server.BUCKET}/listed"
     storage = open_storage(f"s3://{folder}", server.options)
@@ -385,8 +385,8 @@ def test_uploads_of_killed_saves_are_aborted_by_the_next(server):
         storage.remove_leftovers()  # not everybody may list them
 
 
-def test_a_put_whose_answer_is_lost_is_asked_about(server):
-    """It is there, so it has succeeded; if nobody can tell, nothing is removed any more."""
+def test_a_put_whose_response_is_lost_is_checked(server):
+    """The object exists, so the put has succeeded; if that can't be checked, nothing is removed any more."""
     storage = open_storage(f"s3://{s3_server.BUCKET}/lost", server.options)
 
     def is_put(request):
@@ -417,7 +417,7 @@ REFUSALS = {"AccessDenied": PermissionError, "SlowDown": OSError, "InternalError
 
 @pytest.mark.parametrize("code", REFUSALS)
 def test_refusals_are_os_errors(server, code):
-    """Whatever the server says, and whatever is asked; they name the file."""
+    """For every answer of the server and every operation; the errors name the file."""
     storage = open_storage(f"s3://{s3_server.BUCKET}/refused", server.options)
     storage.begin(SAVE)
     write(storage, b"elements")
@@ -450,7 +450,7 @@ def test_connections_that_break_are_os_errors(server, is_severed):
 
 
 def test_missing_credentials_are_an_os_error(server, monkeypatch, tmp_path):
-    """They are looked for when something is asked for first."""
+    """Credentials are looked up at the first request."""
     for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_PROFILE"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("AWS_EC2_METADATA_DISABLED", "true")
@@ -461,8 +461,8 @@ def test_missing_credentials_are_an_os_error(server, monkeypatch, tmp_path):
         storage.list_names()
 
 
-def test_a_bucket_that_is_not_there_is_not_made(server):
-    """A slip of the pen is no new bucket."""
+def test_missing_buckets_are_not_created(server):
+    """A typo does not create a bucket."""
     storage = open_storage("s3://chekpoints/folder", server.options)
     assert storage.list_names() == []
     with pytest.raises(FileNotFoundError, match="no bucket 'chekpoints': make it first"):
@@ -491,8 +491,8 @@ def test_short_answers_are_asked_for_again():
     fs.rm_file("/stingy/x")
 
 
-def test_buffers_of_failed_writes_are_nobodys(tmp_path, monkeypatch):
-    """What one file is filled with never gets into another one, whatever happened before."""
+def test_buffers_of_failed_writes_are_not_shared(tmp_path, monkeypatch):
+    """One file's buffers never get into another file, whatever happened before."""
     data = memoryview(bytes(5 * local_writer._BUFFER_BYTES))
     original = local_writer._write_all
 
@@ -520,7 +520,7 @@ def test_buffers_of_failed_writes_are_nobodys(tmp_path, monkeypatch):
 
 
 def test_a_living_save_keeps_its_files(reopen):
-    """What others remove is never of a save that lives; when it has ended nothing tells of it."""
+    """Other saves never remove files of a live save; after its end no marker is left."""
     living, other = reopen(), reopen()
     living.begin(SAVE)
     write(living, b"elements")
@@ -556,7 +556,7 @@ def test_a_living_save_keeps_its_files(reopen):
     ],
 )
 def test_saves_of_other_processes_in_a_store(mark, is_alive):
-    """Whether they live is told by what their processes have written of themselves, and counts for a day."""
+    """Their markers tell whether they are alive, and count for a day."""
     storage = open_storage("memory://other-processes")
     storage.begin(SAVE)
     write(storage, b"elements")
@@ -570,7 +570,7 @@ def test_saves_of_other_processes_in_a_store(mark, is_alive):
 
 
 def test_a_save_of_another_host_that_is_old(monkeypatch):
-    """It counts as dead when its mark is older than a day."""
+    """The save counts as dead once its marker is older than a day."""
     storage = open_storage("memory://an-old-one")
     storage.begin(SAVE)
     storage._fs.pipe_file(f"{storage._folder}/.saving-{SAVE}", b"another-host pid:[1] 1 1")

@@ -30,8 +30,8 @@ def texts(report):
     return [str(problem) for problem in report.problems]
 
 
-def test_sound_ones(sharded, tmp_path):
-    """Nothing is wrong with what was just saved; all bytes are read, and told as they are."""
+def test_sound_checkpoints_have_no_problems(sharded, tmp_path):
+    """New checkpoints have no problems; all bytes are read and counted."""
     told = []
     report = verify(sharded, progress=lambda done, total: told.append((done, total)))
     size = sum(file.stat().st_size for file in sharded.glob("*.safetensors"))
@@ -43,7 +43,7 @@ def test_sound_ones(sharded, tmp_path):
 
 
 def test_every_byte_counts(tmp_path):
-    """Whatever byte of a checkpoint changes, it is found, and the tensor is named that has it."""
+    """A change of any byte of a checkpoint is found, and its tensor is named."""
     path = save_whole(tmp_path / "c", {"one": torch.arange(5), "two": torch.ones(3)})
     (file,) = path.glob("*.safetensors")
     starts = {key: tensor.shards[0].start for key, tensor in read(path).tensors.items()}
@@ -67,7 +67,7 @@ def read(path):
 
 
 def test_all_problems_at_once(sharded):
-    """A missing file, a short one and a damaged one are all told in one go, with their tensors."""
+    """A missing file, a short one and a damaged one are all reported, with their tensors."""
     first, second, third = sorted(sharded.glob("*.safetensors"))
     first.unlink()
     flip(second, second.stat().st_size - 1)
@@ -79,7 +79,7 @@ def test_all_problems_at_once(sharded):
     assert "hash" in damaged.what
     assert damaged.tensor is not None
     assert "bytes where" in by_file[third.name][0].what
-    assert any("ends before" in problem.what for problem in by_file[third.name])
+    assert any("too short" in problem.what for problem in by_file[third.name])
 
 
 def test_blocks_of_a_large_tensor(tmp_path):
@@ -95,8 +95,8 @@ def test_blocks_of_a_large_tensor(tmp_path):
     ]
 
 
-def test_files_of_others(sharded):
-    """Tensors of something else and what a killed save left are problems; a note is none."""
+def test_foreign_files_are_problems_or_listed(sharded):
+    """Foreign tensors and leftovers of a killed save are problems; a note is none."""
     (sharded / "config.json").write_text("{}")
     (sharded / "model.safetensors").write_bytes(b"")
     (sharded / ".metadata.json.12-34").write_bytes(b"")
@@ -107,41 +107,41 @@ def test_files_of_others(sharded):
 
 
 def test_the_index(sharded, tmp_path):
-    """Hugging Face's index is there for whole tensors, and says the same; nobody else has one."""
+    """Folders of full tensors have Hugging Face's index, which agrees with the manifest; others have none."""
     whole = save_whole(tmp_path / "whole")
     index = whole / "model.safetensors.index.json"
     found = json.loads(index.read_bytes())
     (sharded / index.name).write_bytes(index.read_bytes())
-    assert ["of another checkpoint" in text for text in texts(verify(sharded))] == [True]
+    assert ["belongs to another checkpoint" in text for text in texts(verify(sharded))] == [True]
     found["weight_map"]["model.bias"] = "elsewhere.safetensors"
     index.write_text(json.dumps(found))
-    assert ["doesn't say where" in text for text in texts(verify(whole))] == [True]
+    assert ["doesn't agree with the manifest" in text for text in texts(verify(whole))] == [True]
     index.write_text("{")
     assert ["can't be read" in text for text in texts(verify(whole))] == [True]
     index.unlink()
     assert ["is missing" in text for text in texts(verify(whole))] == [True]
 
 
-def test_headers_that_say_other_things(sharded):
-    """A header of the right hash is compared with what the manifest has of its tensors."""
+def test_headers_that_differ_from_the_manifest_are_problems(sharded):
+    """A header with the right hash is compared with the manifest."""
     change_manifest(sharded, lambda manifest: setattr(manifest.tensors["model.weight"], "dtype", "int32"))
     problems = verify(sharded).problems
     assert {problem.tensor for problem in problems} == {"model.weight"}
     assert all("the header says" in problem.what for problem in problems)
 
 
-def test_trees_that_name_other_tensors(sharded):
-    """The state's tensors and the table of tensors must be the same."""
+def test_trees_must_refer_to_all_tensors(sharded):
+    """The state and the table of tensors must have the same tensors."""
     change_manifest(sharded, lambda manifest: manifest.tree["dict"].pop("model"))
     found = texts(verify(sharded))
-    assert "metadata.json, tensor 'model.bias': is among the tensors, but not in the state" in found
+    assert "metadata.json, tensor 'model.bias': is a tensor that the state doesn't refer to" in found
     change_manifest(sharded, lambda manifest: manifest.tree["dict"].update(more={"tensor": "nowhere"}))
     (problem,) = texts(verify(sharded))
     assert "a state with tensor 'nowhere', of which nothing else is said" in problem
 
 
-def test_bytes_of_nobody_and_of_two(tmp_path):
-    """Readers of safetensors files want each byte to be of one tensor."""
+def test_gaps_and_overlaps_in_files_are_problems(tmp_path):
+    """Readers of safetensors files require that each byte belongs to one tensor."""
     path = save_whole(tmp_path / "c", {"a": torch.ones(4), "b": torch.ones(4)})
 
     def same_place(manifest):
@@ -151,7 +151,7 @@ def test_bytes_of_nobody_and_of_two(tmp_path):
     change_manifest(path, same_place)
     found = texts(verify(path))
     assert any("are of two tensors" in text for text in found)
-    assert any("are of no tensor" in text for text in found)
+    assert any("belong to no tensor" in text for text in found)
 
 
 def test_no_checkpoint(tmp_path):

@@ -12,7 +12,7 @@ from ferrodist.backends.subgroup import SubBackend
 from ferrodist.collectives.engines import reference
 from ferrodist.collectives.reduce_op import ReduceOp, fold
 from ferrodist.testing import run_ranks
-from ferrodist.testing.conformance.collectives.reductions import REDUCTION_CHECKS
+from ferrodist.testing.conformance.collectives import reductions
 from ferrodist.testing.conformance.collectives.suite import COLLECTIVE_CHECKS, check_collectives
 
 if TYPE_CHECKING:
@@ -138,7 +138,7 @@ def test_the_suite_finds_wrong_arithmetic(wrong, monkeypatch: pytest.MonkeyPatch
     """An engine whose arithmetic differs in one rule fails the suite."""
     monkeypatch.setattr(reference, "fold", wrong)
     failed = []
-    for check in REDUCTION_CHECKS:
+    for check in reductions.CHECKS:
         try:
             run_ranks(check, 3, timeout=_TIMEOUT)
         except Exception:

@@ -16,7 +16,7 @@ from ferrodist.backends.native import is_native_available
 from ferrodist.backends.signature import CollectiveSignature
 from ferrodist.backends.tags import Channel, channel_tag
 from ferrodist.collectives import coalescing, objects
-from ferrodist.collectives.tensor_protocol import HEAD_BYTES, TensorHeader
+from ferrodist.collectives.tensor_protocol import HEADER_BYTES, TensorHeader
 from ferrodist.testing import check_leaks, run_ranks
 
 if TYPE_CHECKING:
@@ -126,7 +126,7 @@ def test_heads_of_tensors_that_cannot_be(head: bytes) -> None:
         if group.rank == 0:
             group.send(head, 1, tag=channel_tag(Channel.TENSOR_HEAD, 0))
         else:
-            assert len(head) == HEAD_BYTES
+            assert len(head) == HEADER_BYTES
             with pytest.raises(fd.ProtocolError) as caught:
                 fd.recv(None, None, 0, timeout=5)
             assert caught.value.ranks == (0,)
@@ -217,7 +217,7 @@ def test_bodies_of_refused_tensors_are_not_kept() -> None:
                 with pytest.raises(fd.SizeMismatchError):
                     fd.recv((3,), torch.float32, 0)
         fd.barrier()
-        return group._mailbox.unasked_bytes
+        return group._mailbox._unexpected_bytes
 
     assert run_ranks(on_rank, 2) == [0, 0]
 
@@ -240,14 +240,14 @@ def test_heads_of_tensors_that_no_machine_has_room_for(shape: tuple[int, ...], r
             "recv of a shape": lambda: fd.recv((2,), torch.float32, 0),
             "recv_into": lambda: fd.recv_into(torch.ones(2), 0),
         }
-        with pytest.raises(fd.ProtocolError, match=r"rank 0 .* the head of a tensor that can't be") as caught:
+        with pytest.raises(fd.ProtocolError, match=r"rank 0 .* the header of an impossible tensor") as caught:
             calls[receive]()
         assert caught.value.ranks == (0,)
 
     run_ranks(on_rank, 2)
 
 
-def test_elements_that_are_not_those_of_their_head() -> None:
+def test_payloads_that_do_not_fit_their_header() -> None:
     """A tensor's elements of another size than its head says end the receive at once, and their sender is named."""
 
     def on_rank(group: Backend) -> None:

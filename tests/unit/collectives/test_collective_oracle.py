@@ -15,12 +15,12 @@ from ferrodist.collectives.reduce_op import DTYPES, PremultipliedSum
 from ferrodist.testing import run_ranks
 from ferrodist.testing.conformance.collectives import oracle
 from ferrodist.testing.conformance.collectives.oracle import (
+    check_bits,
+    check_fold,
     defined_reductions,
     elements,
-    expect,
-    factor_of,
-    parts_along,
-    same_bits,
+    rank_factor,
+    split_along,
 )
 
 _DTYPES = st.sampled_from(DTYPES)
@@ -40,19 +40,19 @@ def test_reductions_agree_with_the_oracle(data, dtype, shape, world_size, backen
     seed = data.draw(st.integers(0, 2**16), label="seed")
 
     def on_rank(group):
-        mine_op = fd.premultiplied_sum(factor_of(group.rank)) if isinstance(op, PremultipliedSum) else op
+        mine_op = fd.premultiplied_sum(rank_factor(group.rank)) if isinstance(op, PremultipliedSum) else op
         flat = [elements(dtype, math.prod(shape), rank, seed) for rank in range(world_size)]
         mine = flat[group.rank].view(shape)
         result = fd.allreduce(mine, mine_op)
         assert result.shape == mine.shape
-        expect(group, result, op, flat, "allreduce")
+        check_fold(group, result, op, flat, "allreduce")
         reduced = fd.reduce(mine, root, mine_op)
         if group.rank == root:
-            expect(group, reduced, op, flat, "reduce")
+            check_fold(group, reduced, op, flat, "reduce")
         if dim is not None:
             sizes = fd.compute_shard_sizes(shape[dim], world_size)
-            parts = [parts_along(tensor.view(shape), sizes, dim)[group.rank].reshape(-1) for tensor in flat]
-            expect(group, fd.reduce_scatter(mine, mine_op, dim=dim), op, parts, "reduce_scatter")
+            parts = [split_along(tensor.view(shape), sizes, dim)[group.rank].reshape(-1) for tensor in flat]
+            check_fold(group, fd.reduce_scatter(mine, mine_op, dim=dim), op, parts, "reduce_scatter")
 
     run_ranks(on_rank, world_size, backend=backend)
 
@@ -79,12 +79,12 @@ def test_movement_keeps_bits(data, dtype, world_size, backend) -> None:
         rank = group.rank
         parts = [elements(dtype, rows * row, r).view(rows, *inner) for r, rows in enumerate(sizes)]
         whole = torch.cat(parts)
-        same_bits(fd.all_gather_uneven(parts[rank]), whole, "all_gather_uneven")
+        check_bits(fd.all_gather_uneven(parts[rank]), whole, "all_gather_uneven")
         gathered = fd.gather(parts[rank], root)
         if rank == root:
-            same_bits(gathered, whole, "gather")
+            check_bits(gathered, whole, "gather")
         shards = whole.split(fd.compute_shard_sizes(len(whole), world_size))
-        same_bits(fd.scatter(whole if rank == root else None, root), shards[rank], "scatter")
+        check_bits(fd.scatter(whole if rank == root else None, root), shards[rank], "scatter")
         sent = [
             elements(dtype, sum(counts[r]) * row, r, seed=1).view(-1, *inner)
             if sum(counts[r]) * row
@@ -92,8 +92,8 @@ def test_movement_keeps_bits(data, dtype, world_size, backend) -> None:
             for r in ranks
         ]
         received = fd.all_to_all_single_uneven(sent[rank], counts[rank], [counts[r][rank] for r in ranks])
-        expected = torch.cat([parts_along(sent[r], counts[r])[rank] for r in ranks])
-        same_bits(received, expected, "all_to_all_single_uneven")
+        expected = torch.cat([split_along(sent[r], counts[r])[rank] for r in ranks])
+        check_bits(received, expected, "all_to_all_single_uneven")
 
     run_ranks(on_rank, world_size, backend=backend)
 
@@ -106,25 +106,25 @@ def test_the_oracle_knows_small_floats(dtype: torch.dtype) -> None:
     codes = torch.arange(2 ** (8 * dtype.itemsize), dtype=torch.int32)
     values = codes.to(torch.uint8 if dtype.itemsize == 1 else torch.int16).view(dtype)
     decoded = torch.from_numpy(oracle._decode(values).copy())
-    same_bits(decoded, values.to(torch.float32), f"the values of {dtype}", any_nan=True)
+    check_bits(decoded, values.to(torch.float32), f"the values of {dtype}", any_nan=True)
     generator = torch.Generator().manual_seed(3)
     bits = torch.randint(-(2**31), 2**31 - 1, (500_000,), generator=generator, dtype=torch.int32)
     floats = torch.cat([bits.view(torch.float32), torch.randn(50_000, generator=generator) * 300])
     with np.errstate(all="ignore"):
         encoded = oracle._encode(floats.numpy(), dtype)
-    same_bits(encoded, floats.to(dtype), f"rounding to {dtype}", any_nan=True)
+    check_bits(encoded, floats.to(dtype), f"rounding to {dtype}", any_nan=True)
 
 
 def test_same_bits_tells_zeros_and_nans_apart() -> None:
     """The comparison that everything rests on sees the sign of zero and the payload of NaN."""
     with pytest.raises(AssertionError, match=r"1 of 2 elements differ; element 1 is -0\.0, not 0\.0"):
-        same_bits(torch.tensor([1.0, -0.0]), torch.tensor([1.0, 0.0]), "zeros")
+        check_bits(torch.tensor([1.0, -0.0]), torch.tensor([1.0, 0.0]), "zeros")
     nan = torch.tensor([0x7FC00001, 0x7FC00000], dtype=torch.int32).view(torch.float32)
     with pytest.raises(AssertionError, match="1 of 1 elements differ"):
-        same_bits(nan[:1], nan[1:], "NaN")
-    same_bits(nan[:1], nan[1:], "NaN", any_nan=True)
-    same_bits(torch.complex(nan[:1], nan[1:]), torch.complex(nan[1:], nan[1:]), "complex NaN", any_nan=True)
+        check_bits(nan[:1], nan[1:], "NaN")
+    check_bits(nan[:1], nan[1:], "NaN", any_nan=True)
+    check_bits(torch.complex(nan[:1], nan[1:]), torch.complex(nan[1:], nan[1:]), "complex NaN", any_nan=True)
     with pytest.raises(AssertionError, match="shape"):
-        same_bits(torch.zeros(2, 0), torch.zeros(0, 2), "shapes")
+        check_bits(torch.zeros(2, 0), torch.zeros(0, 2), "shapes")
     with pytest.raises(AssertionError, match=r"torch\.int32 in place of"):
-        same_bits(torch.zeros(2, dtype=torch.int32), torch.zeros(2), "dtypes")
+        check_bits(torch.zeros(2, dtype=torch.int32), torch.zeros(2), "dtypes")

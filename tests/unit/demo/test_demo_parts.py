@@ -1,4 +1,4 @@
-"""The parts of the demo by themselves: options, progress, comparison, plot."""
+"""The demo's options, progress, comparison and plot, each alone."""
 
 import importlib.util
 import io
@@ -78,7 +78,7 @@ def test_wrong_options_are_refused(arguments, text, capsys):
     assert captured.err.count("\n") == 1
 
 
-def test_what_lies_in_the_folder_stops_no_other_command(tmp_path, monkeypatch, capsys):
+def test_only_the_demo_checks_whether_its_plot_can_be_written(tmp_path, monkeypatch, capsys):
     """Only the demo cares whether its plot can be written; it says so before it trains."""
     (tmp_path / "demo.png").mkdir()
     monkeypatch.chdir(tmp_path)
@@ -92,15 +92,15 @@ def test_what_lies_in_the_folder_stops_no_other_command(tmp_path, monkeypatch, c
     assert "other.png can't be written" in capsys.readouterr().err
 
 
-def test_a_rank_takes_ctrl_c_before_it_loads_torch():
-    """What takes long to load comes after the signal's handler, so that Ctrl-C gives no tracebacks."""
+def test_a_rank_handles_ctrl_c_before_it_imports_torch():
+    """Slow imports come after the signal's handler, so that Ctrl-C gives no tracebacks."""
     code = "import sys, ferrodist.demo.worker; sys.exit(any(name in sys.modules for name in ('torch', 'sklearn')))"
     environment = {**os.environ, "PYTHONPATH": str(Path(cli.__file__).parents[2])}
     subprocess.run([sys.executable, "-c", code], env=environment, check=True)
 
 
-def test_a_missing_extra_is_named(monkeypatch, capsys):
-    """Without its packages the demo says which, and what to type."""
+def test_a_missing_extra_is_named_with_its_install_command(monkeypatch, capsys):
+    """The error names the packages and the command."""
     find = importlib.util.find_spec
     hidden = ("sklearn", "rich")
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name in hidden else find(name))
@@ -111,14 +111,14 @@ def test_a_missing_extra_is_named(monkeypatch, capsys):
 
 
 def test_a_failed_run_gives_its_exit_code(monkeypatch, capfd, tmp_path):
-    """What the launcher returned is returned, and nothing is claimed."""
+    """The exit code is the launcher's, and nothing is printed."""
     monkeypatch.setattr(cli, "launch", lambda spec: 7)
     assert run_demo(DemoOptions(plot=tmp_path / "demo.png")) == 7
     assert capfd.readouterr() == ("", "")
     assert not (tmp_path / "demo.png").exists()
 
 
-def test_one_rank_and_two_train_alike():
+def test_one_rank_and_two_train_the_same_model():
     """The loop gives the same weights on any number of ranks, up to rounding, and the same bits on each of them."""
     (alone, _), *_ = run_ranks(lambda group: train(group, num_epochs=1, seed=5, on_progress=lambda state: None), 1)
     results = run_ranks(lambda group: train(group, num_epochs=1, seed=5, on_progress=lambda state: None), 2)
@@ -147,7 +147,7 @@ def test_the_demo_fails_below_97_percent(monkeypatch, capsys, tmp_path):
     assert plot.read_bytes().startswith(b"\x89PNG\r\n\x1a\n")
 
 
-def test_what_a_run_writes_is_read_back(tmp_path):
+def test_results_are_read_back(tmp_path):
     """Weights of each rank and rank 0's record come back as they were."""
     write_history(tmp_path, history())
     for rank in range(2):
@@ -166,7 +166,7 @@ def test_equal_weights_do_not_differ():
 
 
 @pytest.mark.parametrize(("change", "within"), [(2**-22, True), (1e-4, False), (float("nan"), False)])
-def test_a_difference_is_measured(change, within):
+def test_differences_are_compared_with_the_bound(change, within):
     """The largest difference counts, in itself and relative to its tensor; NaN is never within the bound."""
     other = {"a": WEIGHTS["a"], "b": WEIGHTS["b"] + np.float32(change)}
     comparison = compare_weights(WEIGHTS, other, num_steps=10)
@@ -184,8 +184,8 @@ def test_identical_means_bit_for_bit():
     assert not are_identical([zero, {"b": zero["a"]}])
 
 
-def test_progress_comes_through_the_pipe(tmp_path):
-    """What rank 0 tells is shown, in order, also when nobody ever opens the pipe on the other side."""
+def test_progress_passes_through_the_pipe(tmp_path):
+    """Rank 0's reports are shown in order; a pipe that no rank opens does no harm."""
     shown = []
     with ProgressPipe(tmp_path / "pipe", shown.append):
         writer = ProgressWriter(tmp_path / "pipe")
@@ -216,8 +216,8 @@ def test_a_display_that_fails_does_not_stop_rank_0(tmp_path, kind):
         tell()
 
 
-def test_lines_show_epochs():
-    """Where there is no terminal, an epoch is a line and a step is none."""
+def test_without_a_terminal_each_epoch_is_a_line():
+    """Steps are not shown."""
     file = io.StringIO()
     with TrainingDisplay(Console(file=file)) as display:
         display.begin("2 ranks")
@@ -226,7 +226,7 @@ def test_lines_show_epochs():
     assert file.getvalue() == "2 ranks: epoch  1, step 3 of 9, loss 0.1250, test accuracy 50.0%\n"
 
 
-def test_bars_show_steps():
+def test_on_a_terminal_each_run_has_a_bar():
     """On a terminal each run has a bar with its loss, and the accuracy once there is one."""
     file = io.StringIO()
     with TrainingDisplay(Console(file=file, force_terminal=True, width=80)) as display:
@@ -238,7 +238,7 @@ def test_bars_show_steps():
     assert all(part in text for part in ("1 rank", "2 ranks", "9 of 9 steps", "loss 0.1250", "accuracy 50.0%"))
 
 
-def test_the_plot_is_a_picture(tmp_path):
+def test_the_plot_is_a_png_file(tmp_path):
     """Equal and different runs, and runs of one epoch, are drawn without warnings."""
     for several in (history(), history(losses=[2.0, 1.0, 0.6, 0.25]), history(losses=[1.0], accuracies=[0.97])):
         one = history(losses=several.losses[:1], accuracies=[0.97]) if len(several.losses) == 1 else history()

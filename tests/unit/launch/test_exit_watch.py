@@ -34,8 +34,8 @@ def end(process: subprocess.Popen) -> None:
 
 @needs_pidfd
 @pytest.mark.parametrize("order", [(3, 1, 2, 0), (0, 1, 2, 3), (2, 3, 0, 1)])
-def test_order_survives_looking_late(children, order):
-    """All have ended before the first look, and still come in the order of their ends."""
+def test_the_order_of_exits_survives_late_polls(children, order):
+    """All have ended before the first poll, and are still reported in order."""
     watch = ExitWatch()
     for process in children:
         watch.add(process.pid)
@@ -65,7 +65,7 @@ def test_the_descriptor_becomes_readable(children):
 
 
 def test_without_pidfd_every_end_is_seen(children, monkeypatch):
-    """Where the kernel offers no pidfd, polling still finds each end once, without reaping."""
+    """Without pidfds, polling still finds each exit once, without reaping."""
     monkeypatch.setattr(process_watch, "_has_pidfd", lambda: False)
     watch = ExitWatch()
     assert watch.fileno() is None

@@ -91,7 +91,7 @@ def test_the_base_passes_through_and_is_not_changed():
     ("cores", "ranks", "given", "expected"),
     [(8, 2, None, "4"), (8, 3, None, "2"), (2, 4, None, "1"), (8, 2, "", "4"), (8, 2, "7", "7")],
 )
-def test_threads_are_shared_out_unless_set(cores, ranks, given, expected):
+def test_omp_threads_are_shared_unless_set(cores, ranks, given, expected):
     """OMP_NUM_THREADS is an even share of the cores, at least 1, and a user's value wins."""
     base = {} if given is None else {"OMP_NUM_THREADS": given}
     environment = rank_environment(make_spec(nproc_per_node=ranks), ATTEMPT, 0, base=base, cores=cores)
@@ -174,8 +174,8 @@ def test_commands_use_the_launching_interpreter():
         ({"program": "no-such-program", "kind": ProgramKind.EXECUTABLE}, "there is no executable"),
     ],
 )
-def test_what_cannot_be_launched_is_refused(values, message):
-    """A wrong value is refused when the spec is made, with what to give instead."""
+def test_impossible_launches_are_refused(values, message):
+    """A wrong value is refused when the spec is constructed, with advice."""
     with pytest.raises(ValueError, match=message):
         make_spec(**values)
 

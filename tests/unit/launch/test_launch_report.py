@@ -6,7 +6,7 @@ import signal
 
 import pytest
 
-from ferrodist.launch.failure_report import describe_exit, failure_report, name_ranks, stop_report
+from ferrodist.launch.failure_report import describe_exit, failure_report, format_ranks, stop_report
 from ferrodist.launch.process_watch import RankExit
 from ferrodist.launch.worker_group import GroupOutcome
 
@@ -26,7 +26,7 @@ def outcome_of(*exits: RankExit, failure: RankExit | None = None, **values) -> G
 )
 def test_ranks_are_named_in_runs(ranks, text):
     """Ranks are sorted, and neighbours are joined."""
-    assert name_ranks(ranks) == text
+    assert format_ranks(ranks) == text
 
 
 def test_exits_are_described():
@@ -62,20 +62,20 @@ def test_the_whole_report():
     assert outcome.exit_code == 128 + signal.SIGSEGV
 
 
-def test_consequences_are_told_apart():
+def test_secondary_failures_are_listed_separately():
     """Ranks that failed because of the first are told from those that failed after it, and may have ended earlier."""
     first = ended(1, 4, 1.5)
-    outcome = outcome_of(ended(0, 1, 1.25, consequence=True), first, ended(2, 3, 1.75), failure=first)
+    outcome = outcome_of(ended(0, 1, 1.25, is_secondary=True), first, ended(2, 3, 1.75), failure=first)
     assert failure_report(outcome, host="h", attempt=1, max_attempts=1).splitlines()[1:] == [
         "  failed because of it: rank 0 (exit code 1, 0.250 s earlier)",
         "  failed after it: rank 2 (exit code 3, 0.250 s later)",
     ]
 
 
-def test_a_cause_that_is_not_here():
-    """Where the rank that failed first names another as the reason, the report says so, and who was gone by then."""
-    first = ended(0, 1, 1.5, consequence=True)
-    outcome = outcome_of(ended(1, 0, 1.25), first, ended(2, 1, 1.75, consequence=True), failure=first)
+def test_a_cause_on_another_host():
+    """If the first failure names another rank as the reason, the report says so, and which ranks had exited by then."""
+    first = ended(0, 1, 1.5, is_secondary=True)
+    outcome = outcome_of(ended(1, 0, 1.25), first, ended(2, 1, 1.75, is_secondary=True), failure=first)
     assert failure_report(outcome, host="h", attempt=1, max_attempts=1).splitlines()[1:] == [
         "  it failed because of a rank that did not fail here, or had not ended",
         "  ended before it: rank 1 (exit code 0, 0.250 s earlier)",

@@ -7,12 +7,12 @@ import select
 import signal
 import threading
 
-from ferrodist.launch.process_watch import FORWARDED, SignalInbox, signal_name
+from ferrodist.launch.process_watch import FORWARDED_SIGNALS, SignalInbox, signal_name
 
 
 def test_signals_arrive_in_order_and_handlers_come_back():
     """Signals become data while the inbox is open; afterwards everything is as before."""
-    before = {number: signal.getsignal(number) for number in FORWARDED}
+    before = {number: signal.getsignal(number) for number in FORWARDED_SIGNALS}
     previous = signal.signal(signal.SIGUSR1, signal.default_int_handler)
     try:
         with SignalInbox() as inbox:
@@ -25,11 +25,11 @@ def test_signals_arrive_in_order_and_handlers_come_back():
         assert signal.getsignal(signal.SIGUSR1) is signal.default_int_handler
     finally:
         signal.signal(signal.SIGUSR1, previous)
-    assert {number: signal.getsignal(number) for number in FORWARDED} == before
+    assert {number: signal.getsignal(number) for number in FORWARDED_SIGNALS} == before
 
 
 def test_ignored_signals_stay_ignored():
-    """What nohup ignores, the launcher does not take back."""
+    """Signals that nohup ignores stay ignored by the launcher."""
     previous = signal.signal(signal.SIGHUP, signal.SIG_IGN)
     try:
         with SignalInbox() as inbox:

@@ -22,7 +22,7 @@ def mesh_of(rank, world_size, shape, names=None, **options):
     return DeviceMesh(fd.SimulatedBackend.create_group(world_size)[rank], shape, names, **options)
 
 
-def test_ranks_fill_it_row_by_row():
+def test_ranks_are_in_row_major_order():
     mesh = mesh_of(4, 6, (2, 3), ("replicate", "shard"))
     assert (mesh.shape, mesh.axis_names, mesh.ndim, mesh.size) == ((2, 3), ("replicate", "shard"), 2, 6)
     assert mesh.ranks == tuple(range(6))
@@ -37,7 +37,7 @@ def test_ranks_fill_it_row_by_row():
 
 
 @given(st.lists(st.integers(1, 4), min_size=1, max_size=4), st.data())
-def test_every_place_has_one_rank(shape, data):
+def test_each_coordinate_has_one_rank(shape, data):
     size = torch.Size(shape).numel()
     ranks = data.draw(st.permutations(range(size + 2)))[:size]
     mesh = mesh_of(ranks[0], size + 2, shape, ranks=ranks)
@@ -63,7 +63,7 @@ def test_slices_are_meshes_of_their_axes():
     assert mesh.flatten("all").axis_names == ("all",)
 
 
-def test_minus_one_is_what_is_left():
+def test_minus_one_is_inferred():
     assert mesh_of(0, 6, (-1, 2)).shape == (3, 2)
     assert mesh_of(0, 6, (6, -1), ("x", "y")).shape == (6, 1)
 
@@ -80,7 +80,7 @@ def test_equal_meshes():
 
 @pytest.mark.parametrize("backend", ["simulated", "tcp-threads", "native-threads"])
 def test_groups_along_axes(backend):
-    """Each axis's group reduces over that axis; the groups of a mesh of all ranks in order is the group itself."""
+    """Each axis's group reduces over that axis; the group of a mesh of all ranks in order is the parent itself."""
 
     def reduce(group):
         mesh = DeviceMesh(group, (2, 1, 2), ("a", "one", "b"))
@@ -100,7 +100,7 @@ def test_groups_along_axes(backend):
 
 
 def test_groups_are_made_by_their_members_alone():
-    """In another order on each rank, and not at all on ranks that don't ask."""
+    """In another order on each rank, and not at all on ranks that don't use them."""
 
     def reduce(group):
         first = DeviceMesh(group, (2, 2), ("a", "b"))
@@ -115,8 +115,8 @@ def test_groups_are_made_by_their_members_alone():
     assert run_ranks(reduce, 4)[:2] == [[3, 23]] * 2
 
 
-def test_a_rank_outside():
-    """It may describe a mesh, and has no place or group in it."""
+def test_a_rank_outside_of_the_mesh():
+    """It may describe a mesh, and has no coordinate or group in it."""
     mesh = mesh_of(3, 4, (2,), ("x",), ranks=[2, 0])
     assert mesh.coordinate is None
     assert mesh.rank_of((0,)) == 2
@@ -144,30 +144,30 @@ def test_a_rank_outside():
         ((2,), None, {"ranks": [0, 1, 2]}, ValueError, "does not fit 3 ranks"),
     ],
 )
-def test_wrong_meshes(shape, names, options, kind, text):
+def test_invalid_meshes(shape, names, options, kind, text):
     with pytest.raises(kind, match=text):
         mesh_of(0, 4, shape, names, **options)
 
 
-def test_wrong_uses():
+def test_invalid_arguments():
     mesh = mesh_of(0, 4, (2, 2), ("a", "b"))
     for use, kind, text in [
         (lambda: mesh["c"], ValueError, "no axis 'c': this mesh has 'a', 'b'"),
         (lambda: mesh["a", "a"], ValueError, "comes twice"),
         (lambda: mesh[0], TypeError, "names of axes"),
         (lambda: mesh.axis_index(2), ValueError, "no axis 2"),
-        (lambda: mesh.axis_index(True), TypeError, "by its name or its number, not by True"),
-        (lambda: mesh.ranks_along_axis(None), TypeError, "by its name or its number, not by None"),
+        (lambda: mesh.axis_index(True), TypeError, "by its name or its index, not by True"),
+        (lambda: mesh.ranks_along_axis(None), TypeError, "by its name or its index, not by None"),
         (lambda: pickle.dumps(mesh), TypeError, "a DeviceMesh is not pickled"),
         (lambda: mesh.coords(4), InvalidRankError, "rank 4"),
-        (lambda: mesh.rank_of((0, 2)), ValueError, r"no place \(0, 2\)"),
-        (lambda: mesh.rank_of((0,)), ValueError, "no place"),
+        (lambda: mesh.rank_of((0, 2)), ValueError, r"no coordinate \(0, 2\)"),
+        (lambda: mesh.rank_of((0,)), ValueError, "no coordinate"),
     ]:
         with pytest.raises(kind, match=text):
             use()
 
 
-def test_copies_are_the_mesh():
+def test_copies_are_the_mesh_itself():
     """They have its groups, which can't be copied."""
     mesh = mesh_of(0, 4, (2, 2), ("a", "b"))
     assert copy.copy(mesh) is mesh
@@ -175,7 +175,7 @@ def test_copies_are_the_mesh():
     assert copy.deepcopy(mesh).identity == mesh.identity
 
 
-def test_it_draws_itself():
+def test_repr_draws_the_grid():
     assert repr(mesh_of(4, 6, (2, 3), ("replicate", "shard"))) == (
         "DeviceMesh of group 'world': replicate 2 x shard 3, this is rank 4 in brackets\n"
         "replicate \\ shard  0   1   2\n"
@@ -223,8 +223,8 @@ def test_hosts_and_their_ranks(tmp_path):
         ([(0, 0), (None, None), (0, 1), (0, 2)], "rank 1 of group 'world' has no GROUP_RANK"),
     ],
 )
-def test_hosts_of_other_forms(places, expected, monkeypatch):
-    """Uneven hosts are refused on all ranks, and ranks needn't be in order."""
+def test_uneven_and_unordered_hosts(places, expected, monkeypatch):
+    """Uneven hosts are refused on all ranks, and ranks need not be in order."""
     monkeypatch.setattr(device_mesh, "all_gather_object", lambda _, group: places)
     group = fd.SimulatedBackend.create_group(4)[0]
     if isinstance(expected, str):

@@ -74,14 +74,13 @@ class CountingCollectives(ReferenceEngine):
         self.num_broadcasts = 0
         self.begun = threading.Event()
 
-    def allreduce(self, out, source, op, **options):
-        self.sizes.append(source.numel())
-        self.begun.set()
-        super().allreduce(out, source, op, **options)
-
-    def broadcast(self, tensor, root, **options):
-        self.num_broadcasts += 1
-        super().broadcast(tensor, root, **options)
+    def run(self, op, sequence):
+        if op.kind == "allreduce":
+            self.sizes.append(op.source.numel())
+            self.begun.set()
+        elif op.kind == "broadcast":
+            self.num_broadcasts += 1
+        return super().run(op, sequence)
 
 
 class TiedGpt(torch.nn.Module):

@@ -1,4 +1,4 @@
-"""LocalSGD and DiLoCo: ranks that agree every few steps."""
+"""LocalSGD and DiLoCo: ranks that average parameters every few steps."""
 
 import contextlib
 import copy
@@ -36,7 +36,7 @@ def simulate(start, num_steps, period, agree):
 
 
 def test_local_sgd_averages_every_few_steps():
-    """Ranks train by themselves between averages, which are the means of their parameters."""
+    """Ranks train on their own between averages, which are the means of their parameters."""
     start = seeded(mlp)
 
     def agree(sets):
@@ -115,7 +115,7 @@ def test_post_local_sgd_with_ddp():
 
 
 def test_ranks_start_from_rank_0():
-    """Making it gives all ranks rank 0's values, and names a module of another form."""
+    """Construction broadcasts rank 0's values, and names a different module."""
 
     def make(group):
         model = torch.nn.Linear(2, 2)
@@ -139,7 +139,7 @@ def test_ranks_start_from_rank_0():
     ],
 )
 def test_settings_are_compared(make, text):
-    """Ranks that would average at different times are told when they make it."""
+    """Ranks that would average at different steps get an error at construction."""
     errors = run_ranks(lambda group: caught(lambda: make(torch.nn.Linear(1, 1), group.rank)), 2)
     for error in errors:
         assert type(error) is CollectiveMismatchError
@@ -165,7 +165,7 @@ def values_of(model):
 
 @pytest.mark.parametrize("kind", [LocalSGD, DiLoCo])
 def test_replaced_parameters_are_refused(kind):
-    """Parameters that were loaded in place of the old ones, or changed their dtype, would never be averaged right."""
+    """Parameters that were replaced, or changed their dtype, would not be averaged."""
 
     def attempt(group):
         model = torch.nn.Linear(2, 1)
@@ -187,7 +187,7 @@ def test_replaced_parameters_are_refused(kind):
 
 @pytest.mark.parametrize("kind", [LocalSGD, DiLoCo])
 def test_unfrozen_parameters_are_averaged(kind):
-    """A parameter that is unfrozen takes the mean at first, and then takes part as the others."""
+    """A parameter that is unfrozen takes the mean at first, and then takes part like the others."""
 
     def train(group):
         model = two_weights()
@@ -210,7 +210,7 @@ def test_unfrozen_parameters_are_averaged(kind):
         assert second == pytest.approx([then, 0.0])
 
 
-def test_frozen_parameters_rest():
+def test_frozen_parameters_stop_moving():
     """A parameter that is frozen after ranks trained it is averaged once; outer momentum does not move it."""
 
     def train(group):
@@ -268,7 +268,7 @@ def test_models_do_not_mix(kind):
 
 @pytest.mark.parametrize("kind", [LocalSGD, DiLoCo])
 def test_reset_takes_new_values(kind):
-    """Loaded values are where the ranks go on from, those of rank 0, once they were told of."""
+    """After reset the ranks continue from rank 0's loaded values."""
 
     def train(group):
         model = two_weights()
@@ -283,8 +283,8 @@ def test_reset_takes_new_values(kind):
 
 
 @pytest.mark.parametrize("kind", [LocalSGD, DiLoCo])
-def test_states_load(kind):
-    """Training goes on from a file as if it had not ended, also in the middle of a period."""
+def test_training_resumes_from_a_state(kind):
+    """Training continues exactly, also in the middle of a period."""
     start = seeded(mlp)
 
     def train(group, stop):
@@ -353,7 +353,7 @@ def test_copies_are_refused(act):
     [
         (LocalSGD, {"period": 0}, ValueError, "period must be at least 1, not 0"),
         (LocalSGD, {"period": 2, "start_step": -1}, ValueError, "start_step must be at least 0"),
-        (DiLoCo, {"period": 2.5}, TypeError, "period must be an integer, not float"),
+        (DiLoCo, {"period": 2.5}, TypeError, "period must be an integer, not 2.5"),
         (DiLoCo, {"outer_optimizer": lambda _: None}, TypeError, "returns a torch.optim.Optimizer, not NoneType"),
         (
             DiLoCo,

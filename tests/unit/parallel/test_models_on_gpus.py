@@ -14,7 +14,7 @@ from ferrodist.collectives.serialization import PackedValue
 from ferrodist.deadline import Deadline
 from ferrodist.parallel.ddp import bucket
 from ferrodist.parallel.fsdp import flat_grad, fsdp, init
-from ferrodist.parallel.pipeline.runtime import PendingRecv, send_parcel
+from ferrodist.parallel.pipeline.runtime import PendingRecv, send_value
 from ferrodist.parallel.pipeline.stage import Stage
 from ferrodist.testing import run_ranks
 
@@ -41,7 +41,7 @@ def test_ddp_takes_a_module_on_one_device() -> None:
 
 
 def test_fsdp_takes_a_module_on_one_device() -> None:
-    """So does FSDP, but for what is on the meta device; a group that carries nothing on a GPU says what to do."""
+    """Two devices are refused, apart from meta; a group without GPU support says what to do."""
 
     def on_rank(group: Backend) -> None:
         def refusal(device: torch.device, **tensors: torch.device) -> str | None:
@@ -57,8 +57,8 @@ def test_fsdp_takes_a_module_on_one_device() -> None:
     run_ranks(on_rank, 2)
 
 
-def test_where_models_from_the_meta_device_get_memory() -> None:
-    """Where the others are, or where the caller says, which must be the same."""
+def test_device_of_models_from_the_meta_device() -> None:
+    """The device of the other parameters, or the given one, which must be the same."""
 
     def find(module: torch.nn.Module, given: torch.device | str | None) -> torch.device:
         return init.find_device([SimpleNamespace(parameters=dict(module.named_parameters()))], module, given)
@@ -95,8 +95,8 @@ class _Unfinished:
 
 
 @pytest.mark.parametrize("kind", ["ddp", "fsdp"])
-def test_failures_that_come_after_wait(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Backward raises what the group has failed with since, in place of giving gradients that are none."""
+def test_failures_after_wait_are_raised(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Backward raises the group's later failure instead of returning wrong gradients."""
 
     def start(tensor: torch.Tensor, *_: Any, group: Backend, out: torch.Tensor, **__: Any) -> _Unfinished:
         return _Unfinished(group, out)
@@ -113,17 +113,17 @@ def test_failures_that_come_after_wait(kind: str, monkeypatch: pytest.MonkeyPatc
     run_ranks(on_rank, 2)
 
 
-def test_values_of_a_pipeline_come_to_the_device_of_the_stage() -> None:
-    """What the sender has on a GPU is put where the taking stage is, small or large; the rest stays on the CPU."""
+def test_pipeline_values_arrive_on_the_stages_device() -> None:
+    """Tensors that the sender has on a GPU, small or large; the others stay on the CPU."""
 
     def on_rank(group: Backend) -> None:
         if group.rank == 0:
             parcel = PackedValue.of([torch.ones(2), torch.zeros(100_000), torch.ones(3)], "values")
             assert parcel.is_on_gpu == [False] * 3
-            send_parcel(dataclasses.replace(parcel, is_on_gpu=[True, True, False]), 1, 0, group)
+            send_value(dataclasses.replace(parcel, is_on_gpu=[True, True, False]), 1, 0, group)
             fd.barrier()
         else:
-            found = PendingRecv(0, 0, group, is_ahead=False, device=_META).wait(Deadline(30.0))
+            found = PendingRecv(0, 0, group, prefetch=False, device=_META).wait(Deadline(30.0))
             assert [tensor.device for tensor in found.tensors] == [_META, _META, _CPU]
             assert found.copy().is_on_gpu == [True, True, False]
             fd.barrier()
@@ -149,8 +149,8 @@ class _OnGpu(torch.Tensor):
     is_cuda = True
 
 
-def test_who_takes_tensors_on_the_cpu_alone_says_so() -> None:
-    """Calls of other ranks, DTensors and tensor parallelism refuse tensors on a GPU with what to do."""
+def test_functions_for_cpu_tensors_refuse_gpu_tensors() -> None:
+    """Calls of other ranks, DTensors and tensor parallelism refuse tensors on a GPU, with advice."""
 
     def on_rank(group: Backend) -> None:
         tensor = torch.ones(2).as_subclass(_OnGpu)

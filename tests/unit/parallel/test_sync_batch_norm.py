@@ -1,4 +1,4 @@
-"""Synchronised batch norm on parts of a batch is torch's batch norm on the whole of it."""
+"""Synchronised batch norm over the ranks' batches is torch's batch norm over the joined batch."""
 
 import copy
 import math
@@ -93,7 +93,7 @@ def test_equals_torch_on_the_joined_batch(sizes, num_dims):
     ids=str,
 )
 def test_every_form_of_the_layer(options):
-    """Options mean what they mean in torch."""
+    """Options have torch's meaning."""
     compare((3, 2), **options)
 
 
@@ -114,7 +114,7 @@ def test_narrow_layers(dtype, atol):
 @pytest.mark.parametrize("momentum", [0.1, None])
 @pytest.mark.parametrize("missing", [["running_mean", "running_var"], ["num_batches_tracked"]], ids=str)
 def test_buffers_that_a_user_removed(missing, momentum):
-    """They stay None, and the others go on, as in torch."""
+    """They stay None, and the others are updated, as in torch."""
     plain = torch.nn.BatchNorm1d(2, momentum=momentum)
     for name in missing:
         setattr(plain, name, None)
@@ -183,13 +183,10 @@ class CountingCollectives(ReferenceEngine):
         super().__init__(group)
         self.calls = []
 
-    def allreduce(self, out, source, op, **options):
-        self.calls.append(("allreduce", source.numel()))
-        super().allreduce(out, source, op, **options)
-
-    def all_gather(self, out, source, counts, **options):
-        self.calls.append(("all_gather", source.numel()))
-        super().all_gather(out, source, counts, **options)
+    def run(self, op, sequence):
+        if op.kind in ("allreduce", "all_gather"):
+            self.calls.append((op.kind, op.source.numel()))
+        return super().run(op, sequence)
 
 
 def test_counts_of_collectives():
@@ -239,7 +236,7 @@ class Widened(torch.nn.BatchNorm2d):
 
 
 def test_convert_refuses_other_subclasses():
-    """A subclass that stayed as it is would not be synchronised, and nobody would know; the model is left alone."""
+    """An unconverted subclass would silently not be synchronised; the model is left unchanged."""
     model = torch.nn.Sequential(torch.nn.BatchNorm1d(3), Widened(3))
     with pytest.raises(TypeError, match=r"'1' is a Widened, a subclass of a batch norm"):
         convert_sync_batchnorm(model)
@@ -270,8 +267,8 @@ def _as_two(layer):
 
 
 @pytest.mark.parametrize("replace", [_as_two, lambda layer: SyncActivated(layer.num_features)])
-def test_convert_has_subclasses_replaced(replace):
-    """What a user gives in the place of a layer with code of its own computes what the layer does on all batches."""
+def test_convert_calls_replace_for_subclasses(replace):
+    """The replacement of a layer with code of its own computes the layer over all batches."""
     batches = torch.arange(16.0).view(8, 2).square()
     expected = Activated(2)(batches)
 
@@ -284,7 +281,7 @@ def test_convert_has_subclasses_replaced(replace):
 
 
 def test_convert_leaves_what_replace_returns():
-    """A layer that is to normalise by its own batch stays, and no module in its place is an error."""
+    """A layer that is to normalise by its own batch stays, and another result than a module is an error."""
     model = torch.nn.Sequential(torch.nn.BatchNorm1d(3), Widened(3))
     kept = model[1]
     assert convert_sync_batchnorm(model, replace=lambda layer: layer)[1] is kept
@@ -314,7 +311,7 @@ def test_convert_takes_torchs_own_synchronised_layers(shape):
 
 @pytest.mark.parametrize("wrapper", [fd.DDP, fd.FSDP])
 def test_torchs_own_synchronised_layers_are_refused(wrapper):
-    """DDP and FSDP don't take a layer that would silently be a plain batch norm, and name the way out, which works."""
+    """DDP and FSDP refuse a layer that would silently be a plain batch norm, with an alternative, which works."""
 
     def program(group):
         model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.SyncBatchNorm(2))
@@ -341,8 +338,8 @@ def test_a_layer_pickles_without_its_group():
         assert torch.equal(*results)
 
 
-def test_a_layer_that_knows_itself_is_copied():
-    """A deep copy knows its copy."""
+def test_a_layer_with_a_reference_to_itself_is_copied():
+    """A deep copy refers to its copy."""
     layer = SyncBatchNorm1d(2)
     layer.parts = [layer]
     twin = copy.deepcopy(layer)
@@ -396,7 +393,7 @@ def test_in_ddp_equals_one_process():
 
 
 def test_wrong_inputs():
-    """Each says what is wrong, before anything is sent where it can."""
+    """Each is refused with the reason, before communication where possible."""
     with pytest.raises(TypeError, match="group must be a ferrodist Backend"):
         SyncBatchNorm1d(3, group="world")
     with pytest.raises(TypeError, match=r"takes a torch.nn.Module"):
@@ -425,7 +422,7 @@ def test_wrong_inputs():
 
 
 def test_second_derivatives_are_refused():
-    """They would need another round among the ranks."""
+    """They would need another round of communication."""
 
     def program(group):
         batch = torch.randn(3, 2, requires_grad=True)

@@ -1,4 +1,4 @@
-"""What the rendezvous tests share: a clean environment, and no thread left behind."""
+"""Fixtures of the rendezvous tests: a clean environment, and no thread left behind."""
 
 import os
 import socket
@@ -12,7 +12,7 @@ _LAUNCHER = ("RANK", "WORLD_SIZE", "LOCAL_", "GROUP_RANK", "MASTER_", "TORCHELAS
 
 @pytest.fixture(autouse=True)
 def clean_environment(monkeypatch):
-    """Hide the launcher's variables of whoever runs the tests."""
+    """Hide the launcher's variables of the environment in which the tests run."""
     for name in list(os.environ):
         if name.startswith(_LAUNCHER):
             monkeypatch.delenv(name)
@@ -67,7 +67,7 @@ def in_threads():
 
 @pytest.fixture
 def free_port():
-    """Return a function that names a port free a moment ago, for what cannot be told another one."""
+    """Return a function that returns a port free a moment ago, for servers that can't report another one."""
 
     def find():
         with socket.create_server(("127.0.0.1", 0)) as probe:

@@ -123,8 +123,8 @@ def test_closing_ends_a_wait_for_the_lock(tmp_path, in_threads, holder):
     assert "was closed" in error.message
 
 
-def test_nothing_is_kept_of_a_path_that_is_not_in_use(tmp_path):
-    """The process's own locks do not pile up with the paths it has used."""
+def test_mutexes_of_unused_paths_are_removed(tmp_path):
+    """The process's own locks do not accumulate with the paths it has used."""
     before = len(file_store._MUTEXES)
     for index in range(20):
         FileStore(tmp_path / f"s{index}").set("k", b"v")
@@ -152,7 +152,7 @@ def test_a_file_of_another_user_is_refused(tmp_path, monkeypatch):
 
 
 def test_links_and_folders_are_refused(tmp_path):
-    """A symbolic link is not followed, and a folder is no store."""
+    """Symbolic links are not followed, and folders are refused."""
     (tmp_path / "link").symlink_to(tmp_path / "target")
     with pytest.raises(RendezvousError, match=r"cannot be used"):
         FileStore(tmp_path / "link").get("k", timeout=0)
@@ -173,7 +173,7 @@ def test_links_and_folders_are_refused(tmp_path):
     ],
 )
 def test_a_file_of_something_else(tmp_path, content, message):
-    """A file that is no store, of another version, or damaged is told from a store without keys."""
+    """A file of another kind or version, or a damaged one, is an error, not an empty store."""
     (tmp_path / "s").write_bytes(content)
     (tmp_path / "s").chmod(0o600)
     with pytest.raises(ProtocolError, match=message):

@@ -66,7 +66,7 @@ def test_both_sides_agree(in_threads, listening, secret):
     assert client == (None, True)
 
 
-def test_what_follows_the_handshake_is_untouched(in_threads, listening):
+def test_bytes_after_the_handshake_are_untouched(in_threads, listening):
     """Neither side reads past the handshake: bytes sent at once afterwards arrive."""
 
     def serve(sock):
@@ -84,7 +84,7 @@ def test_what_follows_the_handshake_is_untouched(in_threads, listening):
 
 @pytest.mark.parametrize(("server_secret", "client_secret"), [(b"s", b"t"), (b"s", b""), (b"", b"s")])
 def test_a_wrong_secret_fails_on_both_sides(in_threads, listening, server_secret, client_secret):
-    """Whoever of the two has the wrong secret, both sides raise, and the client is told what to set."""
+    """Whichever side has the wrong secret, both raise, and the client's error says what to set."""
     admitted = []
     script = greeting(server_secret, admit=admitted.append)
     server, client = run_pair(in_threads, listening, script, secret=client_secret)
@@ -126,8 +126,8 @@ def test_a_server_without_the_secret_learns_nothing(in_threads, listening, answe
     assert isinstance(client, AuthenticationError)
 
 
-def test_an_echo_is_no_server(in_threads, listening):
-    """A peer that sends every byte back is told from a server by its role."""
+def test_an_echo_server_is_refused(in_threads, listening):
+    """The role in the proofs distinguishes it from a server."""
 
     def echo(sock):
         while data := sock.recv(4096):
@@ -180,7 +180,7 @@ def test_another_version_is_named_on_both_sides(in_threads, listening, monkeypat
 
 @pytest.mark.parametrize("kind", [InvalidWorldSizeError, RendezvousError, DistributedTimeoutError])
 def test_a_refusal_arrives_with_class_message_and_ranks(in_threads, listening, kind):
-    """What admit raises is raised by greet, and again by connect, at once."""
+    """An error raised by admit is raised by greet, and again by connect, at once."""
 
     def admit(hello):
         raise kind(f"no room for {hello.rank}", ranks=(hello.rank,))
@@ -366,8 +366,8 @@ def test_a_name_that_does_not_resolve_costs_the_deadline(silent_name_server):
         connect(silent_name_server, 1, secret=b"", hello=HELLO, deadline=Deadline(0.1))
 
 
-def test_a_socket_that_met_itself_is_no_connection(monkeypatch, free_port):
-    """A dial that meets itself on a free ephemeral port counts as refused, and frees the port."""
+def test_a_self_connection_is_refused(monkeypatch, free_port):
+    """A connection to itself on a free ephemeral port counts as refused, and frees the port."""
     port = free_port()
     genuine = socket.socket.connect
 
@@ -385,7 +385,7 @@ def test_a_socket_that_met_itself_is_no_connection(monkeypatch, free_port):
 
 @pytest.mark.parametrize("says", [None, b"220 mail.example.com\r\n", b""], ids=["silence", "something else", "nothing"])
 def test_the_server_is_found_behind_a_stranger(in_threads, listening, monkeypatch, says):
-    """What listens at one address of a name does not keep ranks from the server at another."""
+    """Another program at one address of a name does not keep ranks from the server at another."""
     monkeypatch.setattr(auth, "_ATTEMPT_TIMEOUT", 0.3)
     with socket.create_server(("127.0.0.1", 0)) as other:
         entries = [(socket.AF_INET, socket.SOCK_STREAM, 6, "", sock.getsockname()) for sock in (other, listening)]

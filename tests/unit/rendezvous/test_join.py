@@ -23,7 +23,7 @@ from ferrodist.errors import (
 )
 from ferrodist.rendezvous import FileStore, MemoryStore, auth, rendezvous, rendezvous_in, roll_call
 from ferrodist.rendezvous import shared_store as meeting_module
-from ferrodist.rendezvous.roll_call import claim_rank, leave
+from ferrodist.rendezvous.roll_call import claim_rank, count_departure
 
 LIMIT = 0.6
 
@@ -58,8 +58,8 @@ def test_all_ranks_meet(method, in_threads, tmp_path, size):
     assert list(tmp_path.iterdir()) == []
 
 
-def test_the_same_place_serves_again(method, in_threads):
-    """After all have closed, the next job can meet in the same place."""
+def test_an_address_can_be_reused(method, in_threads):
+    """After all ranks have closed, the next job can meet at the same address."""
     for _ in range(3):
         members = in_threads(*[join(method, rank, 2) for rank in range(2)])
         assert all(isinstance(member.rank, int) for member in members)
@@ -97,8 +97,8 @@ def test_missing_ranks_are_named_in_the_same_words(method, in_threads, tmp_path)
     assert list(tmp_path.iterdir()) == []
 
 
-def test_ranks_with_shorter_deadlines_speak_for_all(method, in_threads):
-    """Whoever's deadline passes first ends the rendezvous for all, rank 0 included, with one text."""
+def test_the_first_deadline_ends_the_rendezvous_for_all(method, in_threads):
+    """The first deadline that passes, on any rank, ends the rendezvous for all, with one text."""
     started = time.monotonic()
     errors = in_threads(join(method, 0, 3, timeout=60), join(method, 1, 3, timeout=LIMIT))
     assert time.monotonic() - started < 30
@@ -128,8 +128,8 @@ def test_a_rank_number_claimed_twice(method, in_threads, until):
     close_all(in_threads, results)
 
 
-def test_a_duplicate_in_place_of_a_missing_rank_is_told(method, in_threads):
-    """When a rank is missing since its process took another number, the failure says both."""
+def test_a_duplicate_in_place_of_a_missing_rank_is_reported(method, in_threads):
+    """If a rank is missing because its process claimed another one, the failure says both."""
     errors = in_threads(*[join(method, rank, 3, timeout=LIMIT) for rank in (0, 1, 1)])
     assert {type(error) for error in errors} == {RendezvousError}
     failures = {error.message for error in errors if error.ranks == (2,)}
@@ -139,7 +139,7 @@ def test_a_duplicate_in_place_of_a_missing_rank_is_told(method, in_threads):
 
 
 def test_two_ranks_0(method, in_threads):
-    """Of two processes with rank 0 one is refused at once, with what to check."""
+    """One of two processes with rank 0 is refused at once, with advice."""
     results = in_threads(join(method, 0, 2), join(method, 0, 2), join(method, 1, 2))
     refused = [result for result in results if isinstance(result, Exception)]
     assert len(refused) == 1
@@ -158,7 +158,7 @@ def test_two_ranks_0(method, in_threads):
     ],
 )
 def test_a_rank_that_does_not_belong(method, in_threads, options, kind, reason):
-    """It is told at once why; the others name it as missing, with the reason, at their deadline."""
+    """It is refused at once with a reason; the others report it as missing, with the reason, at their deadline."""
     options = {"size": 2, **options}
     started = time.monotonic()
     ours, theirs = in_threads(join(method, 0, 2, timeout=LIMIT), join(method, 1, timeout=60, **options))
@@ -187,7 +187,7 @@ def test_the_others_are_served_meanwhile(method, in_threads, options):
     [(2, 2, InvalidRankError), (-1, 2, InvalidRankError), (0, 0, InvalidWorldSizeError)],
 )
 def test_a_rank_out_of_range(method, rank, size, kind):
-    """It is refused before anything is opened."""
+    """The rank is refused before anything is opened."""
     with pytest.raises(kind, match=r"ranks go from 0|at least 1"):
         join(method, rank, size)()
 
@@ -195,17 +195,17 @@ def test_a_rank_out_of_range(method, rank, size, kind):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"rank": "0"}, "rank must be a whole number or None, not '0' of type str"),
-        ({"rank": True}, "rank must be a whole number or None, not True of type bool"),
-        ({"rank": 0.0}, "rank must be a whole number"),
-        ({"world_size": "1"}, "world_size must be a whole number or None, not '1' of type str"),
+        ({"rank": "0"}, "rank must be an integer, not '0'"),
+        ({"rank": True}, "rank must be an integer, not True"),
+        ({"rank": 0.0}, "rank must be an integer"),
+        ({"world_size": "1"}, "world_size must be an integer, not '1'"),
         ({"init_method": 5}, "init_method must be text .* or None, not int"),
         ({"job": 5}, "job must be text or None, not int"),
         ({"secret": 5}, "secret must be text or bytes"),
     ],
 )
 def test_an_argument_of_another_type(options, message):
-    """It is a TypeError that names the argument and says what it must be."""
+    """A TypeError names the argument and the right type."""
     arguments = {"init_method": "tcp://127.0.0.1:1", "rank": 0, "world_size": 1, "secret": "s", **options}
     with pytest.raises(TypeError, match=message):
         rendezvous(arguments.pop("init_method"), timeout=5, **arguments)
@@ -219,7 +219,7 @@ def test_a_job_name_that_is_too_long(method, rank):
 
 
 def test_a_rank_that_dies_between_claiming_and_coming(in_threads):
-    """It counts as missing: a claim alone does not complete the rendezvous, at no deadline."""
+    """The rank counts as missing: a claim alone does not complete the rendezvous, at no deadline."""
     store = MemoryStore()
     options = {"where": "job 'j'", "deadline": Deadline(LIMIT)}
     for rank in range(3):
@@ -243,7 +243,7 @@ def test_a_host_of_the_others_that_does_not_resolve(silent_name_server):
     claim = roll_call.Claim(silent_name_server, "there", 1, "token")
     store.set("ferrodist/attendance/rank/0", meeting_module.msgspec.msgpack.encode(claim))
     with pytest.raises(RendezvousError, match=r"finds no way to host stuck.invalid .*resolved in time"):
-        meeting_module._interface(store, 1, Deadline(0.1))
+        meeting_module._find_interface(store, 1, Deadline(0.1))
 
 
 def test_another_version(free_port, in_threads):
@@ -266,7 +266,7 @@ def test_another_version(free_port, in_threads):
 
 
 def test_garbage_on_the_port(in_threads):
-    """Where another program listens, clients fail at once by ProtocolError and rank 0 by address in use."""
+    """If another program listens there, clients fail at once by ProtocolError and rank 0 by address in use."""
     with socket.create_server(("127.0.0.1", 0)) as other:
         method = f"tcp://127.0.0.1:{other.getsockname()[1]}"
 
@@ -318,7 +318,7 @@ def test_no_secret_on_loopback(free_port, in_threads):
 
 
 def test_a_stale_file(tmp_path, in_threads):
-    """What a killed run left behind is an error at once, on each rank, that says to remove the file."""
+    """A file left by a killed run is an error at once, on each rank, with the advice to remove it."""
     method = f"file://{tmp_path}/meet"
     abandoned = in_threads(*[join(method, rank, 2) for rank in range(2)])
     errors = in_threads(*[join(method, rank, 2) for rank in range(2)])
@@ -393,7 +393,7 @@ def test_from_the_environment(monkeypatch, free_port, in_threads):
 
 
 def test_under_torchrun_on_one_host(monkeypatch, tmp_path, in_threads):
-    """Where torchrun's agent has MASTER_PORT, ranks of one host meet in the attempt's own folder."""
+    """If torchrun's agent has MASTER_PORT, ranks of one host meet in the attempt's own folder."""
     with socket.create_server(("127.0.0.1", 0)) as agent:
         launch(monkeypatch, MASTER_ADDR="127.0.0.1", MASTER_PORT=agent.getsockname()[1])
         launch(monkeypatch, WORLD_SIZE=2, LOCAL_WORLD_SIZE=2, TORCHELASTIC_USE_AGENT_STORE=True)
@@ -418,8 +418,8 @@ def test_under_torchrun_on_several_hosts(monkeypatch, free_port, in_threads):
             from_environment(0)()
 
 
-def test_what_the_environment_lacks(monkeypatch):
-    """A missing variable is named, with what to do."""
+def test_missing_variables_are_named(monkeypatch):
+    """A missing variable is named, with advice."""
     with pytest.raises(RendezvousError, match=r"RANK and WORLD_SIZE.*torchrun"):
         from_environment(None)()
     launch(monkeypatch, RANK=0, WORLD_SIZE=2)
@@ -430,7 +430,7 @@ def test_what_the_environment_lacks(monkeypatch):
 @pytest.mark.parametrize(
     "method", ["", "tcp://", "tcp://host", "tcp://host:x", "http://a:1", "file://", "tcp://127.0.0.1:0"]
 )
-def test_methods_that_cannot_be_read(method):
+def test_invalid_init_methods(method):
     """A wrong init_method is a ValueError."""
     with pytest.raises(ValueError, match=r"init_method|address|port"):
         join(method, 0, 2)()
@@ -447,7 +447,7 @@ def test_ranks_of_several_hosts_share_a_file(tmp_path, in_threads, monkeypatch):
     genuine = roll_call.socket.gethostname()
     store = FileStore(tmp_path / "meet")
     members = in_threads(*[join(f"file://{tmp_path}/meet", rank, 2) for rank in range(2)])
-    assert meeting_module._interface(store, 2, Deadline(20)) == "127.0.0.1"
+    assert meeting_module._find_interface(store, 2, Deadline(20)) == "127.0.0.1"
     monkeypatch.setattr(meeting_module.socket, "gethostname", lambda: "elsewhere")
     monkeypatch.setattr(meeting_module, "network_id", lambda: "elsewhere")
     monkeypatch.setattr(
@@ -457,7 +457,7 @@ def test_ranks_of_several_hosts_share_a_file(tmp_path, in_threads, monkeypatch):
             [(socket.AF_INET, socket.SOCK_DGRAM, 0, "", ("127.0.0.2", 9))] if host == genuine else []
         ),
     )
-    assert meeting_module._interface(store, 2, Deadline(20)).startswith("127.0.0.")
+    assert meeting_module._find_interface(store, 2, Deadline(20)).startswith("127.0.0.")
     close_all(in_threads, members)
 
 
@@ -498,8 +498,8 @@ def test_ranks_of_several_hosts_all_find_their_interfaces(tmp_path, in_threads, 
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_rank_without_a_way_to_the_others_fails_all(tmp_path, in_threads, hosts):
-    """When one host finds no way to another every rank raises that at once; none becomes a member."""
+def test_a_rank_without_a_route_fails_all(tmp_path, in_threads, hosts):
+    """If one host finds no route to another every rank raises at once; none becomes a member."""
     on_host, reachable = hosts
     reachable.update(a=1)
     started = time.monotonic()
@@ -514,7 +514,7 @@ def test_a_rank_without_a_way_to_the_others_fails_all(tmp_path, in_threads, host
 
 
 def test_hosts_of_one_name_are_not_one_host(tmp_path, in_threads, hosts):
-    """They can't find each other by it, and say so; by the address of rank 0 or of a server they would."""
+    """Ranks can't find each other by the shared name, and say so; by the address of rank 0 or of a server they can."""
     on_host, _ = hosts
     calls = [on_host(name, join(f"file://{tmp_path}/meet", rank, 2)) for rank, name in enumerate(["a", "a's twin"])]
     errors = in_threads(*calls)
@@ -525,7 +525,7 @@ def test_hosts_of_one_name_are_not_one_host(tmp_path, in_threads, hosts):
 def test_ranks_of_several_hosts_in_a_store_of_a_server(in_threads, hosts, monkeypatch):
     """Find their interfaces by its address."""
     on_host, _ = hosts
-    monkeypatch.setattr(meeting_module, "_interface_to", lambda host, _: {"server": "10.0.0.5"}[host])
+    monkeypatch.setattr(meeting_module, "_route_interface", lambda host, _: {"server": "10.0.0.5"}[host])
     store = MemoryStore()
     options = {"world_size": 2, "timeout": LIMIT, "secret": "s", "job": "j", "server": "server"}
     calls = [
@@ -535,19 +535,19 @@ def test_ranks_of_several_hosts_in_a_store_of_a_server(in_threads, hosts, monkey
     assert {member.host for member in in_threads(*calls)} == {"10.0.0.5"}
 
 
-def test_a_way_that_is_sought_too_long_is_a_missing_rank(tmp_path, in_threads, hosts, monkeypatch):
-    """Ranks that have found theirs don't wait longer than their deadline for one that has not."""
+def test_a_slow_route_lookup_is_a_missing_rank(tmp_path, in_threads, hosts, monkeypatch):
+    """Ranks don't wait longer than their deadline for one that still looks for its route."""
     on_host, reachable = hosts
     reachable.update(a=1, b=1)
     release = threading.Event()
-    genuine = meeting_module._interface
+    genuine = meeting_module._find_interface
 
     def slow(*arguments):
         if socket.gethostname() == "b":
             release.wait(20)
         return genuine(*arguments)
 
-    monkeypatch.setattr(meeting_module, "_interface", slow)
+    monkeypatch.setattr(meeting_module, "_find_interface", slow)
 
     def first():
         try:
@@ -562,7 +562,7 @@ def test_a_way_that_is_sought_too_long_is_a_missing_rank(tmp_path, in_threads, h
 
 
 def test_a_rejection_that_utf8_cannot_carry(in_threads):
-    """The reason why a process was turned away is told also when it names a file whose name is no text."""
+    """The reason of a rejection is reported also with a file name that is not UTF-8."""
     store = MemoryStore()
     roll_call.note_rejection(store, "job at file:///caf\udce9: no")
     options = {"where": "job 'j'", "deadline": Deadline(0.1)}
@@ -575,7 +575,7 @@ def test_ranks_of_several_hosts_that_know_the_address_of_rank_0(tmp_path, in_thr
     """Hosts that don't know each other's names find the way by MASTER_ADDR, unless that is a loopback address."""
     on_host, _ = hosts
     monkeypatch.setattr(
-        meeting_module, "_interface_to", lambda host, _: {"leader": "10.0.0.5", "a": "x", "b": "x"}[host]
+        meeting_module, "_route_interface", lambda host, _: {"leader": "10.0.0.5", "a": "x", "b": "x"}[host]
     )
     monkeypatch.setenv("MASTER_ADDR", "leader")
     calls = [on_host(name, join(f"file://{tmp_path}/meet", rank, 2)) for rank, name in enumerate("ab")]
@@ -617,8 +617,8 @@ def test_ranks_meet_again_at_one_place_at_any_pace(method, step):
             process.join()
 
 
-def test_who_leaves_last_is_one_rank():
-    """A rank that learns of the others' leaving late is not the last one, which would remove the next store."""
+def test_exactly_one_rank_leaves_last():
+    """A rank that learns late of the others' leaving is not the last one, which would remove the next store."""
     store = MemoryStore()
     for rank in range(2):
         claim_rank(store, rank=rank, where="here", advice="", deadline=Deadline(5))
@@ -636,8 +636,8 @@ def test_who_leaves_last_is_one_rank():
 
             return call
 
-    assert not leave(Emptied(), 2, timeout=1)
-    assert leave(store, 2, timeout=1)
+    assert not count_departure(Emptied(), 2, timeout=1)
+    assert count_departure(store, 2, timeout=1)
 
 
 @pytest.mark.parametrize("rank", [0, 1])

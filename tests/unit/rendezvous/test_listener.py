@@ -65,8 +65,8 @@ HOSTILE = {
 
 
 @pytest.mark.parametrize("data", HOSTILE.values(), ids=HOSTILE)
-def test_real_clients_are_served_while_strangers_hold_on(serving, until, data):
-    """Connections of strangers, left open, do not hold up a real client, and none is handed over."""
+def test_ranks_are_served_while_strangers_stay_connected(serving, until, data):
+    """Idle connections of strangers do not block a rank, and none is handed over."""
     server, admitted = serving
     strangers = [stranger(server, data) for _ in range(5)]
     try:
@@ -80,7 +80,7 @@ def test_real_clients_are_served_while_strangers_hold_on(serving, until, data):
 
 
 def test_rejections_name_the_peer_and_the_reason(serving, until):
-    """What was turned away is kept, the newest 32, with address and reason."""
+    """The newest 32 rejections are kept, with address and reason."""
     server, _ = serving
     with pytest.raises(AuthenticationError):
         meet(server, secret=b"wrong")
@@ -111,14 +111,14 @@ def test_more_strangers_than_handshakes(serving, until):
     until(lambda: len(admitted) == 1)
 
 
-def test_who_has_spoken_stays_before_who_is_silent(serving, until, monkeypatch):
-    """A rank that is far away keeps its place, however many strangers come that say nothing."""
+def test_silent_clients_are_evicted_first(serving, until, monkeypatch):
+    """A distant rank keeps its slot, however many silent strangers connect."""
     monkeypatch.setattr(listener, "_MAX_HANDSHAKES", 4)
     monkeypatch.setattr(listener, "_EVICTION_AGES", dict.fromkeys(listener._EVICTION_AGES, 0.0))
     server, admitted = serving
     with contextlib.ExitStack() as stack:
         rank = stack.enter_context(stranger(server, intro()))
-        until(lambda: [one.progress for one in server._handshakes.values()] == [auth.Progress.SPOKEN])
+        until(lambda: [one.progress for one in server._handshakes.values()] == [auth.HandshakeProgress.SPOKEN])
         for _ in range(30):
             stack.enter_context(stranger(server))
         until(lambda: len(server.rejections) >= 20)
@@ -129,23 +129,23 @@ def test_who_has_spoken_stays_before_who_is_silent(serving, until, monkeypatch):
     assert not admitted
 
 
-def test_who_gives_way(serving):
-    """First who is silent, then who comes from where most come from, then the oldest; never who has proved itself."""
+def test_the_order_of_eviction(serving):
+    """First silent clients, then those of the most frequent address, then the oldest; never proven ones."""
     server, _ = serving
-    silent, spoken, proven = auth.Progress
+    silent, spoken, proven = auth.HandshakeProgress
     entries = [("a", proven), ("near", spoken), ("far", spoken), ("near", spoken), ("far", silent), ("near", silent)]
     for number, (source, progress) in enumerate(entries):
         server._handshakes[number] = listener._Handshake(source=source, deadline=Deadline(5), progress=progress)
     order = []
-    while (number := server._least_deserving()) is not None:
+    while (number := server._eviction_candidate()) is not None:
         order.append(number)
         del server._handshakes[number]
     assert order == [5, 4, 1, 2, 3]
     server._handshakes.clear()
 
 
-def test_a_rank_that_was_sent_to_a_changed_address(serving):
-    """A rank that was told another address than the server has told is refused, whatever way it has come."""
+def test_a_changed_address_is_detected(serving):
+    """A rank with another address than the server has published is refused, whatever its route."""
     server, admitted = serving
     told = msgspec.structs.replace(HELLO, address=server.address)
     connect(server.host, server.port, secret=b"s", hello=told, deadline=Deadline(20)).close()
@@ -187,8 +187,8 @@ def test_a_listener_that_never_served_closes():
 
 
 @pytest.mark.parametrize("host", ["0.0.0.0", "::"])
-def test_no_secret_no_open_door(host):
-    """Without a secret only loopback may be bound, and the message says how to set one."""
+def test_without_a_secret_only_loopback_is_bound(host):
+    """Without a secret other addresses are refused, and the message says how to set one."""
     with pytest.raises(AuthenticationError, match=r"FERRODIST_SECRET.*python -m ferrodist secret"):
         Listener(host, 0, secret=b"")
     with socket.create_server(("0.0.0.0", 0)) as sock, pytest.raises(AuthenticationError):
@@ -235,7 +235,7 @@ def test_every_address_of_a_name_is_bound(monkeypatch):
 
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="only Linux has all of 127.0.0.0/8")
 def test_a_name_of_which_somebody_has_an_address(monkeypatch):
-    """Where somebody else listens at one of a name's addresses, rank 0 does not start, and says at which."""
+    """If another process listens at one of a name's addresses, rank 0 does not start, and names it."""
     _named(monkeypatch, "127.0.0.1", "127.0.0.2")
     with socket.create_server(("127.0.0.2", 0)) as other:
         port = other.getsockname()[1]

@@ -31,7 +31,7 @@ def test_torchrun_variables():
 
 
 def test_an_empty_environment():
-    """Without a launcher nothing is known, and that is no error yet."""
+    """Without a launcher all variables are None, which is not an error yet."""
     found = read_environment({"RANK": ""})
     assert found.rank is None
     assert found.restart_count == 0
@@ -41,7 +41,7 @@ def test_an_empty_environment():
 
 @pytest.mark.parametrize("name", ["RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_PORT"])
 @pytest.mark.parametrize("text", ["two", "1.5", "0x1", "²"])
-def test_a_variable_that_is_no_number(name, text):
+def test_variables_that_are_not_numbers(name, text):
     """The message names the variable, its text and what to do."""
     with pytest.raises(RendezvousError, match=rf"{name}='{text}'.*unset it"):
         read_environment({name: text})
@@ -71,8 +71,8 @@ def test_addresses(text, parts):
 
 
 @pytest.mark.parametrize("text", ["", "a", "a:", ":1", "a:b", "a:-1", "a:65536", "::1", "::1:80", "a:1²"])
-def test_what_is_no_address(text):
-    """Anything else raises with the text in the message."""
+def test_invalid_addresses(text):
+    """Invalid addresses raise with the text in the message."""
     with pytest.raises(ValueError, match=r"address|port") as caught:
         parse_address(text)
     assert repr(text) in str(caught.value)

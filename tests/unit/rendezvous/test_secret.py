@@ -15,7 +15,7 @@ from ferrodist.rendezvous import resolve_secret, shared_store
 
 @pytest.mark.parametrize("secret", [5, True, 1.5, ["s"], [1, 2]])
 def test_a_secret_is_text_or_bytes(secret):
-    """What bytes() would turn into something to guess, or into some other error, is a TypeError."""
+    """Values that bytes() would turn into something guessable, or another error, are a TypeError."""
     with pytest.raises(TypeError, match=r"secret must be text or bytes"):
         resolve_secret(secret)
 
@@ -27,8 +27,8 @@ def test_text_and_bytes_are_one_secret(secret):
 
 
 @pytest.mark.parametrize("secret", [" ", "\n\t ", b" ", bytearray(b" \n")])
-def test_white_space_is_no_secret(secret, monkeypatch):
-    """What anybody can guess is refused by name, as argument and as variable, and never taken for no secret."""
+def test_white_space_is_refused_as_a_secret(secret, monkeypatch):
+    """A guessable secret is refused by name, as argument and as variable, and never treated as a missing one."""
     with pytest.raises(ValueError, match=r"^secret is white space"):
         resolve_secret(secret)
     if isinstance(secret, str):
@@ -41,8 +41,8 @@ def test_white_space_is_no_secret(secret, monkeypatch):
             LaunchSpec(program="pkg", kind=ProgramKind.MODULE, secret=secret)
 
 
-def test_a_variable_that_is_no_text(monkeypatch):
-    """Bytes that are not UTF-8 in the environment make a secret as good as any."""
+def test_secrets_that_are_not_utf_8(monkeypatch):
+    """Bytes of the environment that are not UTF-8 are a valid secret."""
     monkeypatch.setenv("FERRODIST_SECRET", os.fsdecode(b"\xff\xfe"))
     assert resolve_secret(None) == resolve_secret(os.fsdecode(b"\xff\xfe")) != b""
 
@@ -81,10 +81,18 @@ def test_no_repr_shows_a_secret():
         ):
             found.add(kind.__name__)
             assert "__repr__" in vars(kind), f"{kind.__qualname__} needs a repr without the secret"
-    assert found >= {"Place", "Attempt", "Joining", "Membership", "_InitOptions", "_Charter", "LaunchSpec"}
+    assert found >= {
+        "HostTopology",
+        "Attempt",
+        "JoinRequest",
+        "Membership",
+        "_InitOptions",
+        "_JobInfo",
+        "LaunchSpec",
+    }
 
 
-def test_what_holds_the_secret_does_not_print_it():
-    """The repr of rank 0's charter, which is written by hand, has none of its secret."""
+def test_reprs_of_the_secrets_owners_do_not_show_it():
+    """The hand-written repr of the job's description does not show its secret."""
     charter = shared_store._JobInfo(job="j", world_size=2, made_secret=b"do-not-show", nonce=b"", proof=b"")
     assert "do-not-show" not in repr(charter)

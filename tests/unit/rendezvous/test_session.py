@@ -1,4 +1,4 @@
-"""What follows the handshake: each side takes the frames of the other one as they were sent, or an error."""
+"""Frames after the handshake: each side receives the other's frames as they were sent, or an error."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import pytest
 
 from ferrodist.deadline import Deadline
 from ferrodist.errors import AuthenticationError, ProtocolError
-from ferrodist.rendezvous.session import Connection, Seal, Session
+from ferrodist.rendezvous.session import Connection, FrameAuthenticator, Session
 
 
 @pytest.fixture
@@ -46,7 +46,7 @@ def test_frames_go_both_ways(ends):
 
 @pytest.mark.parametrize("place", [4, 12, 20, 25])
 def test_a_bit_that_was_changed(ends, place):
-    """A tag or payload that differs from what was sent by one bit is refused."""
+    """A tag or payload that differs by one bit is refused."""
     near, far = ends
     (data,) = bytes_of_frames(near, b"a payload")
     near.sendall(data[:place] + bytes([data[place] ^ 1]) + data[place + 1 :])
@@ -55,8 +55,8 @@ def test_a_bit_that_was_changed(ends, place):
 
 
 @pytest.mark.parametrize("order", [(0, 0), (1,), (1, 0), (0, 2)], ids=["repeated", "dropped", "swapped", "left out"])
-def test_a_frame_in_another_place(ends, order):
-    """Whole frames that are repeated, left out or put in another order are refused."""
+def test_a_reordered_frame(ends, order):
+    """Frames that are repeated, dropped or reordered are refused."""
     near, far = ends
     frames = bytes_of_frames(near, b"first", b"second", b"third")
     near.sendall(b"".join(frames[index] for index in order))
@@ -64,8 +64,8 @@ def test_a_frame_in_another_place(ends, order):
         list(map(receive, [far] * len(order)))
 
 
-def test_a_frame_that_is_sent_back(ends):
-    """What a side has sent is no frame of the other one, though both have the same key."""
+def test_a_reflected_frame(ends):
+    """A reflected frame is refused, though both sides have the same key."""
     near, _ = ends
     (data,) = bytes_of_frames(near, b"said by the client")
     _, far = ends
@@ -93,7 +93,7 @@ def test_the_length_is_bounded_before_memory_is_taken(ends):
 
 def test_a_tag_stays_until_its_frame_is_begun():
     """A frame that is taken back before a byte of it was sent leaves its number to the next one."""
-    ours, theirs = Seal(b"k"), Seal(b"k")
+    ours, theirs = FrameAuthenticator(b"k"), FrameAuthenticator(b"k")
     assert ours.tag(b"taken back") == ours.tag(b"taken ", b"back")
     theirs.check(ours.tag(b"sent"), b"sent")
     ours.advance()

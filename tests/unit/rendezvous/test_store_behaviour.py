@@ -153,7 +153,7 @@ def test_compare_set(store):
 
 
 def test_compare_set_has_one_winner(store, in_threads):
-    """Of concurrent claims of a missing key one wins, and all learn which."""
+    """One of several concurrent claims of a missing key wins, and all see which."""
     results = in_threads(*[lambda i=i: store.compare_set("k", b"", b"%d" % i) for i in range(8)])
     assert len(set(results)) == 1
     assert store.get("k") == results[0]

@@ -58,14 +58,14 @@ def test_waits_do_not_stall_other_threads(server, client, in_threads, until):
     """While several threads wait, others of the same client go on, and their sets end the waits."""
 
     def release():
-        until(lambda: len(server.store._waiting) == 6)
+        until(lambda: len(server.store._waiters) == 6)
         for index in range(6):
             client.set(f"k{index}", b"%d" % index)
         return client.add("n", 1)
 
     waits = [lambda index=index: client.get(f"k{index}") for index in range(6)]
     assert in_threads(*waits, release) == [*(b"%d" % index for index in range(6)), 1]
-    until(lambda: len(server._connections) <= tcp_store._IDLE_CONNECTIONS_KEPT)
+    until(lambda: len(server._connections) <= tcp_store._MAX_IDLE_CONNECTIONS)
 
 
 def test_the_server_sees_what_clients_set(server, client):
@@ -85,7 +85,7 @@ def test_the_server_sees_what_clients_set(server, client):
         ({"rank": 2}, InvalidRankError, "rank 2 is not in a job of 2"),
     ],
 )
-def test_clients_that_do_not_belong_are_told_why(server, client, until, options, kind, message):
+def test_foreign_clients_are_refused_with_a_reason(server, client, until, options, kind, message):
     """A client of another job, size or rank range is refused at once, and the others are served."""
     with pytest.raises(kind, match=message):
         open_client(server, **options)
@@ -149,7 +149,7 @@ def test_a_request_with_wrong_arguments_keeps_its_connection(server, request_fie
         assert reply_to(sock, msgspec.msgpack.encode([4, ["n"], 0.0, b"", b"", 2])) == [b"2", None]
 
 
-def test_slow_and_broken_clients_hold_up_nobody(server, client, until):
+def test_slow_and_broken_clients_do_not_block_others(server, client, until):
     """A client that stops inside a request, or leaves inside one, costs its own connection."""
     with raw(server) as slow, raw(server) as leaver:
         slow.sendall(b"\0\0")
@@ -165,7 +165,7 @@ def test_a_client_that_leaves_while_it_waits_is_noticed(server, until, monkeypat
     monkeypatch.setattr(tcp_store, "_PEER_CHECK_PERIOD", 0.02)
     with raw(server) as sock:
         sock.send_frame(msgspec.msgpack.encode([2, ["never"], 1e6]), None)
-        until(lambda: server.store._waiting)
+        until(lambda: server.store._waiters)
     until(lambda: not server._connections)
 
 
@@ -190,7 +190,7 @@ def test_pending_and_later_calls_raise_when_the_server_closes(server, client, in
     """A server that closes ends each call that waits, and all later ones, saying that it went away."""
 
     def close():
-        until(lambda: len(server.store._waiting) == 2)
+        until(lambda: len(server.store._waiters) == 2)
         server.close()
 
     calls = [lambda: client.get("a"), lambda: client.wait(["b"]), close]

@@ -1,4 +1,4 @@
-"""What processes of one user share where no job secret was given."""
+"""The secret that processes of one user share without a job secret."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 
 from ferrodist.errors import AuthenticationError
 from ferrodist.rendezvous import secret as module
-from ferrodist.rendezvous.secret import secret_or_users, user_secret
+from ferrodist.rendezvous.secret import secret_or_user_secret, user_secret
 
 
 @pytest.fixture
@@ -18,13 +18,13 @@ def places(tmp_path, monkeypatch):
     folders = [tmp_path / "first", tmp_path / "second"]
     for folder in folders:
         folder.mkdir()
-    monkeypatch.setattr(module, "_BASES", tuple(map(str, folders)))
+    monkeypatch.setattr(module, "_PARENT_FOLDERS", tuple(map(str, folders)))
     monkeypatch.setattr(module.pwd, "getpwuid", lambda user: {}[user])
     return [folder / f"ferrodist-{os.geteuid()}" for folder in folders]
 
 
-def test_it_is_made_once_and_for_this_user_alone(places):
-    """The first process makes it, later ones find it, and neither file nor folder is open to others."""
+def test_the_user_secret_is_created_once_and_private(places):
+    """The first process creates it, later ones find it, and neither file nor folder is open to others."""
     before = os.umask(0)
     try:
         secret = user_secret()
@@ -38,8 +38,8 @@ def test_it_is_made_once_and_for_this_user_alone(places):
 
 
 def test_a_job_secret_comes_first(places):
-    """Who has a job secret needs no file."""
-    assert secret_or_users(b"s") == b"s"
+    """With a job secret no file is needed."""
+    assert secret_or_user_secret(b"s") == b"s"
     assert not places[0].exists()
 
 
@@ -49,7 +49,7 @@ def test_many_start_at_the_same_time(places):
         assert len(set(pool.map(lambda _: user_secret(), range(64)))) == 1
 
 
-def test_variables_do_not_move_it(places, monkeypatch):
+def test_variables_do_not_change_its_path(places, monkeypatch):
     """Shells with other variables find the same secret."""
     secret = user_secret()
     for name in ("HOME", "TMPDIR", "XDG_RUNTIME_DIR", "USER"):
@@ -106,8 +106,8 @@ TRAPS = [
 
 
 @pytest.mark.parametrize("trap", TRAPS, ids=lambda trap: trap.__name__.strip("_"))
-def test_what_others_could_have_put_there_is_not_taken(places, trap):
-    """A place that others may read, or have made, is passed over; without another place that is an error."""
+def test_files_that_others_could_have_written_are_refused(places, trap):
+    """A folder that others may read, or have created, is skipped; without another folder that is an error."""
     trap(places[0])
     assert user_secret() == (places[1] / "secret").read_bytes()
     (places[1] / "secret").unlink()
@@ -120,8 +120,8 @@ def test_what_others_could_have_put_there_is_not_taken(places, trap):
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can give files to another user")
 @pytest.mark.parametrize("what", ["folder", "file"])
-def test_what_belongs_to_another_user_is_not_taken(places, what):
-    """A folder or a file of somebody else, who knows what is in it, is passed over."""
+def test_files_of_another_user_are_refused(places, what):
+    """A folder or a file of another user, who knows its contents, is skipped."""
     places[0].mkdir(mode=0o700)
     (places[0] / "secret").write_text("k" * 43)
     (places[0] / "secret").chmod(0o600)
@@ -129,8 +129,8 @@ def test_what_belongs_to_another_user_is_not_taken(places, what):
     assert user_secret() == (places[1] / "secret").read_bytes() != b"k" * 43
 
 
-def test_the_place_that_has_one_counts(places):
-    """When an earlier place becomes usable later, processes go on to find what the first ones have made."""
+def test_an_existing_secret_takes_precedence(places):
+    """If an earlier folder becomes usable later, processes still find the secret of the first ones."""
     places[0].mkdir()
     places[0].chmod(0o777)
     secret = user_secret()

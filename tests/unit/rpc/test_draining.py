@@ -1,8 +1,9 @@
-"""The end of all ranks, step by step: who comes, goes and comes again, and what is under way meanwhile."""
+"""Draining, step by step: ranks drain, are lost and join again, and calls are under way."""
 
 import concurrent.futures
 import contextlib
 import threading
+from types import SimpleNamespace
 
 import pytest
 
@@ -10,31 +11,32 @@ from ferrodist.deadline import Deadline
 from ferrodist.errors import DistributedTimeoutError, GroupClosedError, PeerLostError, RpcError
 from ferrodist.rpc import RpcAgent, SimulatedRpcBackend, current_agent
 from ferrodist.rpc.messages import Call
-from ferrodist.rpc.shutdown import COME, LEAVE, LOOK, Draining
+from ferrodist.rpc.shutdown import READY, RELEASE, STATUS, GracefulShutdown
 from ferrodist.testing import check_leaks
 
 _PATIENCE = 60.0
 
 
 class Ranks:
-    """An agent as its draining knows it, and what the others say to it, which a test decides.
+    """A rank's graceful shutdown, and its client and server, whose calls a test decides on.
 
     Args:
-        rank: Of the agent.
-        world_size: How many there are.
-        answer: Called with a rank and a call that goes there; what it raises is what comes back.
+        rank: The rank.
+        world_size: The number of ranks.
+        answer: Called with a rank and a call that goes there; an exception is the call's error.
+        serving: The number of calls that are served, each time it is asked for.
     """
 
-    def __init__(self, rank, world_size, answer=lambda to, call: [0, 0, 0]):
-        self.rank = rank
-        self.world_size = world_size
+    def __init__(self, rank, world_size, answer=lambda to, call: [0, 0, 0], serving=()):
         self.answer = answer
         self.calls = []
-        self.own = (0, 0)
-        self.draining = Draining(self)
+        self.pending = SimpleNamespace(num_made=0, num_ended=0)
+        self.serving = list(serving)
+        self.handlers = {}
+        self.shutdown = GracefulShutdown(rank, world_size, self, self)
 
-    def start(self, to, call, seconds):
-        """See `Drainer`."""
+    def call_internal(self, to, call, seconds):
+        """See `RpcClient`."""
         assert seconds >= 0
         self.calls.append((to, call.name))
         future = concurrent.futures.Future()
@@ -44,26 +46,38 @@ class Ranks:
             future.set_exception(error)
         return future
 
-    def num_calls(self):
-        """See `Drainer`."""
-        return self.own
+    def register_internal(self, name, handler):
+        """See `RpcServer`."""
+        self.handlers[name] = handler
 
-    def come(self, *peers, token=7):
-        """Have ranks come to the end."""
+    def respond(self, incoming, value):
+        """See `RpcServer`."""
+
+    @property
+    def num_serving(self):
+        """See `RpcServer`."""
+        return self.serving.pop(0) if self.serving else 0
+
+    def serve(self, peer, call):
+        """Serve a call of another rank."""
+        self.handlers[call.name](SimpleNamespace(peer=SimpleNamespace(rank=peer)), call)
+
+    def make_ready(self, *peers, token=7):
+        """Have ranks drain."""
         for peer in peers:
-            self.draining.serve(peer, Call(COME, (token,), {}))
+            self.serve(peer, Call(READY, (token,), {}))
 
-    def told(self, name):
-        """Which ranks such calls went to."""
+    def called(self, name):
+        """The ranks that received calls of a name."""
         return [to for to, called in self.calls if called == name]
 
 
 def answers(*rounds):
-    """Ranks that answer in one round after the other so; the last one is repeated."""
+    """Make answers for one round after the other; the last one is repeated."""
     left = {}
 
     def answer(to, call):
-        if call.name != LOOK:
+        if call.name != STATUS:
             return None
         mine = left.setdefault(to, list(rounds))
         found = mine.pop(0) if len(mine) > 1 else mine[0]
@@ -73,29 +87,29 @@ def answers(*rounds):
 
 
 def test_one_round_is_not_enough():
-    """A call that was made and has ended between two questions may have made another one, which is under way."""
+    """A call that has ended between two rounds may have made another one that is under way."""
     hub = Ranks(0, 3, answers({1: [0, 0, 0]}, {1: [1, 1, 0]}, {1: [2, 2, 0]}, {1: [2, 2, 0]}))
-    hub.come(1, 2)
-    hub.draining.wait(Deadline(_PATIENCE))
-    assert hub.told(LOOK) == [1, 2] * 4
-    assert hub.told(LEAVE) == [1, 2]
+    hub.make_ready(1, 2)
+    hub.shutdown.drain(Deadline(_PATIENCE))
+    assert hub.called(STATUS) == [1, 2] * 4
+    assert hub.called(RELEASE) == [1, 2]
 
 
-def test_two_rounds_that_agree():
-    """Are enough, and needed: in the first one nothing is known of what went before."""
+def test_two_equal_rounds_are_enough():
+    """Two rounds are needed: the first one says nothing about the time before."""
     hub = Ranks(0, 2, answers([3, 3, 0]))
-    hub.come(1)
-    hub.draining.wait(Deadline(_PATIENCE))
-    assert hub.told(LOOK) == [1, 1]
+    hub.make_ready(1)
+    hub.shutdown.drain(Deadline(_PATIENCE))
+    assert hub.called(STATUS) == [1, 1]
 
 
 @pytest.mark.parametrize("busy", [[3, 2, 0], [3, 3, 1]])
-def test_what_is_under_way_is_waited_for(busy):
-    """Calls without a result, and such as are served, whoever made them."""
+def test_calls_under_way_are_waited_for(busy):
+    """Calls without a result, and calls that are served, whoever made them."""
     hub = Ranks(0, 2, answers(busy, busy, busy, [3, 3, 0]))
-    hub.come(1)
-    hub.draining.wait(Deadline(_PATIENCE))
-    assert hub.told(LOOK) == [1] * 5
+    hub.make_ready(1)
+    hub.shutdown.drain(Deadline(_PATIENCE))
+    assert hub.called(STATUS) == [1] * 5
 
 
 @pytest.mark.parametrize(
@@ -107,8 +121,8 @@ def test_what_is_under_way_is_waited_for(busy):
         (DistributedTimeoutError("late"), "rank 2 does not say what it is at: late", (2,)),
     ],
 )
-def test_who_keeps_the_others_waiting(look, text, ranks):
-    """Is named: also who does not answer."""
+def test_the_error_names_busy_ranks(look, text, ranks):
+    """The error names ranks with calls under way, and ranks that do not answer."""
 
     def answer(to, call):
         if to == 2 and isinstance(look, Exception):
@@ -116,34 +130,22 @@ def test_who_keeps_the_others_waiting(look, text, ranks):
         return look if to == 2 else [1, 1, 0]
 
     hub = Ranks(0, 3, answer)
-    hub.come(1, 2)
+    hub.make_ready(1, 2)
     with pytest.raises(DistributedTimeoutError, match=rf"calls are under way after 0\.05 s: {text}$") as caught:
-        hub.draining.wait(Deadline(0.05))
+        hub.shutdown.drain(Deadline(0.05))
     assert caught.value.ranks == ranks
-    assert hub.told(LEAVE) == []
+    assert hub.called(RELEASE) == []
 
 
-def test_what_is_served_here_is_waited_for():
-    """At rank 0, too; what nobody keeps is not."""
-
-    class Busy:
-        """Serves something, until it is asked twice."""
-
-        left = 2
-
-        def num_served(self):
-            self.left -= self.left > 0
-            return self.left
-
-    hub, busy = Ranks(0, 1), Busy()
-    hub.draining.add(busy)
-    hub.draining.add(Busy())
-    hub.draining.wait(Deadline(_PATIENCE))
-    assert busy.left == 0
+def test_the_coordinator_waits_for_its_own_calls():
+    """Calls that rank 0 serves count, too."""
+    hub = Ranks(0, 1, serving=[2, 1])
+    hub.shutdown.drain(Deadline(_PATIENCE))
+    assert hub.serving == []
 
 
 def test_a_lost_rank_is_not_waited_for():
-    """Neither when it is known to be lost nor when it turns out to be."""
+    """Whether it is known to be lost or turns out to be while it is asked."""
 
     def answer(to, call):
         if to == 2:
@@ -151,132 +153,132 @@ def test_a_lost_rank_is_not_waited_for():
         return [0, 0, 0]
 
     hub = Ranks(0, 4, answer)
-    hub.come(1, 2)
-    hub.draining.lost(3)
-    hub.draining.wait(Deadline(_PATIENCE))
-    assert hub.told(LEAVE) == [1, 2]
+    hub.make_ready(1, 2)
+    hub.shutdown.on_lost(3, None)
+    hub.shutdown.drain(Deadline(_PATIENCE))
+    assert hub.called(RELEASE) == [1, 2]
 
 
-def test_a_closed_agent_does_not_come_to_the_end():
-    """Its own calls fail, and that is no answer of the others."""
+def test_draining_a_closed_agent_fails():
+    """The agent's own error is raised, and not taken for another rank's."""
 
     def answer(to, call):
         raise GroupClosedError("the agent was closed")
 
     hub = Ranks(0, 2, answer)
-    hub.come(1)
+    hub.make_ready(1)
     with pytest.raises(GroupClosedError):
-        hub.draining.wait(Deadline(_PATIENCE))
+        hub.shutdown.drain(Deadline(_PATIENCE))
 
 
-def test_who_does_not_hear_of_the_end():
-    """Is named, for it waits still."""
+def test_a_rank_that_does_not_confirm_its_release():
+    """The error names the rank, which still waits."""
 
     def answer(to, call):
-        if call.name == LEAVE and to == 2:
+        if call.name == RELEASE and to == 2:
             raise DistributedTimeoutError("late")
         return [0, 0, 0]
 
     hub = Ranks(0, 3, answer)
-    hub.come(1, 2)
+    hub.make_ready(1, 2)
     with pytest.raises(DistributedTimeoutError, match=r"rank 2 did not say within .* was heard") as caught:
-        hub.draining.wait(Deadline(_PATIENCE))
+        hub.shutdown.drain(Deadline(_PATIENCE))
     assert caught.value.ranks == (2,)
 
 
 @pytest.mark.parametrize("after", [0, 1, 2])
-def test_who_joins_in_any_round_has_to_come(after):
-    """Nobody is told of an end that it has not come to: it is waited for."""
+def test_a_rank_that_joins_in_any_round_is_waited_for(after):
+    """No rank is released before the new one drains."""
     num_looks = 0
 
     def answer(to, call):
         nonlocal num_looks
-        num_looks += call.name == LOOK and to == 1
+        num_looks += call.name == STATUS and to == 1
         if num_looks == after:
-            hub.draining.joined(2)
+            hub.shutdown.on_joined(2, 0)
         return [0, 0, 0]
 
     hub = Ranks(0, 3, answer)
-    hub.draining.lost(2)
-    hub.come(1)
+    hub.shutdown.on_lost(2, None)
+    hub.make_ready(1)
     if not after:
-        hub.draining.joined(2)
+        hub.shutdown.on_joined(2, 0)
     with pytest.raises(DistributedTimeoutError, match=r"rank 2 did not come to the end within 0\.05 s") as caught:
-        hub.draining.wait(Deadline(0.05))
+        hub.shutdown.drain(Deadline(0.05))
     assert caught.value.ranks == (2,)
-    assert hub.told(LEAVE) == []
-    hub.come(2)
-    hub.draining.wait(Deadline(_PATIENCE))
-    assert hub.told(LEAVE) == [1, 2]
+    assert hub.called(RELEASE) == []
+    hub.make_ready(2)
+    hub.shutdown.drain(Deadline(_PATIENCE))
+    assert hub.called(RELEASE) == [1, 2]
 
 
-def test_who_comes_goes_and_comes_again():
-    """Its next process has to come, too, and is told as itself; so is who is lost and does not come again."""
+def test_a_restarted_rank_drains_again():
+    """The next process of a rank has to drain, and is released by its own token."""
     tokens = []
 
     def answer(to, call):
-        tokens.extend((to, *call.arguments) for _ in [0] if call.name == LEAVE)
+        tokens.extend((to, *call.arguments) for _ in [0] if call.name == RELEASE)
         return [0, 0, 0]
 
     hub = Ranks(0, 3, answer)
-    hub.come(1, 2, token=1)
-    hub.draining.lost(1)
-    hub.draining.joined(1)
+    hub.make_ready(1, 2, token=1)
+    hub.shutdown.on_lost(1, None)
+    hub.shutdown.on_joined(1, 0)
     with pytest.raises(DistributedTimeoutError, match=r"rank 1 did not come to the end"):
-        hub.draining.wait(Deadline(0.0))
-    hub.come(1, token=2)
-    hub.draining.lost(1)
-    hub.draining.joined(1)
-    hub.come(1, token=3)
-    hub.draining.wait(Deadline(_PATIENCE))
+        hub.shutdown.drain(Deadline(0.0))
+    hub.make_ready(1, token=2)
+    hub.shutdown.on_lost(1, None)
+    hub.shutdown.on_joined(1, 0)
+    hub.make_ready(1, token=3)
+    hub.shutdown.drain(Deadline(_PATIENCE))
     assert sorted(tokens) == [(1, 3), (2, 1)]
     with pytest.raises(DistributedTimeoutError, match=r"ranks 1, 2 did not come to the end"):
-        hub.draining.wait(Deadline(0.0))
+        hub.shutdown.drain(Deadline(0.0))
 
 
 @pytest.mark.parametrize(("peer", "change", "ends"), [(0, 0, True), (0, 1, False), (1, 0, False)])
-def test_whose_end_it_is(peer, change, ends):
-    """What was meant for another process of the rank, or does not come from rank 0, is no end."""
+def test_releases_that_are_ignored(peer, change, ends):
+    """A release for another process, or from a rank other than 0, is ignored."""
 
     def answer(to, call):
-        assert (to, call.name) == (0, COME)
-        rank.draining.serve(peer, Call(LEAVE, (call.arguments[0] + change,), {}))
+        assert (to, call.name) == (0, READY)
+        rank.serve(peer, Call(RELEASE, (call.arguments[0] + change,), {}))
 
     rank = Ranks(2, 3, answer)
     expected = contextlib.nullcontext() if ends else pytest.raises(DistributedTimeoutError, match="rank 0 did not say")
     with expected:
-        rank.draining.wait(Deadline(_PATIENCE if ends else 0.01))
+        rank.shutdown.drain(Deadline(_PATIENCE if ends else 0.01))
 
 
-def test_rank_0_is_lost_and_there_again_while_a_rank_waits():
-    """That rank is told, though it did not see that in time: the new rank 0 knows nothing of it."""
+def test_rank_0_restarts_while_a_rank_drains():
+    """The waiting rank raises, even if rank 0 is back before it looks: the new rank 0 knows nothing of it."""
 
     def answer(to, call):
-        assert (to, call.name) == (0, COME)
-        rank.draining.lost(0)
-        rank.draining.joined(0)
+        assert (to, call.name) == (0, READY)
+        rank.shutdown.on_lost(0, None)
+        rank.shutdown.on_joined(0, 0)
 
     rank = Ranks(1, 2, answer)
     with pytest.raises(PeerLostError, match="rank 0 is gone, which sees to the end") as caught:
-        rank.draining.wait(Deadline(_PATIENCE))
+        rank.shutdown.drain(Deadline(_PATIENCE))
     assert caught.value.ranks == (0,)
-    rank.answer = lambda to, call: rank.draining.serve(0, Call(LEAVE, call.arguments, {}))
-    rank.draining.wait(Deadline(_PATIENCE))
+    rank.answer = lambda to, call: rank.serve(0, Call(RELEASE, call.arguments, {}))
+    rank.shutdown.drain(Deadline(_PATIENCE))
 
 
-@pytest.mark.parametrize("name", [COME, LEAVE])
+@pytest.mark.parametrize("name", [READY, RELEASE])
 @pytest.mark.parametrize("arguments", [(), ("text",), (1, 2)])
-def test_what_no_agent_says(name, arguments):
-    """Changes nothing."""
+def test_invalid_calls_are_ignored(name, arguments):
+    """Calls that no agent makes change nothing."""
     hub = Ranks(0, 2)
-    hub.draining.serve(1, Call(name, arguments, {}))
+    hub.serve(1, Call(name, arguments, {}))
     with pytest.raises(DistributedTimeoutError, match="rank 1 did not come"):
-        hub.draining.wait(Deadline(0.0))
+        hub.shutdown.drain(Deadline(0.0))
 
 
 @pytest.mark.parametrize("how", ["function", "method", "creation"])
 def test_functions_of_a_lost_rank_are_waited_for(how):
-    """They may make calls, which others serve before they come to their end."""
+    """They may make calls, which other ranks serve before they are drained."""
     started, release, noted = threading.Event(), threading.Event(), []
 
     def call_back():
@@ -285,10 +287,10 @@ def test_functions_of_a_lost_rank_are_waited_for(how):
         current_agent().rpc_sync(0, "note", 1, timeout=_PATIENCE)
 
     class Caller:
-        """Has a method that makes a call."""
+        """A class with a method that makes a call."""
 
         def call_back(self):
-            """Make it."""
+            """Make the call."""
             call_back()
 
     functions = {"call_back": call_back, "Caller": Caller, "note": noted.append}
@@ -307,16 +309,16 @@ def test_functions_of_a_lost_rank_are_waited_for(how):
         caller.close()
         for agent in (hub, server):
             patience = Deadline(_PATIENCE)
-            while 2 not in agent._switchboard.draining._lost:
+            while 2 not in agent._shutdown._lost:
                 assert not patience.expired
                 threading.Event().wait(0.001)
         draining = threading.Thread(target=server.drain, args=(_PATIENCE,))
         draining.start()
         patience = Deadline(_PATIENCE)
-        while 1 not in hub._switchboard.draining._have_come:
+        while 1 not in hub._shutdown._ready:
             assert not patience.expired
             threading.Event().wait(0.001)
-        assert [agent._switchboard.draining._look().is_quiet for agent in (hub, server)] == [True, False]
+        assert [agent._shutdown._status().is_quiet for agent in (hub, server)] == [True, False]
         with pytest.raises(DistributedTimeoutError, match=r"rank 1 (serves 1 call|does not say what it is at)"):
             hub.drain(0.2)
         release.set()

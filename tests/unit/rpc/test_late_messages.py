@@ -1,4 +1,4 @@
-"""What comes too late, waits for its turn in vain, or is refused: its references are given back."""
+"""Calls and results that come too late, expire, or are refused: references in them are given back."""
 
 import asyncio
 import contextlib
@@ -12,7 +12,7 @@ from ferrodist.errors import DistributedTimeoutError, RpcError
 from ferrodist.rpc import RpcAgent, SimulatedRpcBackend
 from ferrodist.rpc.messages import Call
 from ferrodist.rpc.refcount_tables import ReferenceCounts
-from ferrodist.rpc.shutdown import LOOK
+from ferrodist.rpc.shutdown import STATUS
 from ferrodist.testing import check_leaks
 
 NOTHING = ReferenceCounts(for_others=0, for_itself=0, elsewhere=0)
@@ -20,7 +20,7 @@ _PATIENCE = 60.0
 
 
 def until(condition):
-    """Wait for what comes of itself."""
+    """Wait until a condition holds."""
     patience = Deadline(_PATIENCE)
     while not condition():
         assert not patience.expired
@@ -29,17 +29,17 @@ def until(condition):
 
 
 def give_up(agent, future):
-    """Have a call be late now."""
-    calls = agent._switchboard.outgoing.calls
-    for number, waiting in list(calls._waiting.items()):
+    """Make a call exceed its timeout now."""
+    calls = agent._client.pending
+    for number, waiting in list(calls._calls.items()):
         if waiting.future is future:
-            calls._end_late(number)
+            calls._expire(number)
     with pytest.raises(DistributedTimeoutError):
         future.result(_PATIENCE)
 
 
 class Holder:
-    """Functions that wait until they are told to go on; and a class of such."""
+    """Functions that wait until a test releases them."""
 
     def __init__(self):
         self.started, self.release, self.called = threading.Event(), threading.Event(), []
@@ -51,7 +51,7 @@ class Holder:
         self.release.wait(_PATIENCE)
 
     def give(self):
-        """An object that was made here, late."""
+        """A reference to an object, late."""
         self.hold()
         return [self.agent.reference([1])]
 
@@ -65,7 +65,7 @@ class Holder:
 
     @property
     def functions(self):
-        """What others call; values are not kept."""
+        """The functions that others call."""
         return {
             "hold": self.hold,
             "give": self.give,
@@ -100,8 +100,8 @@ def make():
             holder.agent.close()
 
 
-def test_references_in_results_that_come_late(make):
-    """They are given back: nobody else has them."""
+def test_references_in_late_results(make):
+    """Nobody else has the references: they are given back."""
     agent, other, holder = make()
     future = agent.rpc_async(1, "give")
     assert holder.started.wait(_PATIENCE)
@@ -111,18 +111,18 @@ def test_references_in_results_that_come_late(make):
     until(lambda: other.num_references() == NOTHING)
 
 
-def test_references_in_results_that_nobody_has_asked_for(make):
-    """As an answer to a call that has ended with its connection would be."""
+def test_references_in_unexpected_results(make):
+    """They are given back, as those in the response to a call that ended with its connection."""
     agent, other, _ = make()
     assert agent.rpc_sync(1, "echo", 1) == 1
-    other._switchboard.connector.neighbors[0]._send_answer(999, [other.reference([1])])
+    other._server._send_response(other._peers._peers[0], 999, [other.reference([1])])
     assert agent.rpc_sync(1, "echo", 1) == 1
     until(lambda: other.num_references() == NOTHING)
     assert agent.statistics().late == 0
 
 
-def test_references_in_calls_that_wait_for_their_turn_in_vain(make):
-    """They are given back, though nothing is called."""
+def test_references_in_expired_calls(make):
+    """They are given back, though the function is not called."""
     agent, _, holder = make(num_workers=1)
     first = agent.rpc_async(1, "hold")
     assert holder.started.wait(_PATIENCE)
@@ -134,8 +134,8 @@ def test_references_in_calls_that_wait_for_their_turn_in_vain(make):
     assert holder.called == [()]
 
 
-def test_references_in_calls_that_are_refused(make):
-    """There are too many: those in it are given back."""
+def test_references_in_refused_calls(make):
+    """Too many calls are made: references in the refused ones are given back."""
     agent, _, holder = make(most_outstanding=1)
     first = [agent.rpc_async(1, "hold") for _ in range(102)]
     refused = agent.rpc_async(1, "hold", [agent.reference([1])])
@@ -148,8 +148,8 @@ def test_references_in_calls_that_are_refused(make):
         future.result(_PATIENCE)
 
 
-def test_methods_that_wait_for_their_turn_in_vain(make):
-    """They are not called, as functions are not; one that has begun goes on."""
+def test_expired_methods_are_not_called(make):
+    """A method that has begun goes on, as a function does."""
     agent, _, holder = make(num_workers=1)
     box = agent.remote(1, "Box")
     first = box.rpc_async().hold("first")
@@ -163,8 +163,8 @@ def test_methods_that_wait_for_their_turn_in_vain(make):
     assert holder.called == [("first",)]
 
 
-def test_asynchronous_methods_that_are_late(make):
-    """They are cancelled, as functions are."""
+def test_late_async_methods_are_cancelled(make):
+    """As async functions are."""
     agent, _, holder = make()
     box = agent.remote(1, "Box")
     future = box.rpc_async().sleep("it")
@@ -173,8 +173,8 @@ def test_asynchronous_methods_that_are_late(make):
     until(lambda: holder.called == [("ended", "it")])
 
 
-def test_what_remote_makes_goes_on(make):
-    """Whoever has the reference may use it later: nobody gives that up."""
+def test_remote_creation_is_not_cancelled(make):
+    """The object is made after the timeout, too: its reference may be used later."""
     agent, _, holder = make(num_workers=1)
     box = agent.remote(1, "Box")
     first = box.rpc_async().hold("first")
@@ -187,8 +187,8 @@ def test_what_remote_makes_goes_on(make):
     del second, third
 
 
-def test_calls_of_agents_do_not_count(make):
-    """Neither while they are under way, nor when they are late or answered; ends and references make some."""
+def test_internal_calls_are_not_counted(make):
+    """Statistics do not count internal calls, whether under way, late or answered."""
     agent, other, _ = make()
     assert agent.rpc_sync(1, "echo", [agent.reference(1)])[0].is_owner
     before = [each.statistics() for each in (agent, other)]
@@ -199,10 +199,10 @@ def test_calls_of_agents_do_not_count(make):
         for thread in threads:
             thread.join(_PATIENCE)
     assert [each.statistics() for each in (agent, other)] == before
-    to_agent = other._switchboard.connector.neighbors[0]
+    to_agent = other._peers._peers[0]
     send, held = to_agent.send, []
     to_agent.send = lambda *message: held.append(message)
-    future = agent._switchboard.start(1, Call(LOOK, (), {}), 0.1)
+    future = agent._client.call_internal(1, Call(STATUS, (), {}), 0.1)
     assert agent.statistics() == before[0]
     with pytest.raises(DistributedTimeoutError):
         future.result()
@@ -216,8 +216,8 @@ def test_calls_of_agents_do_not_count(make):
     assert (found.timed_out, found.late) == (0, 0)
 
 
-def test_copies_that_are_not_waited_for(make):
-    """`to_here_async` gives futures, which can be awaited; late ones are told."""
+def test_asynchronous_copies(make):
+    """`to_here_async` returns futures that can be awaited; they have timeouts."""
     agent, _, holder = make()
     made = agent.remote(1, "echo", [1, 2])
     assert made.to_here_async().result(_PATIENCE) == [1, 2]

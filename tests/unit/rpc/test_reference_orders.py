@@ -1,12 +1,13 @@
-"""Counts of references, whatever the order of messages, deaths, starts and breaks: thousands of courses of events.
+"""Explores orders of messages, deaths, starts and broken connections: reference counts are right in each of them.
 
-Three ranks without threads: what connects them, and what decides who goes on, is here; all else is the agents' own.
+Three ranks without threads: their connections, and the choice of the next event, are here; all else is the agents' own.
 """
 
 import contextlib
 import gc
 import random
 from collections import Counter, deque
+from types import SimpleNamespace
 
 import pytest
 
@@ -16,26 +17,26 @@ from ferrodist.rpc import remote_objects
 from ferrodist.rpc.future import Future
 from ferrodist.rpc.messages import MET, Call, Failure, FailureKind, pack_call, unpack_call
 from ferrodist.rpc.refcount_protocol import CONFIRM, LOST, REGISTER, RELEASE, SETTLE, UNREGISTER
-from ferrodist.rpc.remote_objects import CREATE, ObjectCalls, RemoteObjects
+from ferrodist.rpc.remote_objects import CREATE, RRefManager
 
 NUM_RANKS = 3
 
 
-class Errands:
-    """Those of one process, which are done one at a time when the world says so."""
+class SerialExecutor:
+    """That of one process, whose tasks are run one at a time when the world says so."""
 
     def __init__(self, name):
         self.queue = deque()
 
-    def put(self, errand):
-        self.queue.append(errand)
+    def submit(self, task):
+        self.queue.append(task)
 
     def close(self):
         self.queue.clear()
 
 
 class Connection:
-    """Two processes', with what is on its way each way."""
+    """A connection of two processes, with the messages under way."""
 
     def __init__(self, one, other):
         self.ends = {one.rank: one, other.rank: other}
@@ -44,7 +45,7 @@ class Connection:
         self.is_over = False
 
     def send(self, process, *message):
-        """Raises where this end knows that it is over; else nobody may ever know."""
+        """Send a message; raises if this end knows that the connection is over."""
         if process.neighbors.get(self.other(process).rank) is not self:
             raise PeerLostError("over", ranks=(self.other(process).rank,))
         if not self.is_over:
@@ -55,13 +56,13 @@ class Connection:
 
 
 def without_frames(error):
-    """An error that holds nothing of where it was raised: references are there."""
+    """Strip an error of its frames, which hold references."""
     error.__traceback__ = error.__context__ = None
     return error
 
 
 class Process:
-    """One process of a rank: an agent's part of references, and what it needs of the agent."""
+    """One process of a rank: the references of an agent, and fakes of its client and server."""
 
     world_size = NUM_RANKS
     timeout = 1.0
@@ -75,26 +76,27 @@ class Process:
         self.undecoded = []  # calls that wait for a worker
         self.references = []
         self.is_alive = True
-        self.objects = RemoteObjects(self, allow_pickle=False)
-        self.tables = self.objects.counting.tables
-        self.calls = ObjectCalls(self.objects, self)
+        self.handlers = {}  # of internal calls, by name
+        self.objects = RRefManager(rank, NUM_RANKS, self.timeout, None, allow_pickle=False)
+        self.table = self.objects.refcounts.table
+        self.objects.bind(self, self)
 
-    # What `RemoteObjects` needs.
+    # An `RpcClient` and an `RpcServer`.
 
     def _connection(self, to):
         if to not in self.neighbors:
             raise PeerLostError("it is not there", ranks=(to,))
         return self.neighbors[to]
 
-    def start(self, to, call, seconds):
+    def call_internal(self, to, call, seconds):
         return self._call(to, call)
 
     def call_async(self, to, call, seconds):
         return self._call(to, call)
 
-    def send_unanswered(self, to, name, make):
+    def notify(self, to, name, make_arguments):
         connection = self._connection(to)
-        arguments = make()
+        arguments = make_arguments()
         if arguments is not None:
             connection.send(self, "notice", None, self.objects.pack(to, pack_call, Call(name, arguments, {}))[0])
 
@@ -123,8 +125,14 @@ class Process:
                 future.set_exception(without_frames(error))
         return future
 
-    def submit(self, call, answer, function=None):
-        answer(call.arguments[0])
+    def register_internal(self, name, handler):
+        self.handlers[name] = handler
+
+    def submit(self, incoming, call, function=None):
+        self.respond(incoming, call.arguments[0])
+
+    def respond(self, incoming, value):
+        incoming.answer(incoming.on_result(value) if incoming.on_result else value)
 
     # What the world does with it.
 
@@ -132,9 +140,9 @@ class Process:
         peer = connection.other(self)
         if peer.rank in self.neighbors:
             self.lose(peer.rank)
-        self.objects.counting.joined(peer.rank, peer.incarnation)
+        self.objects.refcounts.on_joined(peer.rank, peer.incarnation)
         self.neighbors[peer.rank] = connection
-        self.send_unanswered(peer.rank, MET, lambda: ())
+        self.notify(peer.rank, MET, lambda: ())
 
     def lose(self, rank):
         connection = self.neighbors.pop(rank)
@@ -145,7 +153,7 @@ class Process:
             if peer == rank:
                 del self.waiting[number]
                 future.set_exception(PeerLostError("lost", ranks=(rank,)))
-        self.objects.counting.lost(rank)
+        self.objects.refcounts.on_lost(rank, None)
         self.undecoded = [
             (peer, content, answer, peer == rank or gone) for peer, content, answer, gone in self.undecoded
         ]
@@ -181,7 +189,11 @@ class Process:
             answer(Failure(FailureKind.UNDECODABLE, "", str(error), ""))
         else:
             self.world.seen[call.name] += 1
-            self.calls.serve(peer, call, answer)
+            incoming = SimpleNamespace(peer=SimpleNamespace(rank=peer), answer=answer, on_result=None)
+            try:
+                self.handlers[call.name](incoming, call)
+            except (RpcError, ValueError) as error:
+                answer(Failure(FailureKind.UNKNOWN, "", str(error), ""))
 
     def decode(self, place):
         peer, content, answer, is_withdrawn = self.undecoded.pop(place)
@@ -198,8 +210,8 @@ class World:
     """All processes, and a random course of events.
 
     Args:
-        seed: Of the course.
-        breaks: Whether connections break of which both ends live.
+        seed: The seed of the random choices.
+        breaks: Whether connections break whose ends both live.
     """
 
     def __init__(self, seed, *, breaks):
@@ -219,7 +231,7 @@ class World:
     # Events. Each list of them is of what may happen now.
 
     def steps(self):
-        """What goes on by itself."""
+        """Events that happen by themselves."""
         found = []
         for connection in self.connections:
             for rank, process in connection.ends.items():
@@ -234,8 +246,8 @@ class World:
                 elif is_joined and connection.is_over:
                     found.append(lambda c=connection, p=process: p.lose(c.other(p).rank))
         for process in self.alive():
-            if process.objects.errands.queue:
-                found += 2 * [lambda p=process: p.objects.errands.queue.popleft()()]
+            if process.objects.tasks.queue:
+                found += 2 * [lambda p=process: p.objects.tasks.queue.popleft()()]
             if process.undecoded:
                 found.append(lambda p=process: p.decode(self.random.randrange(len(p.undecoded))))
             for peer in self.alive():
@@ -245,7 +257,7 @@ class World:
         return found
 
     def is_met(self, higher, lower):
-        """Whether a connection is there, or on its way, as far as the higher rank knows."""
+        """Whether the higher rank knows of a connection, or of one being made."""
         known = higher.neighbors.get(lower.rank)
         if known is not None:
             return True
@@ -256,7 +268,7 @@ class World:
         )
 
     def deeds(self):
-        """What users do, and what happens to them."""
+        """Actions of users, deaths, starts and broken connections."""
         found = []
         for process in self.alive():
             found.append(lambda p=process: p.references.append(self.make(p, p.rank)))
@@ -280,15 +292,15 @@ class World:
 
     def make(self, process, to):
         if to == process.rank:
-            reference = process.objects.keep(1)
+            reference = process.objects.own(1)
         else:
             chosen = self.choose(process) if process.references and self.random.random() < 0.3 else 1
             reference = process.objects.create(to, CREATE, ("make", (chosen,), {}), None)
             del chosen
-            id_, creation = reference._part.id, reference._part.creation
+            id_, creation = reference._record.id, reference._record.creation
             self.unmade.add(id_)
             creation.add_done_callback(lambda future: future.exception() or self.unmade.discard(id_))
-        self.owners[reference._part.id] = self.processes[to]
+        self.owners[reference._record.id] = self.processes[to]
         return reference
 
     def send(self, process, to):
@@ -319,7 +331,7 @@ class World:
     # The course.
 
     def run(self, num_steps):
-        """Let things happen, and see that nothing is freed too early."""
+        """Choose events, and check that nothing is freed too early."""
         for _ in range(num_steps):
             steps = self.steps()
             choices = steps if steps and self.random.random() < 0.7 else self.deeds() or steps
@@ -338,30 +350,30 @@ class World:
         )
 
     def check(self):
-        """What a living process refers to is there, if its owner lives."""
+        """Check that objects of living owners are there while a living process has references."""
         for process in self.alive():
             for reference in process.references:
-                id_ = reference._part.id
+                id_ = reference._record.id
                 owner = self.owners[id_]
-                is_there = id_ in owner.tables._kept or id_ in self.unmade or not owner.is_alive
+                is_there = id_ in owner.table._owned or id_ in self.unmade or not owner.is_alive
                 assert is_there, f"{reference} of rank {process.rank} was freed"
 
     def end(self):
-        """Let everything go and come to rest; nothing is kept then."""
+        """Drop all references, finish all events, and check that nothing is left."""
         for process in self.processes:
             if not process.is_alive:
                 self.restart(process)
         self.come_to_rest()
         for _ in range(3):
-            if any(process.tables._held or process.tables._kept for process in self.processes):
+            if any(process.table._used or process.table._owned for process in self.processes):
                 gc.collect()  # errors hold frames, which hold references
                 self.come_to_rest()
         for process in self.processes:
-            tables = process.tables
-            assert not tables._kept, [(each.id, each.counts) for each in tables._kept.values()]
-            assert not tables._held
-            assert not tables._registrations._by_passage
-            assert not tables._registrations._totals
+            table = process.table
+            assert not table._owned, [(each.id, each.counts) for each in table._owned.values()]
+            assert not table._used
+            assert not table._forks._by_key
+            assert not table._forks._totals
             assert not process.waiting
 
     def come_to_rest(self):
@@ -377,8 +389,8 @@ class World:
 
 @pytest.mark.parametrize("breaks", [False, True])
 def test_nothing_is_freed_too_early_and_nothing_is_left(monkeypatch, breaks):
-    """Of objects of three ranks that pass references on, die, are started again, and lose each other."""
-    monkeypatch.setattr(remote_objects, "Errands", Errands)
+    """Three ranks pass references on, die, are started again, and lose each other."""
+    monkeypatch.setattr(remote_objects, "SerialExecutor", SerialExecutor)
     seen = Counter()
     for seed in range(250):
         world = World(seed, breaks=breaks)

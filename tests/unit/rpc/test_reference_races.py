@@ -1,6 +1,6 @@
-"""References on their way from rank to rank, while messages are held up, ranks die, and are started again.
+"""References under way between ranks, while messages are delayed, ranks die, and are started again.
 
-Rank 0 owns the objects, rank 1 passes them on, and rank 2 gets them.
+Rank 0 owns the objects, rank 1 passes references on, and rank 2 receives them.
 """
 
 import functools
@@ -22,7 +22,7 @@ OWNER, SENDER, RECEIVER = range(3)
 
 
 def until(condition):
-    """Wait for what comes of itself."""
+    """Wait until a condition holds."""
     deadline, never = Deadline(PATIENCE), threading.Event()
     while not condition():
         assert not deadline.expired
@@ -31,7 +31,7 @@ def until(condition):
 
 
 class Counter:
-    """What is referred to."""
+    """The class of the objects."""
 
     def __init__(self):
         self.count = 0
@@ -49,7 +49,7 @@ class Place(RpcBackend):
 
 
 class Town:
-    """Three ranks' agents, any two of which are connected when told to be."""
+    """Three ranks' agents, which a test connects."""
 
     def __init__(self):
         self.agents = {}
@@ -86,31 +86,31 @@ class Town:
 
     def cut(self, one, other):
         """End a connection whose ends live on, and see that both know."""
-        neighbors = self.agents[one]._switchboard.connector.neighbors
-        neighbors[other].pair.abort("a cut")
-        until(lambda: other not in neighbors and one not in self.agents[other]._switchboard.connector.neighbors)
+        peers = self.agents[one]._peers._peers
+        peers[other].group.abort("a cut")
+        until(lambda: other not in peers and one not in self.agents[other]._peers._peers)
 
     def kill(self, rank):
         """End a process, as those that it was connected with get to know."""
         agent = self.agents.pop(rank)
-        peers = list(agent._switchboard.connector.neighbors)
+        peers = [peer for peer in agent._peers._peers if peer != rank]
         for peer in peers:
-            agent._switchboard.connector.neighbors[peer].pair.abort("it dies")
+            agent._peers._peers[peer].group.abort("it dies")
         for peer in peers:
-            neighbors = self.agents[peer]._switchboard.connector.neighbors
-            until(lambda neighbors=neighbors: rank not in neighbors)
+            others = self.agents[peer]._peers._peers
+            until(lambda others=others: rank not in others)
         agent.close()
 
     def hold(self, rank, peer, name):
-        """Hold up the messages of a rank to another one which have a name in them; see `Held`."""
-        return Held(self.agents[rank]._switchboard.connector.neighbors[peer], name)
+        """Delay the messages of a rank to another one which have a name in them; see `Held`."""
+        return Held(self.agents[rank]._peers._peers[peer], name)
 
     def rest(self, *ranks):
-        """Return when ranks have done, and told rank 0 of, what there was to do when references have gone."""
+        """Return when ranks have given back all references that are gone."""
         gc.collect()
         for rank in (*ranks, OWNER):
             done = threading.Event()
-            self.agents[rank]._switchboard.objects.errands.put(done.set)
+            self.agents[rank]._rrefs.tasks.submit(done.set)
             assert done.wait(PATIENCE)
             self.agents[rank].rpc_sync(OWNER, "wait", 0)  # comes after what was said before
 
@@ -121,23 +121,23 @@ class Town:
         return counter
 
     def kept(self):
-        """How many objects rank 0 keeps, and for how many references that are on their way."""
-        tables = self.agents[OWNER]._switchboard.objects.counting.tables
-        return len(tables._kept), sum(tables._registrations._totals.values())
+        """The number of objects that rank 0 owns, and of references under way to them."""
+        table = self.agents[OWNER]._rrefs.refcounts.table
+        return len(table._owned), sum(table._forks._totals.values())
 
 
 class Held:
-    """Messages that are held up, in their order; those that come after `let_go` go at once."""
+    """Delayed messages, in their order; those after `let_go` are sent at once."""
 
-    def __init__(self, neighbor, name):
+    def __init__(self, peer, name):
         self.messages = []
         self.is_over = False
         self._name = name.encode()
-        self._send = neighbor.send
-        neighbor.send = self.send
+        self._send = peer.send
+        peer.send = self.send
 
     def send(self, kind, number, content):
-        text = content if isinstance(content, bytes) else repr(content.plan).encode()
+        text = content if isinstance(content, bytes) else repr(content.spec).encode()
         if self._name in text and not self.is_over:
             self.messages.append(functools.partial(self._send, kind, number, content))
         else:
@@ -154,7 +154,7 @@ class Held:
 
 @pytest.fixture
 def town():
-    """Three ranks that know each other, and keep nothing in the end."""
+    """Three connected ranks, which own nothing in the end."""
     made = Town()
     with check_leaks():
         for rank in range(3):
@@ -168,22 +168,22 @@ def town():
 
 
 def test_the_sender_dies_before_it_has_sent(town):
-    """What it had registered for the receiver is the receiver's no more, which says that nothing came."""
+    """The receiver confirms that nothing arrived, and the registration ends."""
     held = town.hold(SENDER, RECEIVER, "take")
     town.agents[SENDER].rpc_async(RECEIVER, "take", town.object())
     held.wait()
     assert town.kept() == (1, 1)
     town.kill(SENDER)
     until(lambda: town.kept() == (0, 0))
-    assert len(town.agents[RECEIVER]._switchboard.objects.counting.tables._refused) == 1
+    assert len(town.agents[RECEIVER]._rrefs.refcounts.table._refused) == 1
     town.start(SENDER, RECEIVER, OWNER)
-    assert not town.agents[RECEIVER]._switchboard.objects.counting.tables._refused  # nothing comes of what is gone
+    assert not town.agents[RECEIVER]._rrefs.refcounts.table._refused  # nothing comes of what is gone
     town.agents[SENDER].rpc_sync(RECEIVER, "take", town.object())
     assert town.taken[0].rpc_sync().add() == 2
 
 
 def test_the_sender_dies_before_its_message_is_confirmed(town):
-    """The receiver has the reference, and the object is there, whenever it says so."""
+    """The receiver has the reference, and the object lives, whenever the confirmation arrives."""
     held = town.hold(RECEIVER, OWNER, CONFIRM)
     town.agents[SENDER].rpc_sync(RECEIVER, "take", town.object())
     held.wait()
@@ -195,15 +195,15 @@ def test_the_sender_dies_before_its_message_is_confirmed(town):
     assert town.taken[0].rpc_sync().add() == 2
 
 
-def test_a_message_that_comes_when_nobody_counts_on_it_any_more(town):
-    """It is not taken: its sender is told why, and other references in it are given back."""
+def test_a_message_that_arrives_after_it_was_settled(town):
+    """It is refused: its sender gets an error, and other references in it are given back."""
     own, its = town.agents[SENDER].reference(1), town.agents[SENDER].remote(RECEIVER, "Counter")
     its.rpc_sync().add()
     town.busy.clear()
     waiting = town.agents[SENDER].rpc_async(RECEIVER, "wait", PATIENCE)
     call = town.agents[SENDER].rpc_async(RECEIVER, "take", [town.object(), own, its])
     until(lambda: town.kept() == (1, 1))
-    until(lambda: len(town.agents[RECEIVER]._switchboard.workers._queue) == 1 or call.done())
+    until(lambda: len(town.agents[RECEIVER]._executor._queue) == 1 or call.done())
     town.cut(OWNER, SENDER)
     until(lambda: town.kept() == (0, 0))
     town.busy.set()
@@ -217,8 +217,8 @@ def test_a_message_that_comes_when_nobody_counts_on_it_any_more(town):
     assert town.taken[0].rpc_sync().add() == 2
 
 
-def test_an_object_that_is_made_of_what_nobody_counts_on_any_more(town):
-    """It is not made; who asked for it is told why."""
+def test_an_object_made_of_settled_references(town):
+    """It is not made; its creator gets an error."""
     counter = town.object()
     held = town.hold(SENDER, RECEIVER, "Holder")
     holder = town.agents[SENDER].remote(RECEIVER, "Holder", counter)
@@ -226,13 +226,13 @@ def test_an_object_that_is_made_of_what_nobody_counts_on_any_more(town):
     town.cut(OWNER, SENDER)
     until(lambda: town.kept() == (0, 0))
     held.let_go()
-    assert "rank 0 has lost rank 1" in str(holder._part.creation.exception())
+    assert "rank 0 has lost rank 1" in str(holder._record.creation.exception())
     with pytest.raises(RpcError, match="the object was freed"):
         holder.to_here()
 
 
-def test_a_result_that_comes_when_nobody_counts_on_it_any_more(town):
-    """Whoever waits for it is told that the rank which sent it was lost."""
+def test_a_result_that_arrives_after_it_was_settled(town):
+    """The caller's error says that the rank which sent it was lost."""
     town.agents[SENDER].register("give", functools.partial(town.object))
     held = town.hold(SENDER, RECEIVER, "rref")
     call = town.agents[RECEIVER].rpc_async(SENDER, "give")
@@ -244,14 +244,14 @@ def test_a_result_that_comes_when_nobody_counts_on_it_any_more(town):
         call.result()
 
 
-def test_the_receiver_is_started_again_before_the_owner_is_asked(town):
-    """The sender does not know yet: what it registers is for a process that is gone, and is refused."""
+def test_the_receiver_restarts_before_references_are_registered(town):
+    """The sender does not know yet: its registration is for a dead process, and is refused."""
     counter = town.object()
     held = town.hold(SENDER, OWNER, REGISTER)
     call = town.agents[SENDER].rpc_async(RECEIVER, "take", counter)
     held.wait()
-    town.agents[OWNER]._switchboard.connector.neighbors[RECEIVER].pair.abort("it dies, as one knows")
-    until(lambda: RECEIVER not in town.agents[OWNER]._switchboard.connector.neighbors)
+    town.agents[OWNER]._peers._peers[RECEIVER].group.abort("it dies, as one knows")
+    until(lambda: RECEIVER not in town.agents[OWNER]._peers._peers)
     old = town.agents[RECEIVER]
     town.start(RECEIVER, OWNER)
     held.let_go()
@@ -267,8 +267,8 @@ def test_the_receiver_is_started_again_before_the_owner_is_asked(town):
     assert town.taken[0].rpc_sync().add() == 2
 
 
-def test_the_receiver_is_started_again_before_it_has_confirmed(town):
-    """Its next process is not counted for what the one before got, and gives none of it back."""
+def test_the_receiver_restarts_before_it_confirms(town):
+    """The next process has no counts of the one before, and gives none back."""
     counter = town.object()
     held = town.hold(RECEIVER, OWNER, CONFIRM)
     town.agents[SENDER].rpc_sync(RECEIVER, "take", counter)
@@ -286,7 +286,7 @@ def test_the_receiver_is_started_again_before_it_has_confirmed(town):
 
 @pytest.mark.parametrize("is_met", [False, True])
 def test_a_receiver_that_the_owner_has_not_met(town, is_met):
-    """The message waits until both know of their connection; or until it is sure that they won't."""
+    """The message waits until both know of their connection, or until they can't any more."""
     counter = town.object()
     town.kill(RECEIVER)
     town.start(RECEIVER, SENDER)
@@ -299,14 +299,14 @@ def test_a_receiver_that_the_owner_has_not_met(town, is_met):
         call.result()
         assert town.taken[0].rpc_sync().add() == 2
     else:
-        town.agents[OWNER]._switchboard.connector.neighbors[RECEIVER].pair.abort("it dies")
+        town.agents[OWNER]._peers._peers[RECEIVER].group.abort("it dies")
         with pytest.raises(PeerLostError, match="can't be sent references"):
             call.result()
         town.pairs.clear()
 
 
 def test_a_receiver_that_the_owner_never_meets(town):
-    """The next process of its rank comes: the sender, which does not know of that one yet, waits no more."""
+    """The next process of its rank joins: the sender, which does not know of it yet, waits no more."""
     town.kill(RECEIVER)
     town.start(RECEIVER, SENDER)
     old = town.agents[RECEIVER]
@@ -319,7 +319,7 @@ def test_a_receiver_that_the_owner_never_meets(town):
 
 
 def test_a_sender_that_gives_up_before_the_owner_has_met_the_receiver(town):
-    """What it has registered is forgotten."""
+    """Its registration is dropped."""
     counter = town.object()
     town.kill(RECEIVER)
     town.start(RECEIVER, SENDER)
@@ -329,7 +329,7 @@ def test_a_sender_that_gives_up_before_the_owner_has_met_the_receiver(town):
 
 
 def test_sender_and_receiver_lose_each_other(town):
-    """The message is lost between them, though both live: the owner is told, and asks the receiver."""
+    """The message is lost between them, though both live: the owner learns of it, and asks the receiver."""
     counter = town.object()
     message = town.hold(SENDER, RECEIVER, "take")
     call = town.agents[SENDER].rpc_async(RECEIVER, "take", counter)
@@ -355,15 +355,15 @@ def test_sender_and_receiver_lose_each_other(town):
 
 
 def test_a_receiver_that_the_owner_has_lost(town):
-    """It is sent no reference to what it could not use, though the sender still has it."""
+    """It is sent no reference that it could not use, though the sender is still connected with it."""
     town.cut(OWNER, RECEIVER)
     with pytest.raises(PeerLostError, match="can't be sent references to objects of rank 0, which has lost it"):
         town.agents[SENDER].rpc_sync(RECEIVER, "take", town.object())
     assert town.taken == []
 
 
-def test_what_was_counted_before_a_break_is_not_given_back_after_it(town):
-    """A reference that is on its way is still one, when the receiver lets those of both connections go."""
+def test_counts_of_a_broken_connection_are_not_given_back_by_the_next(town):
+    """A reference on its way is counted, when the receiver drops those of both connections."""
     value = town.agents[OWNER].reference(Counter())
     town.agents[OWNER].rpc_sync(RECEIVER, "take", value)
     town.cut(OWNER, RECEIVER)
@@ -377,15 +377,15 @@ def test_what_was_counted_before_a_break_is_not_given_back_after_it(town):
     town.taken.clear()
     released.wait()
     released.let_go()
-    kept = town.agents[OWNER]._switchboard.objects.counting.tables._kept
+    kept = town.agents[OWNER]._rrefs.refcounts.table._owned
     until(lambda: [each.counts for each in kept.values()] == [{RECEIVER: 1}])
     held.let_go()
     call.result()
     assert town.taken[0].rpc_sync().add() == 1
 
 
-def test_what_has_come_before_a_break_is_not_given_back_after_it(town):
-    """The owner counts nothing of it any more, but what is on its way."""
+def test_references_of_a_broken_connection_are_not_given_back_by_the_next(town):
+    """The owner counts only the references on their way."""
     value = town.agents[OWNER].reference(Counter())
     town.agents[OWNER].rpc_sync(RECEIVER, "take", value)
     town.cut(OWNER, RECEIVER)
@@ -405,21 +405,21 @@ def test_what_has_come_before_a_break_is_not_given_back_after_it(town):
 
 
 def test_the_connection_changes_while_references_are_given_back(town, monkeypatch):
-    """What goes by the new one was counted in it: by then the owner counts what is on its way there."""
+    """A release by the new connection gives back only references that were counted in it."""
     values, calls = [town.agents[OWNER].reference(Counter())], []
     town.agents[OWNER].rpc_sync(RECEIVER, "take", values[0])
-    switchboard = town.agents[RECEIVER]._switchboard
-    send = switchboard.send_unanswered
+    client = town.agents[RECEIVER]._client
+    notify = client.notify
 
-    def send_late(to, name, make):
+    def notify_late(to, name, make):
         if name == RELEASE and not calls:
             town.cut(OWNER, RECEIVER)
             town.connect(OWNER, RECEIVER)
             calls.append(town.hold(OWNER, RECEIVER, "take"))
             calls.append(town.agents[OWNER].rpc_async(RECEIVER, "take", values[0]))
-        return send(to, name, make)
+        return notify(to, name, make)
 
-    monkeypatch.setattr(switchboard, "send_unanswered", send_late)
+    monkeypatch.setattr(client, "notify", notify_late)
     town.taken.clear()
     until(lambda: len(calls) == 2)
     held, call = calls
@@ -433,8 +433,8 @@ def test_the_connection_changes_while_references_are_given_back(town, monkeypatc
     calls.clear()
 
 
-def test_what_a_rank_sends_itself_is_not_given_back(town):
-    """The owner has counted nothing of that; something else is on its way meanwhile."""
+def test_references_to_itself_are_not_given_back(town):
+    """The owner has not counted them; another reference is on its way in the meantime."""
     counter = town.object()
     town.agents[SENDER].rpc_sync(OWNER, "take", counter)
     own = town.taken.pop()
@@ -451,34 +451,34 @@ def test_what_a_rank_sends_itself_is_not_given_back(town):
     assert town.taken[0].rpc_sync().add() == 2
 
 
-def test_what_could_not_be_sent_to_one_connection_is_not_taken_off_another_one(town):
-    """A message that fails with the old one, when there is a new one, by which others have gone."""
+def test_unsent_references_are_uncounted_in_their_own_connection(town):
+    """A message fails with the old connection, after others were sent by the new one."""
     value = town.agents[OWNER].reference(Counter())
-    tables = town.agents[OWNER]._switchboard.objects.counting.tables
-    counts = {value._part.id: 1}
-    before = tables.count(RECEIVER, counts)
+    table = town.agents[OWNER]._rrefs.refcounts.table
+    counts = {value._record.id: 1}
+    before = table.count(RECEIVER, counts)
     town.cut(OWNER, RECEIVER)
     town.connect(OWNER, RECEIVER)
     town.agents[OWNER].rpc_sync(RECEIVER, "take", value)
-    tables.uncount(RECEIVER, counts, before)
-    assert tables._kept[value._part.id].counts == {RECEIVER: 1}
+    table.uncount(RECEIVER, counts, before)
+    assert table._owned[value._record.id].counts == {RECEIVER: 1}
 
 
 def test_nothing_is_counted_for_a_rank_that_is_not_there(town):
-    """Its next process would never give it back."""
+    """Its next process would never give the references back."""
     value = town.agents[OWNER].reference(Counter())
     town.kill(RECEIVER)
-    town.agents[OWNER]._switchboard.objects.counting.tables.count(RECEIVER, {value._part.id: 1})
+    town.agents[OWNER]._rrefs.refcounts.table.count(RECEIVER, {value._record.id: 1})
     assert town.agents[OWNER].num_references().for_others == 0
     del value
 
 
-def test_a_reference_that_comes_while_the_last_one_is_given_back(town):
-    """It is confirmed first, though it was the older errand to give back: no more is given back than was counted."""
+def test_a_reference_that_arrives_while_the_last_one_is_given_back(town):
+    """It is confirmed first, though the release was queued before: no more is given back than was counted."""
     counter = town.object()
     town.agents[SENDER].rpc_sync(RECEIVER, "take", counter)
     go = threading.Event()
-    town.agents[RECEIVER]._switchboard.objects.errands.put(lambda: go.wait(PATIENCE))
+    town.agents[RECEIVER]._rrefs.tasks.submit(lambda: go.wait(PATIENCE))
     town.taken.clear()
     gc.collect()
     town.agents[SENDER].rpc_sync(RECEIVER, "take", counter)

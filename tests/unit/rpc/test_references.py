@@ -20,9 +20,10 @@ from ferrodist.errors import DistributedTimeoutError, GroupClosedError, PeerLost
 from ferrodist.rpc.agent import RpcAgent
 from ferrodist.rpc.messages import HELLO, MET, OWN_NAMES, Call
 from ferrodist.rpc.refcount_protocol import CONFIRM, LOST, REGISTER, RELEASE, SETTLE, UNREGISTER
-from ferrodist.rpc.refcount_tables import ReferenceCounts, part_of
-from ferrodist.rpc.remote_objects import CREATE, FETCH, METHOD
-from ferrodist.rpc.rref import RRef
+from ferrodist.rpc.refcount_tables import ReferenceCounts
+from ferrodist.rpc.remote_objects import CREATE
+from ferrodist.rpc.rref import FETCH, METHOD, RRef
+from ferrodist.rpc.rref_records import record_of
 from ferrodist.testing import run_ranks
 
 NOTHING = ReferenceCounts(for_others=0, for_itself=0, elsewhere=0)
@@ -165,7 +166,7 @@ FUNCTIONS = {
 
 @pytest.mark.parametrize("backend", ["simulated", "tcp-threads", "native-threads", "native"])
 def test_any_rank_makes_objects_on_any(backend):
-    """All at once, on themselves too; methods are called there, in all three ways."""
+    """All at once, on themselves too; methods are called there in all three ways."""
 
     def program(agent):
         counters = [agent.remote(to, "Counter", 10 * to) for to in range(agent.world_size)]
@@ -185,7 +186,7 @@ def test_any_rank_makes_objects_on_any(backend):
 
 
 def test_creation_is_not_waited_for():
-    """Until the object is used: by its maker, or a third rank."""
+    """Until the object is used, by its creator or a third rank."""
     release = threading.Event()
 
     def make():
@@ -205,8 +206,8 @@ def test_creation_is_not_waited_for():
     run_agents(only_on(0, program), functions=lambda agent: {"make": make})
 
 
-def test_an_object_that_is_waited_for_in_vain():
-    """Copies, methods and the owner itself give up at their timeout."""
+def test_an_object_that_is_never_made():
+    """Copies, methods and the owner itself raise at their timeouts."""
     release = threading.Event()
 
     def program(agent):
@@ -227,7 +228,7 @@ def test_an_object_that_is_waited_for_in_vain():
 
 
 def test_failures_of_creation():
-    """Whoever uses the object is told; the owner too, and a third rank."""
+    """Every use of the object raises the error, at the owner and on a third rank, too."""
 
     def program(agent):
         for to in range(2):
@@ -257,7 +258,7 @@ def test_failures_of_creation():
 
 
 def test_copies():
-    """Of plain values, at the owner too: what is done to one is not done to the other."""
+    """Of plain values, at the owner too: a change of one does not change the other."""
 
     def program(agent):
         for to in range(2):
@@ -274,7 +275,7 @@ def test_copies():
 
 
 def test_local_values():
-    """The owner has the object itself, others are told what to do."""
+    """The owner has the object itself; other ranks get an error with advice."""
 
     def program(agent):
         value = [agent.rank]
@@ -291,8 +292,8 @@ def test_local_values():
 
 
 @pytest.mark.parametrize("name", ["hook", "doubled", "limit", "Inner", "nothing", "mro"])
-def test_what_is_no_method(name):
-    """Attributes of the object, properties, what a class holds or its own class has."""
+def test_attributes_that_are_not_methods(name):
+    """Attributes of the object, properties, and attributes of the class or its metaclass can't be called."""
 
     def program(agent):
         for to in range(2):
@@ -302,8 +303,8 @@ def test_what_is_no_method(name):
     run_agents(only_on(0, program), 2)
 
 
-def test_what_has_no_methods():
-    """Objects of classes that are not registered: which their owner has to do. Subclasses of one that is have."""
+def test_unregistered_classes():
+    """Their methods can't be called; those of subclasses of a registered class can."""
 
     def program(agent):
         assert agent.remote(1, "finer", 1).rpc_sync().add() == 2
@@ -324,11 +325,11 @@ def test_what_has_no_methods():
 
 def call_inside(agent, name, *arguments):
     """Call one of the agents' own functions of rank 1, as agents do."""
-    return agent._switchboard.outgoing.call(1, Call(name, arguments, {}), agent.timeout)
+    return agent._client.call(1, Call(name, arguments, {}), agent.timeout)
 
 
 def test_private_methods():
-    """Are refused by who is asked, and by the owner."""
+    """The caller's agent refuses them, and so does the owner's."""
 
     def program(agent):
         counter = agent.remote(1, "Counter")
@@ -342,7 +343,7 @@ def test_private_methods():
 
 
 def test_failures_of_methods():
-    """As those of functions; the object stays."""
+    """They are those of functions; the object stays."""
 
     def program(agent):
         counter = agent.remote(1, "Counter")
@@ -361,7 +362,7 @@ def test_failures_of_methods():
 
 
 def test_a_reference_is_passed_on():
-    """From 0 to 2, which uses the object of 1 when 0 has no reference any more, and then lets it go."""
+    """From rank 0 to 2, which uses rank 1's object when 0 has no reference any more, and then drops it."""
     ended = threading.Event()
 
     def make():
@@ -381,14 +382,14 @@ def test_a_reference_is_passed_on():
         assert ended.wait(10)
 
     def users(agent):
-        kept = agent._switchboard.objects.counting.tables._kept.values()
+        kept = agent._rrefs.refcounts.table._owned.values()
         return lambda: sorted(user for each in kept for user in each.counts)
 
     run_agents(only_on(0, program), functions=lambda agent: {"make": make, "users": users(agent)})
 
 
 def test_references_within_values():
-    """In lists, dicts and tuples, twice in one message: a rank has one of each object."""
+    """In lists, dicts and tuples, twice in one message: a rank has one reference to each object."""
 
     def program(agent):
         counter, own = agent.remote(1, "Counter"), agent.reference([1])
@@ -404,8 +405,8 @@ def test_references_within_values():
     run_agents(only_on(0, program))
 
 
-def test_the_owner_gets_its_own():
-    """What comes home is the local reference; what stays abroad keeps the object after that is gone."""
+def test_the_owner_receives_its_own_reference():
+    """The owner receives its local reference; references elsewhere keep the object after that is gone."""
 
     def program(agent):
         value = Counter(7)
@@ -420,7 +421,7 @@ def test_the_owner_gets_its_own():
 
 
 def test_results_with_references():
-    """Of objects of who answers, of who asks, and of third ranks; in copies of objects too."""
+    """To objects of the callee, of the caller, and of third ranks; in copies of objects, too."""
 
     def program(agent):
         counter = agent.remote(1, "Counter", 5)
@@ -447,7 +448,7 @@ def test_results_with_references():
 
 @pytest.mark.parametrize("how", ["close", "abort"])
 def test_a_user_that_dies(how):
-    """Its references are gone, and objects that nobody else has are freed; those of others are not."""
+    """Objects that only it had references to are freed, others are not."""
     ended, died = threading.Event(), threading.Event()
 
     def make():
@@ -480,8 +481,8 @@ def test_a_user_that_dies(how):
         if agent.rank != 2 or how == "close":
             agent.close()
         else:
-            agent._switchboard.connector.neighbors[1].pair.abort("it dies")
-            agent._switchboard.connector.neighbors[0].pair.abort("it dies")
+            agent._peers._peers[1].group.abort("it dies")
+            agent._peers._peers[0].group.abort("it dies")
             over.wait(10)
             agent.close()
 
@@ -490,7 +491,7 @@ def test_a_user_that_dies(how):
 
 
 def test_an_owner_that_dies():
-    """Who uses the object is told, and who passes it on; who lets it go is not held up."""
+    """Uses of the object raise, and so does passing it on; dropping the reference blocks nothing."""
     left = threading.Event()
 
     def program(agent):
@@ -501,7 +502,7 @@ def test_an_owner_that_dies():
             counter = agent.remote(1, "Counter")
             counter.rpc_sync().add()
             left.set()
-            until(lambda: 1 in agent._switchboard.connector._lost)
+            until(lambda: 1 in agent._peers._lost)
             with pytest.raises(PeerLostError, match="rank 1"):
                 counter.rpc_sync().add()
             with pytest.raises(PeerLostError, match="rank 1"):
@@ -517,8 +518,8 @@ def test_an_owner_that_dies():
     run_agents(program, check=False)
 
 
-def test_what_could_not_be_sent():
-    """Is counted for nobody: too large, with something beside it that can't travel, to a rank that is not there."""
+def test_unsent_references_are_not_counted():
+    """Too large, beside a value that can't be sent, or to a rank that is not there."""
 
     def program(agent):
         counter, own = agent.remote(1, "Counter"), agent.reference(1)
@@ -537,7 +538,7 @@ def test_what_could_not_be_sent():
 
     def functions(agent):
         def users():
-            kept = agent._switchboard.objects.counting.tables._kept
+            kept = agent._rrefs.refcounts.table._owned
             return sorted(user for each in kept.values() for user in each.counts)
 
         return {"users": users, "large": lambda references: (references, b"x" * 20_000)}
@@ -546,7 +547,7 @@ def test_what_could_not_be_sent():
 
 
 def test_workers_that_all_wait():
-    """Each rank's only worker passes on, copies and registers what the other ones own, while theirs do the same."""
+    """Each rank's only worker passes on, copies and registers objects of the others, while theirs do the same."""
     barrier = threading.Barrier(3)
 
     def functions(agent):
@@ -580,7 +581,7 @@ def test_workers_that_all_wait():
 
 
 def test_callbacks_pass_references_on():
-    """In the thread that brings the owner's answer, which is what the owner's next one comes by."""
+    """In the thread that receives the owner's responses, including the one that they wait for."""
 
     def program(agent):
         passed = concurrent.futures.Future()
@@ -597,7 +598,7 @@ def test_callbacks_pass_references_on():
 
 
 def test_objects_made_of_references():
-    """Whose creation waits for a registration: what is done with them at once comes after it."""
+    """Their creation waits for a registration, and their first uses wait for the creation."""
 
     def program(agent):
         for _ in range(20):
@@ -613,21 +614,21 @@ def test_objects_made_of_references():
     run_agents(only_on(0, program))
 
 
-def test_a_reference_that_comes_while_the_last_one_goes():
-    """Before it is known that this went: there is a new one, for the object here and the one elsewhere."""
+def test_a_reference_that_arrives_while_the_last_one_is_dropped():
+    """There is a new reference before the end of the old one was handled, here or elsewhere."""
 
     def program(agent):
         own, other = agent.reference(Counter()), agent.remote(1, "Counter")
         holder = agent.remote(1, "Holder", [own, other])
         assert holder.rpc_sync().take() == [own, other]
         go = threading.Event()
-        agent._switchboard.objects.errands.put(functools.partial(go.wait, 10))
+        agent._rrefs.tasks.submit(functools.partial(go.wait, 10))
         del own, other
         own, other = holder.rpc_sync().take()
         holder.rpc_sync().drop()
         go.set()
         done = threading.Event()
-        agent._switchboard.objects.errands.put(done.set)
+        agent._rrefs.tasks.submit(done.set)
         assert done.wait(10)
         assert (use(own), use(other)) == (1, 1)
 
@@ -652,8 +653,8 @@ kept.append(kept)
 """
 
 
-def test_agents_that_nobody_closed():
-    """The interpreter ends without a word, whatever is under way, and whatever references there are."""
+def test_agents_that_are_not_closed():
+    """The interpreter exits silently, whatever is under way."""
     found = subprocess.run(
         [sys.executable, "-X", "dev", "-W", "error", "-c", _UNCLOSED], capture_output=True, timeout=60, check=False
     )
@@ -661,8 +662,8 @@ def test_agents_that_nobody_closed():
 
 
 @pytest.mark.parametrize("backend", ["simulated", "native-threads"])
-def test_a_reference_that_comes_home_with_much_else(backend):
-    """Its object is there, though the rank that sent it gives it back while the rest of the message is on its way."""
+def test_a_reference_that_returns_with_large_tensors(backend):
+    """The object is there, though the sender gives its reference back while the rest of the message is under way."""
 
     def program(agent):
         for _ in range(20):
@@ -674,8 +675,8 @@ def test_a_reference_that_comes_home_with_much_else(backend):
 
 
 @pytest.mark.parametrize("backend", ["native-threads", "tcp-threads"])
-def test_an_object_made_of_much(backend):
-    """It can be used, and be passed on, at once: while what it is made of is still on its way."""
+def test_an_object_made_of_large_tensors(backend):
+    """It can be used and passed on at once, while its tensors are still under way."""
 
     def program(agent):
         for _ in range(15):
@@ -691,7 +692,7 @@ def test_an_object_made_of_much(backend):
 
 
 def test_references_of_other_agents():
-    """Are refused; so is pickling. A copy is the same reference."""
+    """They are refused, and so is pickling; a copy is the same reference."""
 
     def program(agent):
         reference = agent.reference(1)
@@ -707,8 +708,8 @@ def test_references_of_other_agents():
     run_agents(program, 2)
 
 
-def test_ids_of_agents_one_after_the_other():
-    """Are never the same, though ranks and numbers are."""
+def test_ids_of_successive_agents():
+    """They differ, though ranks and numbers are the same."""
 
     def on_rank(group):
         found = []
@@ -716,7 +717,7 @@ def test_ids_of_agents_one_after_the_other():
             agent = RpcAgent(group)
             agent.register("echo", lambda value: value)
             group.barrier()
-            found.append(part_of(agent.remote(1 - agent.rank, "echo", 1)).id)
+            found.append(record_of(agent.remote(1 - agent.rank, "echo", 1)).id)
             group.barrier()
             agent.close()
         return found
@@ -736,16 +737,16 @@ class Liar:
 
 def let_liars_pass(agent):
     """Have an agent send what no agent would."""
-    objects = agent._switchboard.objects
+    objects = agent._rrefs
     for peer, (*others, own) in objects.extensions.items():
         objects.extensions[peer] = (*others, own.__class__(
-            mark=own.mark,
-            take_apart=lambda value, own=own: value.plain if isinstance(value, Liar) else own.take_apart(value),
-            put_together=own.put_together,
+            tag=own.tag,
+            encode=lambda value, own=own: value.plain if isinstance(value, Liar) else own.encode(value),
+            decode=own.decode,
         ))  # fmt: skip
 
 
-def test_ids_that_are_none():
+def test_invalid_ids():
     """The call is not served, and the next one is."""
 
     def program(agent):
@@ -763,7 +764,7 @@ def test_ids_that_are_none():
 
 
 def test_many_references_in_one_message():
-    """Ranks tell each other of them in messages that are small, however small all have to be."""
+    """The messages about them are small, whatever the limit of messages."""
 
     def program(agent):
         counters = [agent.remote(1, "Counter") for _ in range(70)]
@@ -776,7 +777,7 @@ def test_many_references_in_one_message():
 
 
 def test_registrations_that_are_too_large():
-    """Are an error of the call, also where that waits for something else; nothing is counted."""
+    """They are an error of the call, also if it waits for something else; nothing is counted."""
 
     def program(agent):
         counters = [agent.remote(1, "Counter") for _ in range(200)]
@@ -796,8 +797,8 @@ class Unreadable:
         return fail, ("unreadable",)
 
 
-def test_references_beside_what_cannot_be_read():
-    """They have come all the same, and are given back; in calls and results."""
+def test_references_beside_unreadable_values():
+    """They have arrived, and are given back, in calls and results."""
 
     def program(agent):
         own, theirs, third = agent.reference(1), agent.remote(1, "Counter"), agent.remote(2, "Counter")
@@ -815,13 +816,13 @@ def test_references_beside_what_cannot_be_read():
     run_agents(only_on(0, program), functions=lambda agent: functions, allow_pickle=True)
 
 
-def test_calls_that_no_agent_makes():
-    """Are refused, or passed over; the object is still there, and everything else too."""
+def test_invalid_internal_calls():
+    """They are refused or ignored; the object is still there."""
 
     def program(agent):
         counter = agent.remote(1, "Counter")
         counter.rpc_sync().add()
-        id_ = tuple(part_of(counter).id)
+        id_ = tuple(record_of(counter).id)
         for name, arguments in (
             (CREATE, (id_, "Counter", (), {})),
             (CREATE, ((0, 0, 1, 1), "Counter", (), {})),
@@ -883,11 +884,11 @@ def test_calls_that_no_agent_makes():
             (MET, ()),
             (MET, ()),
         ):
-            agent._switchboard.send_unanswered(1, name, lambda arguments=arguments: arguments)
+            agent._client.notify(1, name, lambda arguments=arguments: arguments)
         for name, arguments in ((RELEASE, ([(1, 0, 1, 1, 5)],)), (UNREGISTER, (77,)), (MET, ()), (HELLO, (3,))):
             assert call_inside(agent, name, *arguments) is None
         assert counter.rpc_sync().add() == 2
-        agent._switchboard.send_unanswered(1, RELEASE, lambda: ([(*id_, 1000)],))
+        agent._client.notify(1, RELEASE, lambda: ([(*id_, 1000)],))
         with pytest.raises(RpcError, match="the object was freed"):
             counter.rpc_sync().add()
         with pytest.raises(RpcError, match="the object was freed"):
@@ -899,7 +900,7 @@ def test_calls_that_no_agent_makes():
 
 
 def test_statistics_do_not_count_registrations():
-    """What users call is counted, and only that."""
+    """Only users' calls are counted."""
 
     def program(agent):
         counter = agent.remote(1, "Counter")
@@ -911,8 +912,8 @@ def test_statistics_do_not_count_registrations():
     run_agents(only_on(0, program))
 
 
-def test_a_closed_agent_forgets():
-    """Its objects end with it, and references that end later trouble nobody."""
+def test_closing_frees_objects():
+    """References that end later do no harm."""
     ended = threading.Event()
 
     def program(agent):
@@ -1000,7 +1001,7 @@ class Walk:
 
 @pytest.mark.parametrize(("backend", "seed"), [("simulated", 1), ("native-threads", 2)])
 def test_random_steps(backend, seed):
-    """After hundreds of them, in which no object was freed too early, no rank keeps anything."""
+    """After hundreds of steps no object was freed too early, and no rank keeps one."""
     walks = {}
 
     def functions(agent):
@@ -1022,7 +1023,7 @@ def test_random_steps(backend, seed):
 
 
 def test_many_threads_share_a_reference():
-    """And pass it on at the same time, while the receiver lets it go again and again."""
+    """They pass it on at the same time, while the receiver drops it again and again."""
 
     def program(agent):
         counter = agent.remote(1, "Counter")
@@ -1039,8 +1040,8 @@ def _boom():
 
 @pytest.mark.parametrize("use", ["to_here", "method", "method remote", "dropped", "passed on"])
 @pytest.mark.parametrize("backend", ["native-threads"])
-def test_references_whose_making_failed_are_freed(backend, use):
-    """Neither they nor what the frames of their callers had is kept, whichever thread hears of the failure."""
+def test_references_of_failed_creations_are_freed(backend, use):
+    """Nor are the callers' frames kept alive, whichever thread receives the failure."""
 
     class Batch:
         pass

@@ -84,8 +84,8 @@ def test_values(backend):
     run_agents(program, 2, backend)
 
 
-def test_failures_are_told():
-    """The exception's type, text and traceback; names that are not known; what can't travel; the server lives."""
+def test_failures():
+    """Exceptions with type, text and traceback; unknown names; values that can't be sent; the server lives on."""
 
     def program(agent):
         to = 1 - agent.rank
@@ -119,7 +119,7 @@ def test_asynchronous_functions():
 
 
 def test_futures_are_awaited():
-    """In an event loop of one's own."""
+    """In an event loop of the user's."""
 
     async def both(agent):
         to = 1 - agent.rank
@@ -129,7 +129,7 @@ def test_futures_are_awaited():
 
 
 def test_a_call_that_takes_too_long():
-    """The caller gives up by itself; what waits for its turn that long is not called."""
+    """The caller raises by itself; a call that has not begun by then is not made."""
     release, started = threading.Event(), threading.Event()
     called = []
 
@@ -155,7 +155,7 @@ def test_a_call_that_takes_too_long():
 
 
 def test_statistics():
-    """What came back, what was given up and came late, what was served and what failed."""
+    """Calls that were answered, given up, late, served and failed."""
     release, started = threading.Event(), threading.Event()
 
     def program(agent):
@@ -195,8 +195,8 @@ def test_statistics():
     run_agents(body, 2, functions=functions, num_workers=2)
 
 
-def test_all_ranks_are_called():
-    """Results come by ranks; failures all together."""
+def test_broadcast_call():
+    """Results come by rank, failures all together."""
 
     def program(agent):
         agent.register("rank")(lambda: agent.rank)
@@ -214,7 +214,7 @@ def test_all_ranks_are_called():
 
 
 def test_a_closed_agent():
-    """Calls raise, and who waits for it is told."""
+    """Calls raise, and so do those that wait for it."""
 
     def program(agent):
         if agent.rank == 0:
@@ -236,7 +236,7 @@ def test_a_closed_agent():
 
 
 def test_closing_takes_no_time():
-    """Whatever its threads were at: a burst of calls has just ended, or the last tick after one."""
+    """Whatever its threads do: a burst of calls has just ended, or the last tick after one."""
     pauses = threading.Event()
 
     def on_rank(group):

@@ -1,4 +1,4 @@
-"""Agents for the length of a with-block, their ends, and their names."""
+"""`RpcContext`, draining at its end, and the names of ranks."""
 
 import threading
 import time
@@ -13,8 +13,8 @@ BACKENDS = ["simulated", "native-threads"]
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_the_end_waits_for_chains_of_calls(backend):
-    """A call that goes from rank to rank long after its maker has come to the end is served everywhere."""
+def test_draining_waits_for_chains_of_calls(backend):
+    """A call that goes from rank to rank long after its maker drains is served everywhere."""
     ends = []
 
     def pass_on(left):
@@ -36,7 +36,7 @@ def test_the_end_waits_for_chains_of_calls(backend):
 
 
 def test_ranks_that_only_serve():
-    """An empty block serves until the others are done; functions are there from the start."""
+    """An empty block serves until the others are done."""
 
     def on_rank(group):
         with rpc.RpcContext(group, {"double": lambda value: 2 * value}) as agent:
@@ -47,8 +47,8 @@ def test_ranks_that_only_serve():
     assert run_ranks(on_rank, 3, backend="simulated") == [[0, 2, 4], None, None]
 
 
-def test_the_end_gives_up():
-    """It says who keeps the others waiting: who has not come, and whose calls have no result."""
+def test_drain_timeouts():
+    """The error names the ranks that do not drain, or have calls without a result."""
     release, has_given_up = threading.Event(), threading.Event()
 
     def on_rank(group):
@@ -72,7 +72,7 @@ def test_the_end_gives_up():
 
 
 def test_a_block_that_raises():
-    """Ends at once; the others are told, and come to their own end without it."""
+    """It ends at once; the others drain without its rank."""
 
     def on_rank(group):
         started = threading.Event()
@@ -96,8 +96,8 @@ def test_a_block_that_raises():
     assert forever.is_set()
 
 
-def test_the_end_without_rank_0():
-    """Those that wait for it are told."""
+def test_draining_without_rank_0():
+    """Ranks that wait for it raise."""
     is_gone = threading.Event()
 
     def on_rank(group):
@@ -120,7 +120,7 @@ def test_the_end_without_rank_0():
 
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_names(backend):
-    """A rank is called by its name, as soon as it is there; those of others are told apart."""
+    """A rank can be called by its name as soon as it is there; equal names are an error."""
     names = ["server", "one", "one"]
 
     def on_rank(group):
@@ -144,7 +144,7 @@ def test_names(backend):
 
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_a_name_that_no_rank_has(backend):
-    """Once all ranks are there nobody waits for it, whether or not the others have names."""
+    """Once all ranks are there calls don't wait for it, whether or not the others have names."""
 
     def on_rank(group):
         with rpc.RpcContext(
@@ -163,8 +163,8 @@ def test_a_name_that_no_rank_has(backend):
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_the_agent_that_serves(backend):
-    """Functions find it, asynchronous ones too; others are told that there is none."""
+def test_current_agent(backend):
+    """Functions get it, async ones too; elsewhere it raises."""
 
     async def who():
         return rpc.current_agent().rank
@@ -186,7 +186,7 @@ class Thing:
 
 
 def test_pickles_where_they_are_allowed():
-    """Any value travels between agents that allow it; one that does not refuses it, and goes on."""
+    """Any value travels between agents that allow it; an agent that does not refuses it, and goes on."""
 
     def on_rank(group):
         echo = {"echo": lambda value: value}
@@ -199,7 +199,7 @@ def test_pickles_where_they_are_allowed():
                 agent.rpc_sync(to, "echo", lambda: 3)
         strict = rpc.RpcAgent(group, echo, allow_pickle=group.rank == 0)
         if group.rank == 0:
-            with pytest.raises(RpcError, match="sent what is no value: a plan has the mark 'pickle'"):
+            with pytest.raises(RpcError, match="sent what is no value: a tree spec has the tag 'pickle'"):
                 strict.rpc_sync(1, "echo", Thing(3))
             assert strict.rpc_sync(1, "echo", 3) == 3
         else:

@@ -1,4 +1,4 @@
-"""What users and their functions do that agents must survive, and how they say what was wrong."""
+"""Misuse that agents must survive, and the errors that it raises."""
 
 import asyncio
 import contextlib
@@ -18,7 +18,7 @@ from ferrodist.deadline import Deadline
 from ferrodist.errors import DistributedTimeoutError, GroupClosedError, PeerLostError, RpcError
 from ferrodist.rpc import RpcAgent, RpcContext, SimulatedRpcBackend
 from ferrodist.rpc import executor as worker_threads
-from ferrodist.rpc.messages import Call, MessageKind
+from ferrodist.rpc.messages import Call, MessageKind, pack_call
 from ferrodist.rpc.remote_objects import CREATE
 from ferrodist.testing import check_leaks
 
@@ -27,7 +27,7 @@ _PATIENCE = 60.0
 
 @pytest.fixture
 def make():
-    """Return a function that makes agents; nothing of them may be left behind."""
+    """Return a function that makes agents; no leak may be left."""
     made = []
 
     def make_agents(functions=None, num_ranks=2, **options):
@@ -92,8 +92,8 @@ FUNCTIONS = {
 
 @pytest.mark.parametrize("to", [0, 1])
 @pytest.mark.parametrize("name", ["exit_process", "interrupt", "exit_slowly", "exit_in_a_task"])
-def test_functions_that_ask_for_the_end(make, name, to):
-    """Their callers are told; the worker, or the loop, goes on."""
+def test_functions_that_exit(make, name, to):
+    """Their callers get an error; the worker, or the loop, goes on."""
     agent, _ = make(FUNCTIONS, num_workers=1)
     for _ in range(3):
         with pytest.raises(RpcError, match=f"{name!r} failed on rank {to}") as caught:
@@ -103,8 +103,8 @@ def test_functions_that_ask_for_the_end(make, name, to):
     assert agent.rpc_sync(to, "echo_slowly", 2) == 2
 
 
-def test_a_reference_that_was_never_made_keeps_nothing(make):
-    """What a lost rank should have made is forgotten, and so is what its maker had at hand."""
+def test_a_failed_creation_keeps_nothing(make):
+    """An object that a lost rank should have made is forgotten, with everything its creator had."""
     agent, other = make(FUNCTIONS)
     other.close()
 
@@ -138,7 +138,7 @@ def hold():
 
 @pytest.mark.parametrize("timeout", [float("inf"), 1e299, 1e15])
 def test_endless_timeouts(make, hold, timeout):
-    """Of futures: others' timeouts are kept all the same."""
+    """Futures with an endless timeout don't disturb the timeouts of others."""
     agent, _ = make({"hold": hold})
     endless = agent.rpc_async(1, "hold", timeout=timeout)
     for _ in range(3):
@@ -149,7 +149,7 @@ def test_endless_timeouts(make, hold, timeout):
 
 
 def test_names_that_are_no_text(make):
-    """They are refused, and take up no place."""
+    """They are refused, and occupy no slot."""
     agent, _ = make(FUNCTIONS, most_outstanding=1)
     for name in (5, None, ["echo"], b"echo"):
         for call in (agent.rpc_sync, agent.rpc_async):
@@ -167,7 +167,7 @@ def test_names_that_are_no_text(make):
     ],
 )
 def test_half_a_surrogate_pair(make, given, place):
-    """Python's texts may have one, which no other text has: the argument is named."""
+    """Python's texts may have one, which can't be encoded: the argument is named."""
     agent, _ = make(FUNCTIONS)
     where = re.escape(f"the call of 'echo': {place}")
     with pytest.raises(TypeError, match=f"{where}.*half of a surrogate pair"):
@@ -179,7 +179,7 @@ def test_half_a_surrogate_pair(make, given, place):
 
 
 def test_keywords_of_any_name(make):
-    """The names of a call's own parameters are the function's, too."""
+    """The names of a call's own parameters can be the function's, too."""
 
     def give(**keywords):
         return keywords
@@ -195,7 +195,7 @@ def test_keywords_of_any_name(make):
 
 
 def test_more_calls_than_another_rank_takes(hold):
-    """Agents that disagree about how many there may be: those beyond are refused, the others are served."""
+    """Agents with different limits: calls beyond the limit are refused, the others are served."""
     few, many = SimulatedRpcBackend.create_group(2)
     with check_leaks(), contextlib.ExitStack() as agents:
         agents.callback(RpcAgent(few, {"hold": hold}, most_outstanding=1).close)
@@ -212,7 +212,7 @@ def test_more_calls_than_another_rank_takes(hold):
 
 @pytest.mark.parametrize("value", [torch.eye(2).to_sparse(), torch.ones(2, device="meta"), np.arange(3).astype(">i4")])
 def test_values_that_cant_travel(make, value):
-    """They are wrong arguments, not the end of a rank; as results they are said to be the function's."""
+    """They are an error of the arguments, not the end of a rank, or an error of the function's result."""
     agent, _ = make({**FUNCTIONS, "give": lambda: value})
     for call in (agent.rpc_sync, lambda *given: agent.rpc_async(*given).result(_PATIENCE)):
         with pytest.raises(TypeError):
@@ -225,7 +225,7 @@ def test_values_that_cant_travel(make, value):
 
 @pytest.mark.parametrize("text", ["the end of it " + "x" * 20_000, "a file called \udc80"])
 def test_failures_that_are_too_large_or_no_text(make, text):
-    """As much of them as can be is told; a limit for messages is none for that."""
+    """They are sent shortened, whatever the limit of messages."""
 
     def fail():
         raise ValueError(text)
@@ -238,7 +238,7 @@ def test_failures_that_are_too_large_or_no_text(make, text):
     assert agent.rpc_sync(1, "echo", 1, timeout=_PATIENCE) == 1
 
 
-def test_one_end_after_another(make):
+def test_draining_twice(make):
     """A second drain waits for all ranks once more."""
     agents = make(FUNCTIONS, num_ranks=3)
     arrived = []
@@ -258,7 +258,7 @@ def test_one_end_after_another(make):
     assert sorted(arrived) == [0, 0, 0, 1, 1, 1, 2, 2, 2]
 
 
-def test_functions_that_wait_leave_their_place(make):
+def test_waiting_functions_make_room(make):
     """However they wait for calls of their own, one worker is enough."""
     agents = make(FUNCTIONS, num_workers=1)
 
@@ -278,7 +278,7 @@ def test_functions_that_wait_leave_their_place(make):
 
 
 def test_closed_in_a_coroutine(make):
-    """An agent that one of its own functions closes ends; so do coroutines that are under way."""
+    """A function closes its own agent: it ends, and so do coroutines that are under way."""
     agent, other = make(FUNCTIONS)
     closed, begun = threading.Event(), threading.Event()
 
@@ -304,7 +304,7 @@ def test_closed_in_a_coroutine(make):
 def test_closed_in_the_overseers_last_tick(make):
     """The overseer ends, though it does not look at the queue again."""
     agent, _ = make(FUNCTIONS)
-    workers = agent._switchboard.workers
+    workers = agent._executor
     wakes, num_ticks = threading.Semaphore(0), 0
 
     class Ticks:
@@ -313,7 +313,7 @@ def test_closed_in_the_overseers_last_tick(make):
         def acquire(self, timeout=None):
             nonlocal num_ticks
             num_ticks += timeout is not None
-            if timeout is not None and num_ticks == worker_threads._MOST_IDLE_TICKS:
+            if timeout is not None and num_ticks == worker_threads._MAX_IDLE_TICKS:
                 workers.close()
             return wakes.acquire(timeout=timeout)
 
@@ -327,12 +327,12 @@ def test_closed_in_the_overseers_last_tick(make):
 
 
 def test_closed_while_functions_hang(make, hold, monkeypatch):
-    """All of them together are waited for as long as one."""
-    monkeypatch.setattr(worker_threads, "_LEAVE_SECONDS", 1.5)
+    """Closing waits for all of them together as long as for one."""
+    monkeypatch.setattr(worker_threads, "_JOIN_SECONDS", 1.5)
     agent, other = make({"hold": hold}, num_workers=8)
     futures = [agent.rpc_async(1, "hold") for _ in range(8)]
     patience = Deadline(_PATIENCE)
-    while len(other._switchboard.workers._threads) < 8 and not patience.expired:
+    while len(other._executor._threads) < 8 and not patience.expired:
         threading.Event().wait(0.005)
     started = time.monotonic()
     other.close()
@@ -369,7 +369,7 @@ def _interruptible():
 
 @pytest.mark.usefixtures("_interruptible")
 def test_interrupted_while_a_call_is_under_way(make, hold):
-    """The call is given up; the next ones of this thread have their own results."""
+    """The call is given up; the thread's next calls have their own results."""
     agent, _ = make({**FUNCTIONS, "hold": hold})
     for number in range(5):
         thread = interrupt_when(hold.started.is_set)
@@ -384,11 +384,11 @@ def test_interrupted_while_a_call_is_under_way(make, hold):
 
 
 @pytest.mark.usefixtures("_interruptible")
-def test_interrupted_while_there_is_no_place(make, hold):
-    """Whoever waited for one waits no more, and is not taken for somebody whose result has come."""
+def test_interrupted_while_waiting_for_the_window(make, hold):
+    """The thread waits no more, and is not taken for one whose result has come."""
     agent, _ = make({**FUNCTIONS, "hold": hold}, most_outstanding=1)
     holding = agent.rpc_async(1, "hold", timeout=_PATIENCE)
-    window = agent._switchboard.connector.neighbors[1].window
+    window = agent._peers._peers[1].window
     thread = interrupt_when(lambda: window._waiting)
     with pytest.raises(KeyboardInterrupt):
         agent.rpc_sync(1, "echo", 0, timeout=_PATIENCE)
@@ -399,14 +399,13 @@ def test_interrupted_while_there_is_no_place(make, hold):
         assert agent.rpc_sync(1, "echo", number, timeout=_PATIENCE) == number
 
 
-def test_what_comes_after_the_end_of_a_rank(make):
-    """A large message may be taken after the loss was told: it makes no object, which nobody would take away."""
+def test_messages_received_after_a_rank_was_lost(make):
+    """A large message may be received late: it makes no object, which would never be freed."""
     agent, other = make(FUNCTIONS)
-    before = agent._switchboard.connector.neighbors[1]
-    to_agent = other._switchboard.connector.neighbors[0]
-    identity = (0, 1, other._switchboard.objects._incarnation, 99)
-    content, _ = to_agent.write_call(Call(CREATE, (identity, "echo", (1,), {}), {}))
-    before._take(MessageKind.INTERNAL_CALL, 99, content)
+    before = agent._peers._peers[1]
+    identity = (0, 1, other._rrefs._incarnation, 99)
+    content, _ = other._rrefs.pack(0, pack_call, Call(CREATE, (identity, "echo", (1,), {}), {}))
+    agent._server.on_message(before, MessageKind.INTERNAL_CALL, 99, content)
     assert agent.num_references().for_others == 1
     other.close()
     with pytest.raises(PeerLostError):
@@ -414,12 +413,12 @@ def test_what_comes_after_the_end_of_a_rank(make):
     patience = Deadline(_PATIENCE)
     while agent.num_references().for_others and not patience.expired:
         threading.Event().wait(0.005)
-    before._take(MessageKind.INTERNAL_CALL, 99, content)
+    agent._server.on_message(before, MessageKind.INTERNAL_CALL, 99, content)
     assert agent.num_references().for_others == 0
 
 
 def test_errors_keep_nothing(make):
-    """What a caller has at hand is free as soon as its error is, without a garbage collection."""
+    """Objects of the caller are freed as soon as its error is, without garbage collection."""
     agent, other = make(FUNCTIONS)
     other.register("hold", other.close)
 
@@ -441,7 +440,7 @@ def test_errors_keep_nothing(make):
 
 
 def test_wrong_registrations(make):
-    """They are errors that say how: without brackets, without a name, as a list."""
+    """Errors say how to register: with brackets, with a name, as a dict."""
     agent, _ = make(FUNCTIONS)
     with pytest.raises(TypeError, match=r"@agent.register takes a name: @agent.register\('name'\), before <function"):
 
@@ -460,20 +459,20 @@ def test_wrong_registrations(make):
 
 @pytest.mark.parametrize("value", ["no", 1, None])
 def test_pickles_are_allowed_by_a_bool(make, value):
-    """What only looks like one does not open every rank to every other one."""
+    """Other true values do not open every rank to every other one."""
     with pytest.raises(TypeError, match=f"allow_pickle is True or False, not {value!r}"):
         make(allow_pickle=value)
 
 
 def test_unknown_options_of_a_context():
-    """They are told when it is made; so are those that there are."""
+    """They raise when the context is made, and so do invalid ones."""
     backend, _ = SimulatedRpcBackend.create_group(2)
     with pytest.raises(TypeError, match="RpcContext has no option 'workers'; there are drain_timeout, name, num_"):
         RpcContext(backend, FUNCTIONS, workers=3)
 
 
-def test_the_least_message_limit(make):
-    """Agents' own messages have room in it, with the longest name; a smaller one is refused."""
+def test_the_minimum_message_limit(make):
+    """Internal calls fit into it, with the longest name; a smaller one is refused."""
     with pytest.raises(ValueError, match="message_limit must be at least 8192, not 8191"):
         make(FUNCTIONS, message_limit=8191)
     with pytest.raises(ValueError, match="the name of a rank has 1 to 255 bytes, not 256"):

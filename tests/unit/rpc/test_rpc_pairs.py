@@ -1,4 +1,4 @@
-"""The groups of two that `TcpRpcBackend` gives, without agents; and how agents take them."""
+"""The groups of two that `TcpRpcBackend` makes, without agents, and how agents use them."""
 
 import threading
 
@@ -79,7 +79,7 @@ def end_of(pair):
 
 
 def test_errors_number_ranks_as_agents_do(sides):
-    """A rank of a pair that is gone has its own number, not that in the pair."""
+    """Errors name the peer's rank, not its rank in the pair."""
     lower, higher = sides(1, 2)
     pairs = lower.wait(1), higher.wait(1)
     assert [pair.rank for pair in pairs] == [0, 1]
@@ -90,23 +90,23 @@ def test_errors_number_ranks_as_agents_do(sides):
     assert "rpc of ranks 1 and 2" in repr(pairs[0])
 
 
-def test_who_has_left_is_not_called_back(sides):
-    """A lower rank that said goodbye is not connected to, until there is a new process."""
+def test_a_rank_that_left_is_not_reconnected(sides):
+    """A lower rank that said goodbye is not connected to until there is a new process."""
     lower, higher = sides(1, 2)
     pair = higher.wait(1)
     lower.wait(1)
     lower.close()
     end_of(pair)
     higher.backend.lost(1, pair)
-    assert higher.backend._dialers == set()
+    assert higher.backend._connector_threads == set()
     assert higher.backend._found == {}
     sides(1)
     higher.wait(2)
     assert [version for _, _, version in higher.told] == [(1, 1), (2, 2)]
 
 
-def test_a_lost_pair_is_made_anew(sides):
-    """Unless it is not the one that counts; what was said of failures is forgotten."""
+def test_a_lost_connection_is_replaced(sides):
+    """Unless it is not the current one; earlier failures are forgotten."""
     lower, higher = sides(1, 2)
     first = higher.wait(1)
     higher.backend._failures[1] = OSError("once")
@@ -114,7 +114,7 @@ def test_a_lost_pair_is_made_anew(sides):
     higher.backend.lost(1, first)
     second = higher.wait(2)
     higher.backend.lost(1, first)
-    assert higher.backend._pairs[1][1] is second
+    assert higher.backend._groups[1][1] is second
     assert higher.backend.absence(1) == ""
     lower.wait(2)
     assert len(higher.told) == 2
@@ -124,7 +124,7 @@ def test_a_process_that_is_replaced_while_it_is_connected_to(sides, monkeypatch)
     """The group with it ends as soon as it is there."""
     (lower,) = sides(1)
     (higher,) = sides(2, is_open=False)
-    connect = higher.backend._try
+    connect = higher.backend._attempt
 
     def slow(peer, entry):
         found = connect(peer, entry)
@@ -136,7 +136,7 @@ def test_a_process_that_is_replaced_while_it_is_connected_to(sides, monkeypatch)
                 limit.wait(0.002)
         return found
 
-    monkeypatch.setattr(higher.backend, "_try", slow)
+    monkeypatch.setattr(higher.backend, "_attempt", slow)
     higher.open()
     pair = higher.wait(1)
     assert "rank 1 was started again" in end_of(pair).message
@@ -146,9 +146,9 @@ def test_a_process_that_is_replaced_while_it_is_connected_to(sides, monkeypatch)
     lower.wait(1)
 
 
-def test_news_end_a_pause(sides, monkeypatch):
+def test_a_new_process_ends_the_pause(sides, monkeypatch):
     """A rank whose last process can't be reached is connected to at once when there is another one."""
-    monkeypatch.setattr(tcp_transport, "_SHORTEST_PAUSE", 1000.0)
+    monkeypatch.setattr(tcp_transport, "_MIN_PAUSE_SECONDS", 1000.0)
     (dead,) = sides(1)
     dead.backend._listener.close()
     (higher,) = sides(2)
@@ -164,14 +164,14 @@ def test_closing_waits_for_an_attempt_to_connect(sides, monkeypatch):
     """No thread is left, nor a connection that came too late."""
     sides(1)
     (higher,) = sides(2, is_open=False)
-    connect, begun, go_on = higher.backend._try, threading.Event(), threading.Event()
+    connect, begun, go_on = higher.backend._attempt, threading.Event(), threading.Event()
 
     def slow(peer, entry):
         begun.set()
         go_on.wait(_PATIENCE)
         return connect(peer, entry)
 
-    monkeypatch.setattr(higher.backend, "_try", slow)
+    monkeypatch.setattr(higher.backend, "_attempt", slow)
     higher.open()
     assert begun.wait(_PATIENCE)
     closing = threading.Thread(target=higher.close)
@@ -197,8 +197,8 @@ class Told(GroupRpcBackend):
         return pair
 
 
-def test_an_agent_takes_the_newest_group():
-    """One that is told of later, but is older, is closed."""
+def test_an_agent_uses_the_newest_group():
+    """An older one that arrives later is closed."""
 
     def program(group):
         backend = Told(group)
@@ -215,8 +215,8 @@ def test_an_agent_takes_the_newest_group():
     run_ranks(program, 2, backend="simulated")
 
 
-def test_a_closed_agent_closes_what_comes():
-    """A group that is told of too late."""
+def test_a_closed_agent_closes_new_groups():
+    """A group that arrives too late is closed."""
 
     def program(group):
         backend = Told(group)
@@ -228,7 +228,7 @@ def test_a_closed_agent_closes_what_comes():
     run_ranks(program, 2, backend="simulated")
 
 
-def test_absent_ranks_hold_no_room():
+def test_unsent_calls_occupy_no_slots():
     """Calls that never went to a rank don't count among those without a result."""
     from_nobody = []
 

@@ -1,6 +1,7 @@
-"""What functions, results and callbacks do that must not take threads of an agent with them."""
+"""Functions, results and callbacks that must not end the threads of an agent."""
 
 import asyncio
+import contextlib
 import logging
 import threading
 import time
@@ -11,19 +12,17 @@ import torch
 from ferrodist.errors import GroupClosedError, RpcError
 from ferrodist.rpc import RpcAgent, RpcContext, SimulatedRpcBackend
 from ferrodist.rpc import executor as worker_threads
-from ferrodist.rpc.executor import Waits
+from ferrodist.rpc.executor import WaitEvents
 from ferrodist.rpc.future import Future
-from ferrodist.rpc.messages import MessageKind
-from ferrodist.rpc.peer import Neighbor
+from ferrodist.rpc.peer import CallWindow
 from ferrodist.rpc.refcount_tables import ReferenceCounts
-from ferrodist.rpc.window import Window
 from ferrodist.testing import check_leaks, run_ranks
 
 PATIENCE = 60.0
 
 
 class Wrapped(torch.Tensor):
-    """A tensor that can't be looked at."""
+    """A tensor whose attributes raise."""
 
     @classmethod
     def __torch_function__(cls, function, types, args=(), kwargs=None):
@@ -88,7 +87,7 @@ def make():
 @pytest.mark.parametrize("name", list(ODD))
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
 def test_odd_results(make, name, to):
-    """They are failures that the caller is told of, and the workers go on."""
+    """They are failures at the caller, and the workers go on."""
     agent, _ = make({**ODD, "one": lambda: 1}, num_workers=2)
     for _ in range(0 if (to, name) == (0, "nested") else 5):  # which needs not travel to this rank
         with pytest.raises(RpcError, match=f"'{name}'"):
@@ -116,7 +115,7 @@ def test_a_loop_that_is_stopped(make, caplog):
 
 
 def test_waiting_in_an_async_function(make):
-    """All others would wait with it: it is told what to do."""
+    """All coroutines would wait with it: the error says what to do."""
 
     async def wait(how):
         agent = agents[1]
@@ -136,7 +135,7 @@ def test_waiting_in_an_async_function(make):
 
 
 def test_callbacks_that_end_threads(caplog):
-    """Others are called all the same, and whoever waits goes on; a group of TCP connections stays whole."""
+    """Other callbacks are called, and waiting threads go on; a group of TCP connections stays whole."""
 
     def end(_):
         raise SystemExit
@@ -158,8 +157,8 @@ def test_callbacks_that_end_threads(caplog):
         run_ranks(program, 2, backend="tcp")
 
 
-def test_futures_that_users_end(make):
-    """A result that comes later is passed over."""
+def test_futures_that_users_settle(make):
+    """A result that comes later is ignored."""
     release = threading.Event()
     agent, _ = make({"hold": lambda: release.wait(PATIENCE), "one": lambda: 1})
     futures = [agent.rpc_async(1, "hold") for _ in range(3)]
@@ -185,8 +184,8 @@ CALLS_WHILE_CLOSING = {
 
 
 @pytest.mark.parametrize("name", list(CALLS_WHILE_CLOSING))
-def test_what_waits_when_an_agent_is_closed(make, name):
-    """It is told so at once, and what comes afterwards, too."""
+def test_waiting_threads_when_an_agent_is_closed(make, name):
+    """They raise at once, and so do later uses."""
     release = threading.Event()
     agent, _ = make({"hold": lambda: release.wait(PATIENCE), "one": lambda: 1})
     call = CALLS_WHILE_CLOSING[name]
@@ -208,7 +207,7 @@ def test_what_waits_when_an_agent_is_closed(make, name):
 
 
 def test_references_of_a_closed_agent(make):
-    """None is made."""
+    """None can be made."""
     agent, _ = make({"one": lambda: 1})
     agent.close()
     for call in (lambda: agent.reference(3), lambda: agent.remote(0, "one"), lambda: agent.remote(1, "one")):
@@ -217,20 +216,20 @@ def test_references_of_a_closed_agent(make):
     assert agent.num_references() == ReferenceCounts(for_others=0, for_itself=0, elsewhere=0)
 
 
-class Workers:
-    """Threads that wait, none of which is a worker."""
+class NoWorkers:
+    """An executor none of whose workers waits."""
 
     def __init__(self):
-        self.waits = Waits(SimulatedRpcBackend.create_group(1)[0].signal)
+        self.wait_events = WaitEvents(SimulatedRpcBackend.create_group(1)[0].signal)
 
-    def begin_wait(self):
-        """None is."""
-        return False
+    def waiting(self):
+        """No other thread takes this one's place."""
+        return contextlib.nullcontext()
 
 
 def test_all_callbacks_are_called():
-    """Also when one that waits for the future leaves while they are."""
-    future, order, left = Future(Workers()), [], threading.Event()
+    """Also when a thread that waits for the future leaves in the meantime."""
+    future, order, left = Future(NoWorkers()), [], threading.Event()
 
     def wait():
         assert future.result(0.05) == 3
@@ -251,8 +250,8 @@ def test_all_callbacks_are_called():
 
 @pytest.mark.parametrize("timeout", ["3", True, None, float("nan"), -1])
 def test_timeouts_of_futures(timeout):
-    """They are numbers of seconds."""
-    future = Future(Workers())
+    """They must be numbers of seconds."""
+    future = Future(NoWorkers())
     if timeout is None:
         future.settle(1)
         assert future.result(timeout) == 1
@@ -262,7 +261,7 @@ def test_timeouts_of_futures(timeout):
 
 
 def test_one_worker_is_one(make):
-    """It waits for a place and for the result of its call, and is one that waits: no two are at a call."""
+    """It waits for a slot and for a result, and is counted once: no two functions run at a time."""
     now, most, lock = [0], [0], threading.Lock()
 
     def busy(to):
@@ -285,7 +284,7 @@ def test_one_worker_is_one(make):
     for thread in threads:
         thread.join()
     for agent in agents:
-        workers = agent._switchboard.workers
+        workers = agent._executor
         assert workers._num_waiting == 0
         assert 0 <= workers._num_running <= 1
     assert most[0] == 1
@@ -310,84 +309,81 @@ class Told:
         return was_set
 
 
-def test_the_last_place():
-    """Whoever waits gets it, though no other one comes free."""
-    window = Window(8, Waits(Told))
-    assert all(window.enter(0.0) for _ in range(8))
-    assert not window.enter(0.0)
-    timer = threading.Timer(0.01, window.leave)
+def test_the_last_slot():
+    """A waiting thread gets it, though no other slot is freed."""
+    window = CallWindow(8, WaitEvents(Told))
+    assert all(window.acquire(0.0) for _ in range(8))
+    assert not window.acquire(0.0)
+    timer = threading.Timer(0.01, window.release)
     timer.start()
-    assert window.enter(PATIENCE)
+    assert window.acquire(PATIENCE)
     timer.join()
-    assert not window.enter(0.01)
+    assert not window.acquire(0.01)
     assert window._waiting == []
 
 
-def test_who_waits_goes_before_who_comes():
-    """And is woken once for a quarter of the places."""
+def test_waiting_threads_come_first():
+    """They are woken once for a quarter of the slots."""
     signals = []
 
     def make_signal():
         signals.append(Told())
         return signals[-1]
 
-    window = Window(8, Waits(make_signal))
-    assert all(window.enter(0.0) for _ in range(8))
+    window = CallWindow(8, WaitEvents(make_signal))
+    assert all(window.acquire(0.0) for _ in range(8))
     window._waiting.append(make_signal())
-    window.leave()
-    assert not window.enter(0.0)
+    window.release()
+    assert not window.acquire(0.0)
     assert signals[0].num_sets == 0
     for _ in range(4):
-        window.leave()
+        window.release()
     assert signals[0].num_sets == 1
-    assert window.enter(0.0)
+    assert window.acquire(0.0)
     window.close()
     assert signals[0].num_sets == 2
-    assert window.enter(0.0)
+    assert window.acquire(0.0)
 
 
-def test_interrupted_while_waiting_for_a_place():
-    """There is nobody then who waits."""
+def test_interrupted_while_waiting_for_a_slot():
+    """The thread waits no more."""
 
     class Interrupted(Told):
         def wait(self, seconds):
             raise KeyboardInterrupt
 
-    window = Window(1, Waits(Interrupted))
-    assert window.enter(0.0)
+    window = CallWindow(1, WaitEvents(Interrupted))
+    assert window.acquire(0.0)
     with pytest.raises(KeyboardInterrupt):
-        window.enter(PATIENCE)
-    window.leave()
-    assert window.enter(0.0)
+        window.acquire(PATIENCE)
+    window.release()
+    assert window.acquire(0.0)
 
 
-def test_a_result_that_comes_when_its_time_is_over(make, monkeypatch):
-    """Whoever has taken it ends the call, which is waited for."""
+def test_a_result_that_arrives_at_its_timeout(make, monkeypatch):
+    """The thread that has received it ends the call, which waits for that."""
     agent, _ = make({"one": lambda: 1})
     agent.wait_for_rank(1)
-    outgoing = agent._switchboard.outgoing
-    take, come, answers, threads = Neighbor._take, threading.Event(), [], []
+    client = agent._client
+    take, come, answers, threads = client.on_response, threading.Event(), [], []
 
-    def keep_result(self, kind, number, content):
-        if kind is not MessageKind.RESULT:
-            take(self, kind, number, content)
-            return
-        answers.append((1, number, kind, content))
+    def keep_result(rank, number, kind, content):
+        answers.append((rank, number, kind, content))
         come.set()
 
     def give_up(_):
         if not threads:
-            threads.append(threading.Thread(target=lambda: come.wait(PATIENCE) and outgoing.answered(*answers[0])))
+            threads.append(threading.Thread(target=lambda: come.wait(PATIENCE) and take(*answers[0])))
             threads[0].start()
 
-    monkeypatch.setattr(Neighbor, "_take", keep_result)
-    monkeypatch.setattr(outgoing.calls, "give_up", give_up)
+    monkeypatch.setattr(client, "on_response", keep_result)
+    monkeypatch.setattr(client.pending, "give_up", give_up)
     assert agent.rpc_sync(1, "one", timeout=0.1) == 1
     threads[0].join()
 
 
 def test_an_interrupt_while_a_worker_starts(monkeypatch):
-    """The thread that runs by then is one of the agent's: it ends without an error, and is waited for."""
+    """The thread that runs by then is one of the pool: it ends without an error, and is joined."""
     start = threading.Thread.start
 
     def start_and_be_interrupted(thread):
@@ -395,15 +391,15 @@ def test_an_interrupt_while_a_worker_starts(monkeypatch):
         if thread.name.startswith("pool-0"):
             raise KeyboardInterrupt
 
-    pool = worker_threads.Workers(None, None, 1, "pool", Workers().waits)
+    pool = worker_threads.Executor(1, "pool", NoWorkers().wait_events)
     try:
         with monkeypatch.context() as patch:
             patch.setattr(threading.Thread, "start", start_and_be_interrupted)
             with pytest.raises(KeyboardInterrupt):
-                pool.attend(1)
+                pool.add_transfers(1)
         started = list(pool._threads)
         assert len(started) == pool._num_running == 1
-        pool.attend(-1)
+        pool.add_transfers(-1)
     finally:
         pool.close()
     assert not any(thread.is_alive() for thread in started)

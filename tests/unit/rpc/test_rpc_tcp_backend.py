@@ -1,4 +1,4 @@
-"""Agents that reach each other by TCP: who comes late, goes, and comes again."""
+"""Agents over TCP: ranks that join late, leave, and are started again."""
 
 import contextlib
 import os
@@ -21,9 +21,8 @@ from ferrodist.errors import (
     RendezvousError,
 )
 from ferrodist.rendezvous import Membership, MemoryStore
-from ferrodist.rpc.agent import RpcAgent
-from ferrodist.rpc.context import RpcContext
-from ferrodist.rpc.tcp_transport import Meeting, TcpRpcBackend, _hello
+from ferrodist.rpc.agent import RpcAgent, RpcContext
+from ferrodist.rpc.tcp_transport import PairHello, TcpRpcBackend, _hello
 from ferrodist.testing import check_leaks
 
 _PATIENCE = 60.0
@@ -82,16 +81,16 @@ def meet(*agents):
 
 def break_connection(agent, peer):
     """End the connection to a peer as a network would; returns when this rank has noticed."""
-    way = agent._switchboard.connector.neighbors[peer]
-    for link in list(way.pair._links.values()):
+    remote = agent._peers._peers[peer]
+    for link in list(remote.group._links.values()):
         link.sock.shutdown(socket.SHUT_RDWR)
-    wait_for_end(agent, way)
+    wait_for_end(agent, remote)
 
 
-def wait_for_end(agent, way):
-    """Return when an agent has noticed that a neighbor has gone."""
+def wait_for_end(agent, remote):
+    """Return when an agent has lost a peer."""
     patience = Deadline(_PATIENCE)
-    while agent._switchboard.connector.neighbors.get(way.rank) is way:
+    while agent._peers._peers.get(remote.rank) is remote:
         assert not patience.expired
         threading.Event().wait(0.001)
 
@@ -110,7 +109,7 @@ def hold_in(agent):
 
 
 def test_ranks_meet_at_an_address(monkeypatch):
-    """Rank 0 serves the store where the others look for it, whatever rank starts first; then all call all."""
+    """Rank 0 serves the store at the address, whichever rank starts first; then all call all."""
     monkeypatch.delenv("FERRODIST_SECRET", raising=False)
     listener = socket.create_server(("127.0.0.1", 0))
     address = f"127.0.0.1:{listener.getsockname()[1]}"
@@ -142,7 +141,7 @@ def test_ranks_meet_at_an_address(monkeypatch):
 
 
 def test_the_launchers_variables(monkeypatch):
-    """Without arguments all comes from the environment."""
+    """Without arguments everything is taken from the environment."""
     for variable in list(os.environ):
         if variable.startswith(("TORCHELASTIC_", "FERRODIST_", "LOCAL_", "GROUP_")):
             monkeypatch.delenv(variable)
@@ -182,8 +181,8 @@ def test_wrong_arguments(job):
 
 
 @pytest.mark.parametrize("late", [0, 2])
-def test_a_rank_that_comes_late(job, late):
-    """Calls wait for it, whether it connects or is connected to; or until their timeout."""
+def test_a_rank_that_joins_late(job, late):
+    """Calls wait for it, whichever side connects, or until their timeout."""
     ranks = job(3)
     agent = ranks.agent(1)
     with pytest.raises(DistributedTimeoutError, match=rf"rank {late} was not there within 0.05 s. Was it started"):
@@ -198,7 +197,7 @@ def test_a_rank_that_comes_late(job, late):
 
 @pytest.mark.parametrize("leaver", [0, 1])
 def test_a_closed_agent_says_goodbye(job, leaver):
-    """Calls fail, those that wait too; the next agent of that rank is found."""
+    """Calls fail, waiting ones too; the next agent of that rank is found."""
     ranks = job(2)
     stays, leaves = ranks.agent(1 - leaver), ranks.agent(leaver)
     started, release = hold_in(leaves)
@@ -223,7 +222,7 @@ def test_a_closed_agent_says_goodbye(job, leaver):
 
 @pytest.mark.parametrize("side", [0, 1])
 def test_a_broken_connection(job, side):
-    """What waits fails; whichever side it broke on, there is another one soon, again and again."""
+    """Waiting calls fail; whichever side it broke on, it is soon replaced, again and again."""
     ranks = job(2)
     agents = [ranks.agent(rank) for rank in range(2)]
     started, release = hold_in(agents[1 - side])
@@ -231,10 +230,10 @@ def test_a_broken_connection(job, side):
     future = agents[side].rpc_async(1 - side, "hold", 1)
     assert started.wait(_PATIENCE)
     for number in range(5):
-        ways = [agent._switchboard.connector.neighbors[1 - agent.rank] for agent in agents]
+        remotes = [agent._peers._peers[1 - agent.rank] for agent in agents]
         break_connection(agents[side], 1 - side)
-        for agent, way in zip(agents, ways, strict=True):
-            wait_for_end(agent, way)
+        for agent, remote in zip(agents, remotes, strict=True):
+            wait_for_end(agent, remote)
         meet(*agents)
         assert [agent.rpc_sync(1 - agent.rank, "echo", number) for agent in agents] == [number] * 2
     release.set()
@@ -243,14 +242,14 @@ def test_a_broken_connection(job, side):
 
 
 def test_an_end_that_one_side_has_not_noticed(job):
-    """The higher rank connects anew: the lower one ends what it had, and goes on with the new one."""
+    """The higher rank connects anew: the lower one drops the old connection, and uses the new one."""
     ranks = job(2)
     agents = [ranks.agent(rank) for rank in range(2)]
     started, release = hold_in(agents[1])
     meet(*agents)
     future = agents[0].rpc_async(1, "hold", 1)
     assert started.wait(_PATIENCE)
-    pair = agents[0]._switchboard.connector.neighbors[1].pair
+    pair = agents[0]._peers._peers[1].group
     pair.link_ended = lambda link, *_args, **_options: pair._links.pop(link.peer)
     break_connection(agents[1], 0)
     with pytest.raises(PeerLostError, match="made a new connection for one that broke"):
@@ -262,7 +261,7 @@ def test_an_end_that_one_side_has_not_noticed(job):
 
 @pytest.mark.parametrize("replaced", [0, 1, 2])
 def test_a_process_that_is_replaced_while_it_lives(job, replaced):
-    """All others go over to the newest process of a rank; the older ones learn that they are none any more."""
+    """All others switch to the newest process of a rank; the older ones learn that they are replaced."""
     ranks = job(3)
     others = [ranks.agent(rank) for rank in range(3) if rank != replaced]
     before = [ranks.agent(replaced, mark="first")]
@@ -278,20 +277,18 @@ def test_a_process_that_is_replaced_while_it_lives(job, replaced):
     for other in others:
         before[-1].rpc_sync(other.rank, "echo", 1)
     for old in before[:-1]:
-        old._switchboard.connector._backend._roster.join(_PATIENCE)
+        old._peers._backend._directory.join(_PATIENCE)
         for other in others:
-            old._switchboard.connector._changed.acquire()
-            lost = old._switchboard.connector._changed.wait_for(
-                lambda old=old, to=other.rank: to in old._switchboard.connector._lost, _PATIENCE
-            )
-            old._switchboard.connector._changed.release()
+            old._peers._changed.acquire()
+            lost = old._peers._changed.wait_for(lambda old=old, to=other.rank: to in old._peers._lost, _PATIENCE)
+            old._peers._changed.release()
             assert lost
             with pytest.raises(PeerLostError, match=f"Another process was started as rank {replaced}: this one"):
                 old.rpc_sync(other.rank, "echo", 1)
 
 
 def test_an_answer_does_not_go_to_the_next_process(job):
-    """What a process has asked for, which has been replaced meanwhile, is no answer to its successor."""
+    """The response to a replaced process's call does not reach its successor."""
     ranks = job(2)
     server = ranks.agent(0)
     started, release = hold_in(server)
@@ -311,7 +308,7 @@ def test_an_answer_does_not_go_to_the_next_process(job):
 
 
 def test_the_store_goes_away(job):
-    """Ranks go on, with new connections too; but nobody can join, which the error says."""
+    """Ranks go on, with new connections too; but none can join, which the error says."""
     listener = socket.create_server(("127.0.0.1", 0))
     address = f"127.0.0.1:{listener.getsockname()[1]}"
     with check_leaks():
@@ -322,7 +319,7 @@ def test_the_store_goes_away(job):
         meet(host, *others)
         host.close()
         for agent in others:
-            agent._switchboard.connector._backend._roster.join(_PATIENCE)
+            agent._peers._backend._directory.join(_PATIENCE)
             with pytest.raises(PeerLostError, match=r"has left.*No process can join again, for the store .* is gone"):
                 agent.rpc_sync(0, "echo", 1)
         with pytest.raises(DistributedTimeoutError, match=r"rank 3 was not there .* No process can join again"):
@@ -351,7 +348,7 @@ def test_another_secret_with_the_same_store(job):
     ranks = job(2)
     ranks.agent(0)
     stranger = ranks.agent(1, secret=b"another")
-    failures = stranger._switchboard.connector._backend._failures
+    failures = stranger._peers._backend._failures
     waited = Deadline(_PATIENCE)
     while 0 not in failures and not waited.expired:
         threading.Event().wait(0.002)
@@ -384,18 +381,18 @@ def test_the_store_does_not_fill(job):
     assert len(keys) - len(fixed) <= 3
 
 
-def test_who_is_admitted(job):
+def test_refused_connections(job):
     """A connection to the wrong process, of the wrong rank, or an older one is refused."""
     ranks = job(3)
     agents = [ranks.agent(rank) for rank in range(3)]
     meet(*agents)
-    middle = agents[1]._switchboard.connector._backend
+    middle = agents[1]._peers._backend
     own = middle._own
 
     def hello(rank=2, **changes):
         values = {"name": "rpc", "sought": own.incarnation, "token": own.token, "own": 1, "attempt": 99, **changes}
         made = TcpRpcBackend.from_membership(ranks.membership(rank))
-        return _hello(made._membership, Meeting(**values))
+        return _hello(made._membership, PairHello(**values))
 
     for wrong in ({"sought": own.incarnation + 1}, {"token": "other"}, {"name": "other"}):
         with pytest.raises(RendezvousError, match="another process"):
@@ -407,22 +404,22 @@ def test_who_is_admitted(job):
     with pytest.raises(ValueError, match="does not connect to rank 1"):
         middle._admit(hello(rank=0))
     with pytest.raises(ProtocolError, match="names no two agents"):
-        Meeting.from_text("{}")
+        PairHello.from_text("{}")
     middle._admit(hello())
 
 
 def test_an_attempt_to_connect_that_fails_unexpectedly(job, caplog):
-    """The next news of the rank brings another one; until then its error is told."""
+    """The next reading of the directory starts another one; until then its error is reported."""
     ranks = job(2)
     stays = ranks.agent(1)
-    backend = stays._switchboard.connector._backend
-    connect, has_failed = backend._try, threading.Event()
+    backend = stays._peers._backend
+    connect, has_failed = backend._attempt, threading.Event()
 
     def fail(peer, entry):
-        backend._try = connect
+        backend._attempt = connect
         raise ValueError("no such address")
 
-    backend._try = fail
+    backend._attempt = fail
 
     class Dialers(set):
         """Says when a thread has ended."""
@@ -431,14 +428,14 @@ def test_an_attempt_to_connect_that_fails_unexpectedly(job, caplog):
             super().discard(thread)
             has_failed.set()
 
-    backend._dialers = Dialers()
+    backend._connector_threads = Dialers()
     ranks.agent(0)
     assert has_failed.wait(_PATIENCE)
-    assert backend._dialed == {}
+    assert backend._connecting == {}
     with pytest.raises(DistributedTimeoutError, match="The last attempt to connect: no such address"):
         stays.rpc_sync(0, "echo", 1, timeout=0.0)
     assert "rank 1 can't connect to rank 0" in caplog.text
-    backend._roster._look(backend._find)
+    backend._directory._read(backend._find)
     stays.wait_for_rank(0)
     assert stays.rpc_sync(0, "echo", 1) == 1
 
@@ -458,7 +455,7 @@ WRONG = [
 
 
 @pytest.mark.parametrize("options", WRONG, ids=str)
-def test_an_agent_that_is_refused_closes_its_backend(job, options):
+def test_a_failed_agent_closes_its_backend(job, options):
     """But not that of another agent."""
     ranks = job(1)
     backend = TcpRpcBackend.from_membership(ranks.membership(0))
@@ -467,12 +464,12 @@ def test_an_agent_that_is_refused_closes_its_backend(job, options):
     assert backend._closed
     agent = ranks.agent(0)
     with pytest.raises((TypeError, ValueError)):
-        RpcAgent(agent._switchboard.connector._backend, **options)
-    assert not agent._switchboard.connector._backend._closed
+        RpcAgent(agent._peers._backend, **options)
+    assert not agent._peers._backend._closed
 
 
-def test_a_context_that_is_refused_closes_its_backend(job):
-    """When it is made, for an option that there isn't."""
+def test_a_failed_context_closes_its_backend(job):
+    """When it is made with an unknown option."""
     ranks = job(1)
     for options in ({"workers": 3}, {"drain_timeout": -1}):
         backend = TcpRpcBackend.from_membership(ranks.membership(0))

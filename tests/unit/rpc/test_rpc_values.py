@@ -1,4 +1,4 @@
-"""What goes from rank to rank, and how errors name the place of what does not."""
+"""Values in arguments and results, and the position that errors name for those that can't be sent."""
 
 import re
 
@@ -8,8 +8,9 @@ import torch
 
 from ferrodist.errors import RpcError
 from ferrodist.rpc import RpcAgent, SimulatedRpcBackend
-from ferrodist.rpc.messages import EXTENSIONS, Call, pack_call, pack_result, unpack_call, unpack_result
+from ferrodist.rpc.messages import ARRAY_CODEC, Call, pack_call, pack_result, unpack_call, unpack_result
 
+CODECS = (ARRAY_CODEC,)
 _PATIENCE = 60.0
 
 
@@ -51,8 +52,8 @@ class Box:
         ((), {"value": {None: 1}}, "keyword ['value'] has the key None"),
     ],
 )
-def test_places(agents, arguments, keywords, place):
-    """Whatever is nested in what; of functions and of methods."""
+def test_positions_in_arguments(agents, arguments, keywords, place):
+    """Errors name the position, at any depth, in calls of functions and methods."""
     box = agents[0].remote(1, "Box")
     for title, call in (
         ("echo", lambda: agents[0].rpc_sync(1, "echo", *arguments, **keywords)),
@@ -65,8 +66,8 @@ def test_places(agents, arguments, keywords, place):
             call()
 
 
-def test_places_in_results(agents):
-    """The caller is told."""
+def test_positions_in_results(agents):
+    """The caller's error names the position."""
     agents[1].register("give", lambda: {"a": [1, set()]})
     with pytest.raises(RpcError, match=re.escape("the result['a'][1] is of type set")):
         agents[0].rpc_sync(1, "give")
@@ -74,25 +75,25 @@ def test_places_in_results(agents):
 
 def passed(value):
     """A value as an argument, a keyword, and a result, after its way."""
-    call = unpack_call(pack_call(Call("echo", (value,), {"key": value}), EXTENSIONS), 1, EXTENSIONS)
-    return [call.arguments[0], call.keywords["key"], unpack_result(pack_result(value, EXTENSIONS), 1, EXTENSIONS)]
+    call = unpack_call(pack_call(Call("echo", (value,), {"key": value}), CODECS), 1, CODECS)
+    return [call.arguments[0], call.keywords["key"], unpack_result(pack_result(value, CODECS), 1, CODECS)]
 
 
 @pytest.mark.parametrize("number", [0, -(2**63), 2**63 - 1, 2**63, 2**64 - 1])
 def test_integers(number):
-    """Of 64 bits, with a sign or without: alone, nested and as keys."""
+    """Of 64 bits, signed or unsigned: alone, nested and as keys."""
     for value in (number, [number], {"a": (number,)}, {number: 1}):
         assert passed(value) == [value] * 3
 
 
 @pytest.mark.parametrize("number", [2**64, -(2**63) - 1, 10**30])
 def test_integers_that_are_too_large(number):
-    """They are refused alone and nested, and the place is named."""
+    """They are refused alone and nested, and the position is named."""
     for value, place in ((number, ""), ([number], "[0]"), ({"a": (number,)}, "['a'][0]")):
         with pytest.raises(TypeError, match=re.escape(f"argument [0]{place} is {number}: integers that go from")):
-            pack_call(Call("echo", (value,), {}), EXTENSIONS)
+            pack_call(Call("echo", (value,), {}), CODECS)
         with pytest.raises(TypeError, match=re.escape(f"the result{place} is {number}: integers that go from")):
-            pack_result(value, EXTENSIONS)
+            pack_result(value, CODECS)
 
 
 SCALARS = [
@@ -109,7 +110,7 @@ SCALARS = [
 
 @pytest.mark.parametrize("value", SCALARS, ids=lambda value: type(value).__name__)
 def test_numpy_scalars(agents, value):
-    """What environments give, as rewards and flags, arrives equal: in arguments and results, nested and as keys."""
+    """They arrive as equal Python values: in arguments and results, nested and as keys."""
     for each in (value, [value], {"a": (value,)}):
         assert passed(each) == [each] * 3
         assert agents[0].rpc_sync(1, "echo", each, key=each) == [each, {"key": each}]
@@ -118,15 +119,15 @@ def test_numpy_scalars(agents, value):
 
 
 def test_numpy_scalars_as_keys():
-    """An index from numpy is as good a key as one of Python's."""
+    """An integer of numpy is as good a key as one of Python."""
     assert passed({np.int64(3): 1, np.str_("a"): 2})[0] == {3: 1, "a": 2}
 
 
 @pytest.mark.parametrize("value", [np.complex64(1j), np.datetime64("2020-01-01"), np.timedelta64(1, "ns")])
 def test_numpy_scalars_without_an_equal(value):
-    """A time does not become a number on its way: it is refused."""
+    """A time does not become a number: it is refused."""
     with pytest.raises(TypeError, match=rf"argument \[0\] is of type {type(value).__name__}"):
-        pack_call(Call("echo", (value,), {}), EXTENSIONS)
+        pack_call(Call("echo", (value,), {}), CODECS)
 
 
 class Kind(np.ndarray):
@@ -141,14 +142,14 @@ NO_PLAIN_ARRAYS = [
 
 @pytest.mark.parametrize("value", NO_PLAIN_ARRAYS, ids=lambda value: type(value).__name__)
 def test_arrays_that_are_more_than_their_elements(value):
-    """They don't lose what they are: they are refused."""
+    """They are refused, for only the elements would arrive."""
     expected = re.escape(f"argument [1][0] is of type {type(value).__name__}, of which only the elements would arrive")
     with pytest.raises(TypeError, match=expected):
-        pack_call(Call("echo", (1, [value]), {}), EXTENSIONS)
+        pack_call(Call("echo", (1, [value]), {}), CODECS)
 
 
-def test_arrays_in_files(tmp_path):
-    """Arrive as arrays."""
+def test_memory_mapped_arrays(tmp_path):
+    """They arrive as arrays."""
     array = np.memmap(tmp_path / "array", dtype=np.int32, shape=(3,), mode="w+")
     array[:] = [1, 2, 3]
     assert [type(found) for found in passed([array])[0]] == [np.ndarray]
@@ -164,15 +165,15 @@ NO_TENSORS = [
 
 
 @pytest.mark.parametrize("value", NO_TENSORS, ids=lambda value: str(value.dtype))
-def test_arrays_that_are_no_tensors(value):
-    """Their type is named, and the place."""
+def test_arrays_of_other_types(value):
+    """The error names their type and position."""
     expected = re.escape(f"keyword ['value'][0] is a numpy array of {value.dtype}, which does not go")
     with pytest.raises(TypeError, match=expected):
-        pack_call(Call("echo", (), {"value": [value]}), EXTENSIONS)
+        pack_call(Call("echo", (), {"value": [value]}), CODECS)
 
 
 def test_pickled_arrays():
-    """Where pickles are allowed, arrays that are no tensors arrive as what they are."""
+    """With pickles, arrays that can't be tensors arrive unchanged."""
     made = [RpcAgent(way, {"echo": echo}, allow_pickle=True) for way in SimulatedRpcBackend.create_group(2)]
     values = [NO_PLAIN_ARRAYS[0], *NO_TENSORS, np.arange(2)]
     *found, _ = made[0].rpc_sync(1, "echo", *values, timeout=_PATIENCE)
@@ -198,8 +199,8 @@ CANT_TRAVEL = {
 @pytest.mark.filterwarnings("ignore")  # of torch, that these are not finished, or will go
 @pytest.mark.parametrize("kind", CANT_TRAVEL)
 @pytest.mark.parametrize("to", [0, 1])
-def test_tensors_that_cant_travel(agents, kind, to):
-    """Functions and places are named, on the way there and on the way back; the agents go on."""
+def test_tensors_that_cant_be_sent(agents, kind, to):
+    """Errors name function and position, in calls and results; the agents go on."""
     tensor = CANT_TRAVEL[kind]()
     agent = agents[0]
     agents[to].register("give", lambda: (1, [tensor]))
@@ -217,7 +218,7 @@ def test_tensors_that_cant_travel(agents, kind, to):
 
 
 def test_tensors_of_transforms(agents):
-    """What has no memory is a wrong argument."""
+    """Tensors without memory are an error of the arguments."""
     seen = []
 
     def call(one):

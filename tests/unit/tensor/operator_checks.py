@@ -12,24 +12,24 @@ NUM_RANKS = {(1,): 1, (2,): 2, (3,): 3, (4,): 4, (2, 2): 4, (1, 2): 2, (2, 1, 2)
 
 
 def make(*shape, dtype=torch.float64, seed=0, low=-2.0, high=2.0):
-    """A tensor of random elements, the same wherever it is made; integers and bools for such dtypes."""
+    """A tensor of random elements, the same on every rank; integers and bools for such dtypes."""
     generator = torch.Generator().manual_seed(seed + 1000 * len(shape) + sum(shape))
     values = torch.rand(shape, generator=generator, dtype=torch.float64) * (high - low) + low
     return values > 0 if dtype is torch.bool else values.to(dtype)
 
 
 def placements_of(ndim, num_axes, *, partial=True):
-    """Every placement of a tensor with so many dims on a mesh with so many axes."""
+    """All placements of a tensor with a number of dims on a mesh with a number of axes."""
     one = [Replicate(), *[Shard(dim) for dim in range(ndim)], *([Partial()] if partial else [])]
     return list(itertools.product(one, repeat=num_axes))
 
 
 def spread(tensor, mesh, placements):
-    """The tensor over the mesh, in parts that are not what redistribute would make where it is partial."""
+    """The tensor over the mesh; its partial shards differ from those that redistribute would make."""
     placements = [placements] if not isinstance(placements, list | tuple) else list(placements)
-    whole = fd.distribute(tensor.detach().clone(), mesh, [Replicate()] * mesh.ndim, src=None)
+    full = fd.distribute(tensor.detach().clone(), mesh, [Replicate()] * mesh.ndim, src=None)
     first = [Replicate() if isinstance(one, Partial) else one for one in placements]
-    result = whole.redistribute(first)
+    result = full.redistribute(first)
     for axis, placement in enumerate(placements):
         if isinstance(placement, Partial):
             first[axis] = placement
@@ -44,7 +44,7 @@ def spread(tensor, mesh, placements):
 
 
 def assert_same(got, expected, what, **tolerance):
-    """A distributed result equals a plain one, and its parts are of the shapes that its layout says."""
+    """Assert that a distributed result equals a plain one, and has the local shape of its spec."""
     if isinstance(expected, list | tuple):
         assert len(got) == len(expected), what
         for one, other in zip(got, expected, strict=True):
@@ -57,14 +57,14 @@ def assert_same(got, expected, what, **tolerance):
     assert tuple(got.to_local().shape) == got._spec.local_shape, f"{what}: {got._spec}"
     assert got.shape == expected.shape, what
     assert got.dtype == got.to_local().dtype == expected.dtype, what
-    whole = got.detach().full_tensor()
+    full = got.detach().full_tensor()
     torch.testing.assert_close(
-        whole, expected.detach(), msg=lambda text: f"{what} -> {got._spec}: {text}", equal_nan=True, **tolerance
+        full, expected.detach(), msg=lambda text: f"{what} -> {got._spec}: {text}", equal_nan=True, **tolerance
     )
 
 
 def check_operator(mesh, function, inputs, placements, *, backward=True, **tolerance):
-    """An operator on distributed tensors gives what it gives on plain ones, and so do its gradients.
+    """Assert that an operator and its gradients give the same for distributed tensors as for plain ones.
 
     Args:
         mesh: The mesh.
@@ -80,10 +80,10 @@ def check_operator(mesh, function, inputs, placements, *, backward=True, **toler
     what = f"{getattr(function, '__name__', function)} of {[list(map(str, one)) for one in placements]} on {mesh.shape}"
     wants = [backward and tensor.dtype.is_floating_point for tensor in inputs]
     plain = [one.detach().clone().requires_grad_(want) for one, want in zip(inputs, wants, strict=True)]
-    divided = [
+    sharded = [
         spread(one, mesh, where).requires_grad_(want) for one, where, want in zip(plain, placements, wants, strict=True)
     ]
-    expected, got = function(*plain), function(*divided)
+    expected, got = function(*plain), function(*sharded)
     assert_same(got, expected, what, **tolerance)
     if not backward:
         return got
@@ -97,7 +97,7 @@ def check_operator(mesh, function, inputs, placements, *, backward=True, **toler
     wanted = [one for one in plain if one.requires_grad]
     plain_grads = torch.autograd.grad([other for _, other in outputs], wanted, grads, allow_unused=True)
     spread_grads = [fd.distribute(grad, mesh, [Replicate()] * mesh.ndim, src=None) for grad in grads]
-    targets = [one for one in divided if one.requires_grad]
+    targets = [one for one in sharded if one.requires_grad]
     found = torch.autograd.grad([one for one, _ in outputs], targets, spread_grads, allow_unused=True)
     for place, (one, other) in enumerate(zip(found, plain_grads, strict=True)):
         assert (one is None) == (other is None), what
@@ -111,13 +111,13 @@ def _listed(value):
 
 
 def check_everywhere(function, inputs, *, meshes=((2,), (3,)), partial=True, backward=True, **tolerance):
-    """`check_operator` for every combination of placements of the inputs, on each mesh, in one run of ranks a mesh."""
+    """Run `check_operator` for every combination of the inputs' placements on each mesh."""
     for shape in meshes:
-        ways = [placements_of(one.dim(), len(shape), partial=partial and one.is_floating_point()) for one in inputs]
+        choices = [placements_of(one.dim(), len(shape), partial=partial and one.is_floating_point()) for one in inputs]
 
-        def check(group, shape=shape, ways=ways):
+        def check(group, shape=shape, choices=choices):
             mesh = DeviceMesh(group, shape)
-            for placements in itertools.product(*ways):
+            for placements in itertools.product(*choices):
                 check_operator(mesh, function, inputs, placements, backward=backward, **tolerance)
 
         run_ranks(check, NUM_RANKS[shape])

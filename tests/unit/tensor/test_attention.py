@@ -22,7 +22,7 @@ WAYS = st.sampled_from([Shard(0), Shard(1), Shard(2), Replicate(), Partial()])
     mesh_shape=st.sampled_from([(2,), (3,), (2, 2)]),
     data=st.data(),
 )
-def test_attention_is_the_plain_one(batch, heads, is_causal, mask, mesh_shape, data):
+def test_attention_equals_plain_attention(batch, heads, is_causal, mask, mesh_shape, data):
     of_queries, of_keys = heads
     placements = [data.draw(st.tuples(*[WAYS] * len(mesh_shape))) for _ in range(2)]
     inputs = [make(batch, of_queries, 5, 8), make(batch, of_keys, 5, 8, seed=1), make(batch, of_keys, 5, 8, seed=2)]
@@ -43,17 +43,17 @@ def test_attention_is_the_plain_one(batch, heads, is_causal, mask, mesh_shape, d
     run_ranks(check, NUM_RANKS[mesh_shape])
 
 
-def test_divided_heads_stay_where_they_are():
-    """As column-parallel projections leave them, with a group of queries for each head of keys too."""
+def test_sharded_heads_are_not_redistributed():
+    """Column-parallel projections shard the heads, also if several heads of queries share one of keys."""
 
     def attend(group):
         mesh = DeviceMesh(group, (2,))
         found = []
         for placement, of_keys in ((Shard(0), 4), (Shard(1), 4), (Shard(1), 2)):
             inputs = [make(2, 4, 3, 8), make(2, of_keys, 3, 8, seed=1), make(2, of_keys, 3, 8, seed=2)]
-            divided = [spread(one, mesh, [placement]).requires_grad_() for one in inputs]
-            result = F.scaled_dot_product_attention(*divided, is_causal=True, enable_gqa=True)
-            grads = torch.autograd.grad(result, divided, result.detach())
+            sharded = [spread(one, mesh, [placement]).requires_grad_() for one in inputs]
+            result = F.scaled_dot_product_attention(*sharded, is_causal=True, enable_gqa=True)
+            grads = torch.autograd.grad(result, sharded, result.detach())
             found.append({(placement,)} == {one.placements for one in (result, *grads)})
         return found
 
@@ -61,8 +61,8 @@ def test_divided_heads_stay_where_they_are():
 
 
 @pytest.mark.parametrize("blocks", [2, 4])
-def test_groups_of_heads_that_are_divided_in_blocks(blocks):
-    """Queries stay with their keys, whatever parts come in."""
+def test_grouped_heads_sharded_in_blocks(blocks):
+    """Queries stay with their keys, whatever the input's sharding."""
     inputs = [make(1, 8, 3, 8), make(1, 4, 3, 8, seed=1), make(1, 4, 3, 8, seed=2)]
 
     def attend(q, k, v):
@@ -74,7 +74,7 @@ def test_groups_of_heads_that_are_divided_in_blocks(blocks):
     run_ranks(check, 2)
 
 
-def test_one_head_of_keys_for_all_has_gradients_in_parts():
+def test_single_key_head_has_partial_gradients():
     def attend(group):
         mesh = DeviceMesh(group, (2,))
         queries = spread(make(2, 4, 3, 8), mesh, [Shard(1)])
@@ -86,7 +86,7 @@ def test_one_head_of_keys_for_all_has_gradients_in_parts():
     assert run_ranks(attend, 2) == [((Shard(1),), (Partial(),))] * 2
 
 
-def test_attention_without_gradients_and_with_masks_of_bools_is_the_same():
+def test_attention_without_gradients_and_with_bool_masks():
     inputs = [make(2, 4, 5, 8), make(2, 2, 5, 8, seed=1), make(2, 2, 5, 8, seed=2), make(5, 5, dtype=torch.bool)]
     inputs[3].fill_diagonal_(fill_value=True)
 

@@ -12,8 +12,8 @@ from ferrodist.testing import run_ranks
 
 
 @pytest.mark.parametrize("training", [True, False])
-def test_batch_norm_is_the_plain_one(training):
-    """With weights, in training and evaluation, wherever batch and channels are divided."""
+def test_batch_norm_equals_plain_batch_norm(training):
+    """With weights, in training and evaluation, with batch and channels sharded in all ways."""
     mean, deviation = make(5, seed=1), make(5, seed=2, low=0.5)
 
     def norm(tensor, weight):
@@ -26,12 +26,12 @@ def test_batch_norm_is_the_plain_one(training):
     check_everywhere(norm, [make(4, 5, 3), make(5, seed=3)])
 
 
-def test_instance_norm_is_the_plain_one():
+def test_instance_norm_equals_plain_instance_norm():
     check_everywhere(functional.instance_norm, [make(2, 3, 5)])
 
 
-def test_small_floats():
-    """Statistics are float32 where weights are."""
+def test_statistics_of_small_floats():
+    """Statistics are float32 if the weights are."""
 
     def norm(tensor, weight):
         return functional.batch_norm(tensor, None, None, weight, weight, training=True)
@@ -46,8 +46,8 @@ def test_small_floats():
     )
 
 
-def test_a_module_keeps_its_statistics():
-    """A network with batch norms, trained and then evaluated, with divided channels."""
+def test_running_statistics_of_a_module():
+    """A network with batch norms is trained and then evaluated, with sharded channels."""
     torch.manual_seed(0)
     model = nn.Sequential(
         nn.Conv1d(3, 6, 1), nn.BatchNorm1d(6), nn.ReLU(), nn.Conv1d(6, 2, 1), nn.BatchNorm1d(2)
@@ -70,10 +70,10 @@ def test_a_module_keeps_its_statistics():
             nn.Conv1d(3, 6, 1), nn.BatchNorm1d(6), nn.ReLU(), nn.Conv1d(6, 2, 1), nn.BatchNorm1d(2)
         ).double()
         mine.load_state_dict(state)
-        whole = {name: Shard(0) for name in ("weight", "bias")}
+        full = {name: Shard(0) for name in ("weight", "bias")}
         plan = {
-            "0": fd.Style(parameters=whole),
-            "1": fd.Style(parameters=whole),
+            "0": fd.Style(parameters=full),
+            "1": fd.Style(parameters=full),
             "3": fd.Style(parameters={"weight": Shard(1)}),
         }
         fd.parallelize(mine, mesh, plan)

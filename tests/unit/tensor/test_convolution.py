@@ -21,7 +21,7 @@ WAYS = st.sampled_from([Shard(0), Shard(1), Replicate(), Partial()])
     mesh_shape=st.sampled_from([(2,), (3,), (2, 2)]),
     data=st.data(),
 )
-def test_a_convolution_is_the_plain_one(batch, channels, kind, with_bias, mesh_shape, data):
+def test_convolution_equals_plain_convolution(batch, channels, kind, with_bias, mesh_shape, data):
     inner, outer = channels
     kernel = (3,) if kind == "one dim" else (3, 2)
     groups = 2 if kind == "groups" else 1

@@ -1,4 +1,4 @@
-"""What a distributed tensor is, how it comes to be, and what it refuses."""
+"""DTensor: its attributes, how it is made, and what it refuses."""
 
 import gc
 import io
@@ -28,8 +28,8 @@ def alone(shape=(1,), names=None):
     return DeviceMesh(fd.SimulatedBackend.create_group(1)[0], shape, names)
 
 
-def test_it_knows_what_it_is():
-    """Shape, dtype and stride are the whole tensor's; the layout says how it lies."""
+def test_metadata_is_that_of_the_full_tensor():
+    """Shape, dtype and strides are the full tensor's; mesh and placements are attributes."""
 
     def program(group):
         mesh = DeviceMesh(group, (2, 2), ("dp", "tp"))
@@ -45,13 +45,13 @@ def test_it_knows_what_it_is():
 
 
 @pytest.mark.parametrize("src", [0, 2, 3])
-def test_distribute_takes_the_values_of_one_rank(src):
-    """Along each axis in turn, whatever the placements; the others' values don't count."""
+def test_distribute_sends_the_values_of_one_rank(src):
+    """Along each axis in turn, for all placements; other ranks' values are not used."""
 
     def program(group):
         mesh = DeviceMesh(group, (2, 2))
-        whole = torch.arange(35.0).view(5, 7)
-        own = whole.clone() if group.rank == src else torch.full((5, 7), -1.0)
+        full = torch.arange(35.0).view(5, 7)
+        own = full.clone() if group.rank == src else torch.full((5, 7), -1.0)
         for placements in (
             [Shard(0), Shard(1)],
             [Shard(1), Shard(1)],
@@ -60,28 +60,28 @@ def test_distribute_takes_the_values_of_one_rank(src):
         ):
             tensor = fd.distribute(own, mesh, placements, src=src)
             assert tensor.placements == tuple(placements)
-            assert torch.equal(tensor.full_tensor(), whole)
+            assert torch.equal(tensor.full_tensor(), full)
         strided = fd.distribute(own[:4], mesh, [Shard(0, blocks=2), Shard(0)], src=src)
-        assert torch.equal(strided.full_tensor(), whole[:4])
+        assert torch.equal(strided.full_tensor(), full[:4])
 
     run_ranks(program, 4)
 
 
 def test_distribute_without_a_source_sends_nothing():
-    """Each rank takes its part of its own tensor, in memory of its own."""
+    """Each rank takes its shard of its own tensor, in memory of its own."""
     group = fd.SimulatedBackend.create_group(4)[2]  # the others never come
     mesh = DeviceMesh(group, (2, 2))
-    whole = torch.arange(12.0).view(4, 3)
-    tensor = fd.distribute(whole, mesh, [Shard(0), Replicate()], src=None)
-    assert torch.equal(tensor.to_local(), whole[2:])
+    full = torch.arange(12.0).view(4, 3)
+    tensor = fd.distribute(full, mesh, [Shard(0), Replicate()], src=None)
+    assert torch.equal(tensor.to_local(), full[2:])
     tensor.to_local().zero_()
-    replica = fd.distribute(whole, mesh, [Replicate(), Replicate()], src=None)
+    replica = fd.distribute(full, mesh, [Replicate(), Replicate()], src=None)
     replica.to_local().zero_()
-    assert whole.sum() == 66
+    assert full.sum() == 66
 
 
-def test_distribute_gives_leaves():
-    """A parameter becomes a leaf that requires grad; what has a history is refused, for it would be lost."""
+def test_distribute_returns_leaves():
+    """A parameter becomes a leaf that requires grad; a tensor with a history, which would be lost, is refused."""
     mesh = alone()
     source = torch.ones(2, requires_grad=True)
     tensor = fd.distribute(source, mesh, Replicate())
@@ -93,8 +93,8 @@ def test_distribute_gives_leaves():
         fd.distribute(tensor, mesh, Replicate())
 
 
-def test_distribute_compares_forms():
-    """Other shapes and dtypes raise the same on all ranks."""
+def test_distribute_compares_shapes_and_dtypes():
+    """Different shapes or dtypes raise the same error on all ranks."""
 
     def program(group):
         mesh = DeviceMesh(group, (2,))
@@ -106,8 +106,8 @@ def test_distribute_compares_forms():
     run_ranks(program, 2)
 
 
-def test_from_local_learns_the_shape():
-    """From what the ranks have: uneven parts, several axes, axes that divide one dim."""
+def test_from_local_infers_the_shape():
+    """From the ranks' shards: uneven ones, on several axes, and with axes that shard one dim."""
 
     def program(group):
         mesh = DeviceMesh(group, (2, 2))
@@ -127,15 +127,15 @@ def test_from_local_learns_the_shape():
         (
             [(3, 2), (1, 2)],
             Shard(0),
-            r"they have \(4, 2\) together, .* rank 0 has a part of shape \(2, 2\), not \(3, 2\)",
+            r"they have \(4, 2\) together, .* rank 0 has a shard of shape \(2, 2\), not \(3, 2\)",
         ),
-        ([(2, 2), (2, 3)], Shard(0), r"rank 1 has a part of shape \(2, 2\), not \(2, 3\)"),
-        ([(2, 2), (3, 2)], Replicate(), r"rank 1 has a part of shape \(2, 2\), not \(3, 2\)"),
+        ([(2, 2), (2, 3)], Shard(0), r"rank 1 has a shard of shape \(2, 2\), not \(2, 3\)"),
+        ([(2, 2), (3, 2)], Replicate(), r"rank 1 has a shard of shape \(2, 2\), not \(3, 2\)"),
         ([(2, 2), (2,)], Replicate(), r"rank 0 has torch.float32 of shape \(2, 2\).* and rank 1 has"),
     ],
 )
-def test_parts_that_make_no_tensor(shapes, placement, message):
-    """All ranks raise the same, and the group goes on."""
+def test_shards_that_make_no_tensor(shapes, placement, message):
+    """All ranks raise the same error, and the group stays usable."""
 
     def program(group):
         with pytest.raises(CollectiveMismatchError, match=message):
@@ -145,7 +145,7 @@ def test_parts_that_make_no_tensor(shapes, placement, message):
     assert run_ranks(program, 2) == [2, 2]
 
 
-def test_ranks_that_disagree_about_placements():
+def test_different_placements_on_ranks():
     def program(group):
         with pytest.raises(CollectiveMismatchError, match=r"placed as \[Shard\(0\)\] and rank 1 .* \[Replicate\(\)\]"):
             DTensor.from_local(torch.zeros(2), DeviceMesh(group, (2,)), [Shard(0), Replicate()][group.rank])
@@ -154,10 +154,10 @@ def test_ranks_that_disagree_about_placements():
 
 
 def test_from_local_with_a_shape_sends_nothing():
-    """Each rank checks its own part."""
+    """Each rank checks its own shard."""
     mesh = DeviceMesh(fd.SimulatedBackend.create_group(2)[1], (2,))
     assert DTensor.from_local(torch.zeros(2, 4), mesh, Shard(0), shape=(5, 4)).shape == (5, 4)
-    with pytest.raises(ValueError, match=r"this rank's part .* has shape \(2, 4\), not \(3, 4\)"):
+    with pytest.raises(ValueError, match=r"this rank's shard .* has shape \(2, 4\), not \(3, 4\)"):
         DTensor.from_local(torch.zeros(3, 4), mesh, Shard(0), shape=(5, 4))
 
 
@@ -168,25 +168,25 @@ def test_from_local_with_a_shape_sends_nothing():
         ([Shard(2), Replicate()], IndexError, r"Shard\(2\) along axis 'a': a tensor of shape \(4, 6\) has no such dim"),
         (["row", Replicate()], TypeError, "a placement is .*, not 'row'"),
         ([Shard(0), Shard(0, blocks=4)], ValueError, "dim 0 of 2 is not 4 equal blocks"),
-        ([Partial(), Partial(ReduceOp.MAX)], ValueError, "folds by max and sum, whose result depends on which comes"),
+        ([Partial(), Partial(ReduceOp.MAX)], ValueError, "reduces by max and sum, whose result depends on which comes"),
         (Replicate(), ValueError, "needs 2 placements"),
     ],
 )
-def test_placements_that_do_not_fit(placements, error, message):
+def test_placements_that_do_not_fit_the_tensor(placements, error, message):
     mesh = DeviceMesh(fd.SimulatedBackend.create_group(4)[0], (2, 2), ("a", "b"))
     with pytest.raises(error, match=message):
         fd.distribute(torch.zeros(4, 6), mesh, placements, src=None)
 
 
-def test_blocks_of_an_uneven_part():
+def test_blocks_of_an_uneven_shard():
     """Of 5 rows the first rank has 3, which are not two equal blocks, and the other 2."""
     mesh = DeviceMesh(fd.SimulatedBackend.create_group(4)[0], (2, 2))
     with pytest.raises(ValueError, match="dim 0 of 3 is not 2 equal blocks"):
         fd.distribute(torch.zeros(5), mesh, [Shard(0), Shard(0, blocks=2)], src=None)
 
 
-def test_placements_that_can_not_be():
-    with pytest.raises(TypeError, match="the number of a dim"):
+def test_invalid_placements():
+    with pytest.raises(TypeError, match="the index of a dim"):
         Shard(1.0)
     with pytest.raises(ValueError, match="at least one block"):
         Shard(0, blocks=0)
@@ -205,7 +205,7 @@ def test_a_rank_outside_of_the_mesh():
         fd.distribute(torch.zeros(4), mesh, Shard(0))
 
 
-def test_what_from_local_does_not_take():
+def test_invalid_arguments_of_from_local():
     mesh = alone()
     with pytest.raises(TypeError, match="not DTensor"):
         DTensor.from_local(fd.distribute(torch.zeros(2), mesh, Shard(0)), mesh, Shard(0))
@@ -214,7 +214,7 @@ def test_what_from_local_does_not_take():
 
 
 def test_plain_and_distributed_tensors_do_not_mix():
-    """But for numbers, as optimizers have them."""
+    """Except for scalars, which optimizers use."""
     tensor = fd.distribute(torch.ones(2, 3), alone(), Shard(0))
     with pytest.raises(
         ValueError, match=r"aten.add.Tensor got distributed tensors and a Tensor of shape \(3,\): distr"
@@ -229,8 +229,8 @@ def test_plain_and_distributed_tensors_do_not_mix():
     assert (tensor * torch.tensor(2.0)).sum().full_tensor() == 12
 
 
-def test_plain_tensors_in_backward_are_zeros():
-    """As formulas of gradients make them; others may differ between ranks."""
+def test_plain_zeros_are_taken_in_backward():
+    """Gradient formulas make them; other plain tensors may differ between ranks."""
 
     class Scaled(torch.autograd.Function):
         @staticmethod
@@ -262,17 +262,17 @@ def test_tensors_of_different_meshes_do_not_mix():
 
 
 def test_an_operator_without_a_rule():
-    """An error that says what to do; or whole tensors and a warning, where the program allows it."""
+    """It raises an error with advice; or computes full tensors with a warning, if the program allows it."""
 
     def program(group):
         mesh = DeviceMesh(group, (2,))
-        whole = make(4, 4)
-        tensor = spread(whole, mesh, Shard(0))
+        full = make(4, 4)
+        tensor = spread(full, mesh, Shard(0))
         with pytest.raises(UnsupportedOpError, match=r"no rule for aten\._linalg_slogdet.*allow_replication"):
             torch.linalg.slogdet(tensor)
         with fd.allow_replication():
             got = torch.linalg.slogdet(tensor)
-        torch.testing.assert_close(got.logabsdet.full_tensor(), torch.linalg.slogdet(whole).logabsdet)
+        torch.testing.assert_close(got.logabsdet.full_tensor(), torch.linalg.slogdet(full).logabsdet)
         assert got.logabsdet.placements == (Replicate(),)
         with pytest.raises(UnsupportedOpError):
             torch.linalg.slogdet(tensor)  # outside of the block it is refused again
@@ -284,8 +284,8 @@ def test_an_operator_without_a_rule():
     assert [one for one in caught if "has no rule: its inputs are gathered" in str(one.message)]
 
 
-def test_gradients_of_parts():
-    """from_local and to_local: a part of a sum gets the gradient of the whole, one of a mean its share."""
+def test_gradients_of_from_local_and_to_local():
+    """A shard of a partial sum gets the full gradient, one of a mean its share."""
 
     def program(group):
         mesh = DeviceMesh(group, (2,))
@@ -296,7 +296,7 @@ def test_gradients_of_parts():
             assert torch.equal(local.grad, expected)
         local = torch.ones(3, requires_grad=True)
         largest = DTensor.from_local(local, mesh, Partial(ReduceOp.MAX)).full_tensor()
-        with pytest.raises(RuntimeError, match=r"the parts of Partial\(max\) have no gradient"):
+        with pytest.raises(RuntimeError, match=r"the shards of Partial\(max\) have no gradient"):
             largest.sum().backward()
         tensor = fd.distribute(torch.ones(3), mesh, Replicate(), src=None).requires_grad_()
         (tensor.to_local(grad_placements=Partial()) * (group.rank + 1)).sum().backward()
@@ -311,8 +311,8 @@ def test_a_dtensor_is_not_pickled():
         torch.save(tensor, io.BytesIO())
 
 
-def test_layouts_are_one_object_each():
-    """So they compare by identity; and what a group has found out goes with it."""
+def test_specs_are_interned():
+    """They are compared by identity, and are freed with their group."""
     mesh = alone((1, 1), ("a", "b"))
     one, other = (fd.distribute(torch.ones(2, 3), mesh, [Shard(0), Replicate()]) for _ in range(2))
     assert one._spec is other._spec
@@ -323,8 +323,8 @@ def test_layouts_are_one_object_each():
     assert gone() is None
 
 
-def test_recipes_are_bounded(monkeypatch):
-    """A program with new shapes in each step keeps the last ones only."""
+def test_dispatch_cache_is_bounded(monkeypatch):
+    """A program with new shapes in each step keeps only the last ones."""
     monkeypatch.setattr(fd.tensor.dispatch, "_MAX_CACHED", 8)
     mesh = alone()
     for size in range(1, 30):
@@ -333,8 +333,8 @@ def test_recipes_are_bounded(monkeypatch):
     assert len(tensor._spec.dispatch_cache) <= 8
 
 
-def test_numbers_of_other_kinds_are_other_calls():
-    """1, 1.0 and True are equal, and give other dtypes; so do tensors of one number."""
+def test_number_types_are_cached_separately():
+    """1, 1.0 and True are equal, but give different dtypes; so do scalar tensors."""
     tensor = fd.distribute(torch.ones(2, dtype=torch.int64), alone(), Shard(0))
     expected = [torch.int64, torch.float32, torch.int64, torch.complex64]
     for factors in ((1, 1.0, True, 1j), map(torch.tensor, (1, 1.0, True, 1j))):
@@ -344,7 +344,7 @@ def test_numbers_of_other_kinds_are_other_calls():
 
 
 def test_redistributions_are_recorded():
-    """Also those that operators ask for, in blocks within blocks."""
+    """Those by operators too, in blocks within blocks."""
 
     def program(group):
         mesh = DeviceMesh(group, (2,), ("tp",))
@@ -360,8 +360,8 @@ def test_redistributions_are_recorded():
     assert run_ranks(program, 2)[0] == "all_gather over tp: [Shard(1)] -> [Replicate()], 32 bytes"
 
 
-def test_another_default_device():
-    """Parts are tensors of the CPU, wherever torch makes tensors when no device is named."""
+def test_default_device_is_ignored():
+    """Shards are on the CPU, whatever device torch makes tensors on by default."""
 
     def program(group):
         mesh = DeviceMesh(group, (2,))

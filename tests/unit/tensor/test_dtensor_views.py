@@ -1,4 +1,4 @@
-"""Operators that name the same elements otherwise, on distributed tensors."""
+"""Views of distributed tensors."""
 
 import math
 import operator as operator_module
@@ -35,7 +35,7 @@ from ferrodist.testing import run_ranks
     ids=str,
 )
 def test_views_of_two_dims(function):
-    """Of every placement, forward and backward."""
+    """With every placement, forward and backward."""
     check_everywhere(function, [make(4, 6)])
 
 
@@ -51,7 +51,7 @@ def test_views_of_two_dims(function):
     ids=str,
 )
 def test_squeeze(function):
-    """Only dims that have one element in the whole tensor go, whatever a part has."""
+    """Only dims of one element in the full tensor are squeezed, whatever a shard has."""
     check_everywhere(function, [make(3, 1, 2)])
 
 
@@ -61,7 +61,7 @@ FACTORS = st.lists(st.integers(1, 4), min_size=0, max_size=4)
 
 @st.composite
 def reshapes(draw):
-    """A shape, and another of as many elements, that joins and cuts dims."""
+    """A shape, and another one with the same number of elements, of flattened and split dims."""
     before, after = [], []
     for _ in range(draw(st.integers(1, 2))):
         factors = draw(FACTORS)
@@ -74,8 +74,8 @@ def reshapes(draw):
 
 @settings(max_examples=40, deadline=None)
 @given(reshapes(), st.sampled_from([(2,), (3,), (2, 2)]), st.data())
-def test_any_reshape(shapes, mesh_shape, data):
-    """Blocks come and go as dims are joined and cut; and what went one way comes back."""
+def test_random_reshapes(shapes, mesh_shape, data):
+    """Flattening and splitting dims adds and removes blocks, and a reshape back restores the tensor."""
     before, after = shapes
     if math.prod(before) != math.prod(after):
         after = (math.prod(before),)
@@ -92,8 +92,8 @@ def test_any_reshape(shapes, mesh_shape, data):
 
 @settings(max_examples=15, deadline=None)
 @given(st.permutations(range(3)), st.tuples(*[st.integers(0, 4)] * 3), st.data())
-def test_any_order_of_dims(order, shape, data):
-    """Followed by a reshape of what then lies in another order."""
+def test_random_permutations(order, shape, data):
+    """Followed by a reshape of the permuted tensor."""
     placements = data.draw(st.lists(st.sampled_from(placements_of(3, 2)), min_size=1, max_size=4))
 
     def check(group):
@@ -105,8 +105,8 @@ def test_any_order_of_dims(order, shape, data):
     run_ranks(check, 4)
 
 
-def test_where_views_stay_divided():
-    """Nothing is moved where the view's parts are views of the parts."""
+def test_views_that_stay_sharded():
+    """Nothing is sent if the view's shards are views of the shards."""
 
     def check(group):
         mesh = DeviceMesh(group, (2,))
@@ -129,7 +129,7 @@ def test_where_views_stay_divided():
     run_ranks(check, 2)
 
 
-def test_views_of_empty_tensors_and_numbers():
+def test_views_of_empty_and_scalar_tensors():
     """Without elements, or without dims."""
 
     def check(group):
@@ -146,8 +146,8 @@ def test_views_of_empty_tensors_and_numbers():
     run_ranks(check, 2)
 
 
-def test_what_no_view_can_be_is_an_error_as_of_torch():
-    """By the whole tensor's shape and strides, on every rank."""
+def test_impossible_views_raise_as_in_torch():
+    """By the full tensor's shape and strides, on every rank."""
 
     def check(group):
         mesh = DeviceMesh(group, (2,))
@@ -193,8 +193,8 @@ def test_what_no_view_can_be_is_an_error_as_of_torch():
         lambda x: x.tensor_split(3)[1].add_(1),
     ],
 )
-def test_what_is_written_to_a_view_is_in_the_tensor(write):
-    """However it lies, and whatever is a view of which; or every rank raises. Never is a write lost."""
+def test_writes_to_a_view_reach_the_tensor_or_raise(write):
+    """For all placements and views of views; never is a write lost."""
     expected = make(4, 6)
     write(expected)
 
@@ -219,10 +219,10 @@ def test_what_is_written_to_a_view_is_in_the_tensor(write):
 
 
 def fd_like(tensor, other):
-    """A tensor that is whole on the mesh of another, if that is distributed."""
-    whole = tensor.to(other.dtype)
+    """A tensor that is replicated on the mesh of another one, if that is distributed."""
+    full = tensor.to(other.dtype)
     is_plain = not isinstance(other, fd.DTensor)
-    return whole if is_plain else fd.distribute(whole, other.mesh, [Replicate()] * other.mesh.ndim)
+    return full if is_plain else fd.distribute(full, other.mesh, [Replicate()] * other.mesh.ndim)
 
 
 @pytest.mark.parametrize(
@@ -239,8 +239,8 @@ def fd_like(tensor, other):
     ],
 )
 @pytest.mark.parametrize("inference", [False, True])
-def test_views_see_what_is_written_to_the_tensor_or_say_that_they_are_out_of_date(view, inference):
-    """Also through another view, on lists, and where autograd keeps no versions."""
+def test_views_see_writes_to_the_tensor_or_are_out_of_date(view, inference):
+    """Also writes through another view, on lists, and without autograd's versions."""
     writes = (
         lambda x: x.add_(1),
         lambda x: x[0].mul_(3),
@@ -278,16 +278,16 @@ def test_views_see_what_is_written_to_the_tensor_or_say_that_they_are_out_of_dat
     assert "read" in outcomes[0]
 
 
-def test_parts_that_lie_otherwise_in_memory_on_one_rank():
-    """Where the view of one rank's part takes a copy, and that of another's doesn't, writing and reading are right."""
+def test_shards_with_different_strides_on_ranks():
+    """If one rank's view is a copy and another's is not, reads and writes are right."""
 
     def check(group):
         mesh = DeviceMesh(group, (2,))
         local = torch.arange(12.0) + 12 * group.rank
         local = local.view(4, 3).t() if group.rank else local.view(3, 4)
-        whole = torch.cat([torch.arange(12.0).view(3, 4), (torch.arange(12.0) + 12).view(4, 3).t()])
+        full = torch.cat([torch.arange(12.0).view(3, 4), (torch.arange(12.0) + 12).view(4, 3).t()])
         for view in ((24,), (6, 2, 2), (2, 12)):
-            x, plain = fd.DTensor.from_local(local.clone(), mesh, Shard(0), shape=(6, 4)), whole.clone()
+            x, plain = fd.DTensor.from_local(local.clone(), mesh, Shard(0), shape=(6, 4)), full.clone()
             got, expected = x.view(view), plain.view(view)
             got.add_(1), expected.add_(1)
             assert_same(x, plain, "written to the view")
@@ -301,8 +301,8 @@ def test_parts_that_lie_otherwise_in_memory_on_one_rank():
     run_ranks(check, 2)
 
 
-def test_results_that_nobody_else_has_may_be_written():
-    """A product's result is a view of one that is gone: that its parts were moved is of no account."""
+def test_redistributed_results_may_be_written():
+    """A product returns a view of a tensor that is gone, so it does not matter that shards were redistributed."""
 
     def check(group):
         mesh = DeviceMesh(group, (2,))
@@ -330,8 +330,8 @@ def test_results_that_nobody_else_has_may_be_written():
         torch.relu_,
     ],
 )
-def test_what_is_written_to_expanded_tensors(write):
-    """torch refuses to write to one element for many: so do all ranks, also those whose part is one element or none."""
+def test_writes_to_expanded_tensors_raise(write):
+    """As in torch, on all ranks, also on those whose shard has one element or none."""
 
     def check(group):
         mesh = DeviceMesh(group, (2,))
@@ -347,7 +347,7 @@ def test_what_is_written_to_expanded_tensors(write):
 
 
 def test_one_value_may_be_written_to_expanded_tensors():
-    """As torch lets it: the tensor that was expanded has it."""
+    """As in torch: the tensor that was expanded has it."""
 
     def check(group):
         mesh = DeviceMesh(group, (2,))
@@ -367,8 +367,8 @@ def test_one_value_may_be_written_to_expanded_tensors():
 @pytest.mark.parametrize(
     "change", [torch.Tensor.t_, torch.Tensor.squeeze_, lambda one: one.unsqueeze_(0), lambda one: one.transpose_(0, 1)]
 )
-def test_the_shape_of_expanded_tensors_may_be_changed(change):
-    """Methods as transpose_ write no element, so that it does not matter how many there are in memory."""
+def test_expanded_tensors_may_change_shape_in_place(change):
+    """Methods such as transpose_ write no element."""
 
     def check(group):
         mesh = DeviceMesh(group, (2,))
@@ -382,8 +382,8 @@ def test_the_shape_of_expanded_tensors_may_be_changed(change):
 @pytest.mark.parametrize(
     "name", ["add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "and", "or", "xor", "lshift"]
 )
-def test_operators_that_write(name):
-    """They write to the tensor, or raise: never do they make another one of what was to be written."""
+def test_augmented_assignments(name):
+    """They write to the tensor or raise; they never make a new tensor."""
     operator = getattr(operator_module, f"i{name}")
     dtype = torch.int64 if name in ("and", "or", "xor", "lshift") else torch.float64
     value = torch.full((4, 3, 2), 3, dtype=dtype)
@@ -391,22 +391,22 @@ def test_operators_that_write(name):
     def check(group):
         mesh = DeviceMesh(group, (2,))
         for where in placements_of(2, 1, partial=dtype is torch.float64):
-            whole = make(4, 6, low=1, high=9).to(dtype)
-            x, other = spread(whole, mesh, where), fd_like(value, spread(whole, mesh, where))
+            full = make(4, 6, low=1, high=9).to(dtype)
+            x, other = spread(full, mesh, where), fd_like(value, spread(full, mesh, where))
             view = x.view(4, 3, 2)
             try:
                 after = operator(view, other)
             except fd.UnsupportedOpError:
-                assert_same(x, whole, f"{where}")
+                assert_same(x, full, f"{where}")
             else:
                 assert after is view
-                assert_same(x, operator(whole.view(4, 3, 2), value).view(4, 6), f"{where}")
+                assert_same(x, operator(full.view(4, 3, 2), value).view(4, 6), f"{where}")
 
     run_ranks(check, 2)
 
 
-def test_views_that_are_gone_are_not_kept_track_of():
-    """Else each step of a program would leave some memory behind."""
+def test_dead_views_are_not_tracked():
+    """Else each step of a program would leak memory."""
 
     def check(group):
         mesh = DeviceMesh(group, (2,))

@@ -1,4 +1,4 @@
-"""Each operator against the plain one, forward and backward; shapes, placements and meshes are hypothesis's choice."""
+"""Each operator against the plain one, forward and backward, with shapes, placements and meshes by hypothesis."""
 
 import pytest
 import torch
@@ -14,7 +14,7 @@ MESHES = [(2,), (3,), (2, 2), (1, 2)]
 
 
 class Draw:
-    """Sizes and tensors, as hypothesis has them."""
+    """Sizes and tensors drawn by hypothesis."""
 
     def __init__(self, data):
         self._data = data
@@ -48,13 +48,13 @@ OPERATORS = {}
 
 
 def operator(function):
-    """Note a function that draws inputs and gives what shall be computed of them."""
+    """Register a function that draws inputs and returns the computation."""
     OPERATORS[function.__name__] = function
     return function
 
 
 def unary(name, function, **options):
-    """Note an operator of one tensor."""
+    """Register an operator of one tensor."""
     OPERATORS[name] = lambda draw: (function, [draw.tensor(*draw.shape(), **options)])
 
 
@@ -259,7 +259,7 @@ def attention(draw):
 
 
 @pytest.mark.parametrize("name", OPERATORS)
-def test_it_gives_what_the_plain_one_does(name):
+def test_operator_equals_plain_operator(name):
     @settings(max_examples=5, deadline=None, suppress_health_check=[HealthCheck.too_slow])
     @given(st.data())
     def check(data):

@@ -1,4 +1,4 @@
-"""Operators that take or place elements by numbers, on distributed tensors."""
+"""Operators that gather and scatter by indices, on distributed tensors."""
 
 import pytest
 import torch
@@ -26,13 +26,13 @@ PLACES = torch.randint(0, 4, (4, 5), generator=torch.Generator().manual_seed(0))
         (lambda x, i: x.take_along_dim(i, 1), [make(4, 5), PLACES]),
     ],
 )
-def test_taking_by_numbers(function, inputs):
-    """With every placement of the tensor and of the numbers."""
+def test_gathering_by_indices(function, inputs):
+    """With every placement of the tensor and of the indices."""
     check_everywhere(function, inputs, meshes=[(2,), (3,)])
 
 
-def test_taking_by_several_indices():
-    """Indices are broadcast; where they are not beside each other, their dims come first."""
+def test_several_indices():
+    """Indices are broadcast; if they are not adjacent, their dims come first."""
     x, rows, columns = make(4, 3, 5), ROWS, COLUMNS
     check_everywhere(lambda x, i, j: x[i, :, j], [x, rows, columns], meshes=[(2,)])
     check_everywhere(lambda x, i, j: x[:, i % 3, j], [x, rows, columns], meshes=[(2,)])
@@ -47,8 +47,8 @@ def test_taking_by_several_indices():
         lambda x, i, y: (x * 1).index_add_(0, i, y),
     ],
 )
-def test_adding_by_numbers(function):
-    """Several to one place; in place, too, where the tensor lies so that it can be."""
+def test_adding_by_indices(function):
+    """Several elements to one position; in place too, if the placements allow it."""
     inputs = [make(4, 5), ROWS, make(6, 5, seed=1)]
     if function(*inputs).equal((inputs[0] * 1).index_add(0, ROWS, inputs[2])):
 
@@ -74,33 +74,33 @@ def test_adding_by_numbers(function):
         lambda x, i, y: x.scatter_reduce(0, i[:, None].expand(3, 5), y, "amax"),
     ],
 )
-def test_placing_by_numbers(function):
-    """One to each place."""
+def test_scattering_by_indices(function):
+    """One element to each position."""
     check_everywhere(function, [make(4, 5), torch.tensor([3, 0, 2]), make(3, 5, seed=1)], meshes=[(2,)])
 
 
-def test_writing_by_numbers_and_masks():
-    """``x[index] = y`` and ``x[mask] = number`` are as of one process."""
+def test_assignments_by_indices_and_masks():
+    """``x[index] = y`` and ``x[mask] = number`` are as in one process."""
 
     def check(group):
         mesh = DeviceMesh(group, (2,))
         rows, mask = spread(ROWS[1:4], mesh, [Replicate()]), spread(make(4, 5) > 0, mesh, [Shard(1)])
         for placement in (Replicate(), Shard(0), Shard(1)):
-            whole, x = make(4, 5), spread(make(4, 5), mesh, [placement])
-            whole[make(4, 5) > 0] = 9.0
+            full, x = make(4, 5), spread(make(4, 5), mesh, [placement])
+            full[make(4, 5) > 0] = 9.0
             x[mask] = 9.0
-            assert_same(x, whole, f"by a mask, {placement}")
+            assert_same(x, full, f"by a mask, {placement}")
             if placement != Shard(0):
-                whole[:, ROWS[1:4]] += 5 if placement == Replicate() else 0
+                full[:, ROWS[1:4]] += 5 if placement == Replicate() else 0
                 if placement == Replicate():
                     x[:, rows] += 5
-                assert_same(x, whole, f"by numbers, {placement}")
+                assert_same(x, full, f"by numbers, {placement}")
 
     run_ranks(check, 2)
 
 
-def test_results_of_unknown_shape_are_refused():
-    """By name, with what to do instead."""
+def test_data_dependent_shapes_are_refused():
+    """The error names the operator and an alternative."""
 
     def check(group):
         mesh = DeviceMesh(group, (2,))
@@ -124,14 +124,14 @@ def embed(**options):
 
 @pytest.mark.parametrize("options", [{}, {"padding_idx": 2}, {"scale_grad_by_freq": True, "padding_idx": 0}], ids=str)
 def test_embedding(options):
-    """Every placement of the table, also by rows that do not divide evenly, and of the numbers."""
+    """Every placement of the table, with uneven rows too, and of the tokens."""
     rows = torch.tensor([[2, 0, 4], [2, 2, 1]])
     check_everywhere(embed(**options), [make(5, 4), rows])
     check_everywhere(embed(**options), [make(3, 3), rows[:, :2] % 3], meshes=[(4,)])
 
 
 def test_embedding_on_two_axes():
-    """A vocabulary divided over one axis, or over both, and batches over the other."""
+    """A vocabulary sharded over one axis, or over both, and batches over the other."""
     rows = torch.tensor([[2, 0, 4], [6, 2, 1]])
 
     def check(group):
@@ -143,8 +143,8 @@ def test_embedding_on_two_axes():
     run_ranks(check, 4)
 
 
-def test_a_divided_vocabulary_stays_divided():
-    """Neither the table nor its gradient is gathered; of whole tables gradients are whole."""
+def test_sharded_vocabulary_stays_sharded():
+    """Neither the table nor its gradient is gathered; gradients of replicated tables are replicated."""
 
     def check(group):
         mesh = DeviceMesh(group, (2,))
@@ -166,8 +166,8 @@ def test_a_divided_vocabulary_stays_divided():
     run_ranks(check, 2)
 
 
-def test_a_table_is_divided_after_a_whole_one_of_its_shape():
-    """The whole one's gradient was prepared first; the divided one's is not made whole for that."""
+def test_sharded_table_after_a_replicated_one_of_its_shape():
+    """The replicated table's gradient was cached first; the sharded one's is not replicated for that."""
 
     def gradient(mesh, placement):
         rows = fd.distribute(torch.tensor([3, 0]), mesh, Replicate(), src=None)
@@ -177,11 +177,11 @@ def test_a_table_is_divided_after_a_whole_one_of_its_shape():
 
     def check(group):
         mesh = DeviceMesh(group, (2,))
-        whole, divided, again = (gradient(mesh, placement) for placement in (Replicate(), Shard(0), Replicate()))
-        assert whole.placements == (Replicate(),)
-        assert divided.placements == (Shard(0),)
-        assert torch.equal(whole.full_tensor(), divided.full_tensor())
-        assert torch.equal(whole.full_tensor(), again.full_tensor())
+        full, sharded, again = (gradient(mesh, placement) for placement in (Replicate(), Shard(0), Replicate()))
+        assert full.placements == (Replicate(),)
+        assert sharded.placements == (Shard(0),)
+        assert torch.equal(full.full_tensor(), sharded.full_tensor())
+        assert torch.equal(full.full_tensor(), again.full_tensor())
 
     run_ranks(check, 2)
 
@@ -200,8 +200,8 @@ def test_one_hot():
     run_ranks(check, 2)
 
 
-def test_values_that_are_broadcast_and_dims_that_are_not_indexed():
-    """On two axes, in some placements of each."""
+def test_broadcast_values_and_unindexed_dims():
+    """On two axes, with some placements of each."""
     inputs = [make(3, 4, 5), ROWS, make(3, 6, 1, seed=1)]
 
     def check(group):

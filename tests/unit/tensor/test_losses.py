@@ -32,7 +32,7 @@ ELEMENTWISE = {
 @pytest.mark.parametrize("name", ELEMENTWISE)
 @settings(max_examples=10, deadline=None)
 @given(shape=st.tuples(st.integers(1, 5), st.integers(1, 5)), mesh_shape=MESHES, reduction=REDUCTIONS, data=st.data())
-def test_a_loss_of_each_element_is_the_plain_one(name, shape, mesh_shape, reduction, data):
+def test_elementwise_loss_equals_plain_loss(name, shape, mesh_shape, reduction, data):
     placements = [data.draw(st.tuples(*[PLACEMENTS] * len(mesh_shape))) for _ in range(2)]
 
     def loss(x, y):
@@ -45,7 +45,7 @@ def test_a_loss_of_each_element_is_the_plain_one(name, shape, mesh_shape, reduct
     run_ranks(check, NUM_RANKS[mesh_shape])
 
 
-def test_weights_of_bits_are_broadcast():
+def test_binary_weights_are_broadcast():
     def loss(x, y, weight, positive):
         return F.binary_cross_entropy_with_logits(
             x, y.sigmoid().detach(), weight=weight.detach(), pos_weight=positive.detach()
@@ -61,7 +61,7 @@ def test_weights_of_bits_are_broadcast():
     run_ranks(check, 2)
 
 
-def test_a_mean_of_small_floats_does_not_overflow():
+def test_mean_of_small_floats_does_not_overflow():
     inputs = [torch.full((64, 64), 30.0, dtype=torch.float16), torch.zeros(64, 64, dtype=torch.float16)]
 
     def check(group):
@@ -80,7 +80,7 @@ def test_a_mean_of_small_floats_does_not_overflow():
     target_placement=st.sampled_from([Shard(0), Replicate()]),
     data=st.data(),
 )
-def test_cross_entropy_is_the_plain_one(sizes, extra, mesh_shape, reduction, weighted, target_placement, data):
+def test_cross_entropy_equals_the_plain_one(sizes, extra, mesh_shape, reduction, weighted, target_placement, data):
     batch, classes = sizes
     placements = data.draw(st.tuples(*[PLACEMENTS] * len(mesh_shape)))
     target = data.draw(st.lists(st.sampled_from([-100, *range(classes)]), min_size=batch, max_size=batch))
@@ -92,18 +92,18 @@ def test_cross_entropy_is_the_plain_one(sizes, extra, mesh_shape, reduction, wei
 
     def check(group):
         mesh = DeviceMesh(group, mesh_shape)
-        whole = (Replicate(),) * len(mesh_shape)
+        full = (Replicate(),) * len(mesh_shape)
         check_operator(
             mesh,
             loss,
             [make(batch, classes, *extra), targets, *weights],
-            [placements, (target_placement,) * len(mesh_shape), *[whole for _ in weights]],
+            [placements, (target_placement,) * len(mesh_shape), *[full for _ in weights]],
         )
 
     run_ranks(check, NUM_RANKS[mesh_shape])
 
 
-def test_all_that_cross_entropy_takes_with_divided_classes():
+def test_options_of_cross_entropy_with_sharded_classes():
     targets = torch.tensor([1, 6, -100, 0, 3])
     losses = {
         "smoothed": lambda x, y: F.cross_entropy(x, y, label_smoothing=0.1),
@@ -127,7 +127,7 @@ def test_all_that_cross_entropy_takes_with_divided_classes():
     run_ranks(check, 3)
 
 
-def test_a_target_that_is_no_class_raises_as_in_torch():
+def test_invalid_target_raises_as_in_torch():
     def compute(group):
         mesh = DeviceMesh(group, (2,))
         logits = spread(make(2, 6), mesh, [Shard(1)])
@@ -138,8 +138,8 @@ def test_a_target_that_is_no_class_raises_as_in_torch():
 
 
 @pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
-def test_logits_that_are_divided_by_classes_stay_where_they_are(reduction):
-    """Cross-entropy of 8 tokens over a vocabulary of 4001: 128 kB of logits, of which nothing travels."""
+def test_logits_sharded_by_classes_are_not_gathered(reduction):
+    """Cross-entropy of 8 tokens over a vocabulary of 4001: 128 kB of logits, none of which is sent."""
 
     def compute(group):
         mesh = DeviceMesh(group, (2,))
@@ -154,7 +154,7 @@ def test_logits_that_are_divided_by_classes_stay_where_they_are(reduction):
         assert 0 < num_bytes < 6000
 
 
-def test_a_divided_batch_sends_single_numbers():
+def test_sharded_batch_sends_scalars_only():
     def compute(group):
         mesh = DeviceMesh(group, (2,))
         logits = spread(make(9, 400, dtype=torch.float32), mesh, [Shard(0)]).requires_grad_()

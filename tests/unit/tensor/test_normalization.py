@@ -27,23 +27,23 @@ FUNCTIONS = {
     mesh_shape=st.sampled_from([(2,), (3,), (2, 2)]),
     data=st.data(),
 )
-def test_a_normalisation_is_the_plain_one(name, shape, mesh_shape, data):
+def test_normalisation_equals_plain_normalisation(name, shape, mesh_shape, data):
     function, first = FUNCTIONS[name]
     placement = st.sampled_from([Shard(0), Shard(1), Shard(2), Replicate(), Partial()])
     placements = data.draw(st.tuples(*[placement] * len(mesh_shape)))
     of_weights = data.draw(st.sampled_from([Shard(0), Replicate()]))
-    # The elements of a row differ, or its deviation is 0, and what is divided by it is mostly rounding.
+    # The elements of a row differ, or its deviation is 0, and quotients by it are mostly rounding errors.
     inputs = [make(*shape), make(*shape[first:], seed=1), make(*shape[first:], seed=2)]
 
     def check(group):
-        whole = (of_weights,) * len(mesh_shape)
+        full = (of_weights,) * len(mesh_shape)
         mesh = DeviceMesh(group, mesh_shape)
-        check_operator(mesh, function, inputs, [placements, whole, whole], rtol=1e-6, atol=1e-6)
+        check_operator(mesh, function, inputs, [placements, full, full], rtol=1e-6, atol=1e-6)
 
     run_ranks(check, NUM_RANKS[mesh_shape])
 
 
-def test_group_norm_is_the_plain_one():
+def test_group_norm_equals_plain_group_norm():
     def check(group):
         mesh = DeviceMesh(group, (3,))
         for placement in (Shard(0), Shard(1), Replicate(), Partial()):
@@ -56,8 +56,8 @@ def test_group_norm_is_the_plain_one():
     run_ranks(check, 3)
 
 
-def test_a_divided_batch_leaves_gradients_of_weights_in_parts():
-    """So that they are reduced once, where they are used."""
+def test_sharded_batch_gives_partial_weight_gradients():
+    """They are reduced once, where they are used."""
 
     def compute(group):
         mesh = DeviceMesh(group, (2,))
@@ -83,7 +83,7 @@ def test_small_floats_are_normalised(weights):
     run_ranks(check, 2)
 
 
-def test_normalisation_without_gradients_is_the_same():
+def test_normalisation_without_gradients():
     def check(group):
         mesh = DeviceMesh(group, (2,))
         inputs = [make(3, 4, 5), make(5, seed=1), make(5, seed=2)]

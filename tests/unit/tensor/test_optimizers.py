@@ -1,4 +1,4 @@
-"""Optimizers on distributed parameters do what they do on plain ones; and what is written in place."""
+"""Optimizers on distributed parameters, and in-place writes."""
 
 import pytest
 import torch
@@ -9,7 +9,7 @@ from ferrodist.errors import UnsupportedOpError
 from ferrodist.testing import run_ranks
 
 SHAPES = [(4, 6), (5,), (3, 2), ()]
-"""Of parameters: even ones, uneven ones, one of fewer rows than ranks, a number."""
+"""The shapes of parameters: even ones, uneven ones, one of fewer rows than ranks, a scalar."""
 
 PLACEMENTS = {
     (2,): [
@@ -33,21 +33,21 @@ OPTIMIZERS = {
     "RMSprop": (torch.optim.RMSprop, {"lr": 0.1}),
     "RMSprop, all": (torch.optim.RMSprop, {"lr": 0.1, "momentum": 0.9, "centered": True, "weight_decay": 0.01}),
 }
-WAYS = [
-    (name, way)
+VARIANTS = [
+    (name, variant)
     for name in OPTIMIZERS
-    for way in ({"foreach": False}, {"foreach": True}, {"fused": True})
-    if "fused" not in way or not name.startswith("RMSprop")
+    for variant in ({"foreach": False}, {"foreach": True}, {"fused": True})
+    if "fused" not in variant or not name.startswith("RMSprop")
 ]
 
 
 def values(number, seed=0):
-    """For a parameter."""
+    """A gradient for a parameter."""
     return make(*(SHAPES[number] or (1,)), seed=seed).view(SHAPES[number])
 
 
 def train(kind, options, parameters, gradients_of):
-    """Three steps."""
+    """Do three steps."""
     optimizer = kind(parameters, **options)
     for step in range(3):
         for number, parameter in enumerate(parameters):
@@ -57,18 +57,18 @@ def train(kind, options, parameters, gradients_of):
     return parameters
 
 
-@pytest.mark.parametrize(("name", "way"), WAYS, ids=str)
-def test_steps(name, way):
-    """Parameters end with the same elements, where their gradients lie as they do, otherwise, or are parts of sums."""
+@pytest.mark.parametrize(("name", "variant"), VARIANTS, ids=str)
+def test_optimizer_steps_equal_plain_steps(name, variant):
+    """For gradients with the parameters' placements, with others, and partial ones."""
     kind, options = OPTIMIZERS[name]
-    options = {**options, **way}
-    whole = [values(number) for number in range(len(SHAPES))]
-    plain = [torch.nn.Parameter(one.clone()) for one in whole]
+    options = {**options, **variant}
+    full = [values(number) for number in range(len(SHAPES))]
+    plain = [torch.nn.Parameter(one.clone()) for one in full]
     expected = train(kind, options, plain, lambda step, number: values(number, seed=1 + step))
 
     def check(group, shape, placements, gradients):
         mesh = DeviceMesh(group, shape)
-        parameters = [torch.nn.Parameter(spread(*of)) for of in zip(whole, [mesh] * 4, placements, strict=True)]
+        parameters = [torch.nn.Parameter(spread(*of)) for of in zip(full, [mesh] * 4, placements, strict=True)]
 
         def gradient(step, number):
             where = placements[number] if gradients is None else [gradients] * len(shape)
@@ -77,25 +77,25 @@ def test_steps(name, way):
         got = train(kind, options, parameters, gradient)
         # Parts of sums are rounded; and what is computed in lanes may differ from what is left over, in the last bit.
         tolerance = {"rtol": 1e-9, "atol": 1e-9} if gradients == Partial() else {"rtol": 1e-14, "atol": 1e-15}
-        if name.startswith("SGD") and gradients is None and "fused" not in way:
+        if name.startswith("SGD") and gradients is None and "fused" not in variant:
             tolerance = {"rtol": 0, "atol": 0}
         for number, (one, other) in enumerate(zip(got, expected, strict=True)):
             assert_same(one, other, f"parameter {number}", **tolerance)
             assert one.placements == tuple(placements[number])
             assert_same(one.grad, torch.zeros_like(other), "gradient")
 
-    for shape, ways in PLACEMENTS.items():
+    for shape, choices in PLACEMENTS.items():
         gradients = [None, Partial(), Replicate()] if shape == (2,) else [None]
-        for placements in ways:
+        for placements in choices:
             for where in gradients:
-                if where is not None and "fused" in way and "momentum" in options:
-                    # The optimizer makes buffers that lie as gradients do, beside parameters that lie otherwise.
+                if where is not None and "fused" in variant and "momentum" in options:
+                    # The optimizer makes buffers with the gradients' placements, which differ from the parameters'.
                     continue
                 run_ranks(check, NUM_RANKS[shape], shape, placements, where)
 
 
-def test_what_is_written_in_place():
-    """Others come to where the written tensor lies, which it keeps."""
+def test_in_place_writes_keep_placements():
+    """Other inputs are redistributed to the written tensor's placements."""
     functions = [
         lambda x, y: x.copy_(y),
         lambda x, y: x.add_(y, alpha=2),
@@ -125,8 +125,8 @@ def test_what_is_written_in_place():
     run_ranks(check, 2)
 
 
-def test_what_would_have_to_move_is_refused():
-    """By an error that says what to do; the tensor is as it was."""
+def test_writes_that_would_change_placements_are_refused():
+    """The error gives advice, and the tensor is unchanged."""
 
     def check(group):
         mesh = DeviceMesh(group, (2,))
@@ -146,8 +146,8 @@ def test_what_would_have_to_move_is_refused():
     run_ranks(check, 2)
 
 
-def test_fused_steps_say_when_buffers_lie_otherwise():
-    """torch makes the buffers of momentum as gradients are, and the fused step writes both."""
+def test_fused_steps_refuse_buffers_with_other_placements():
+    """torch makes momentum buffers like the gradients, and the fused step writes both."""
 
     def check(group):
         mesh = DeviceMesh(group, (2,))
@@ -161,8 +161,8 @@ def test_fused_steps_say_when_buffers_lie_otherwise():
     run_ranks(check, 2)
 
 
-def test_results_written_to_a_given_tensor():
-    """``out=`` of operators that have a rule; a tensor of another shape is refused."""
+def test_out_arguments():
+    """``out=`` of operators with a rule; a tensor of another shape is refused."""
 
     def check(group):
         mesh = DeviceMesh(group, (2,))

@@ -15,7 +15,7 @@ def on_two(check):
 
 
 class Scaled(torch.nn.Module):
-    """A module that isn't parallel as a whole, and mixes a plain tensor with its parameter."""
+    """A module that `parallelize` has not sharded, which mixes a plain tensor with its parameter."""
 
     def __init__(self):
         super().__init__()
@@ -27,7 +27,7 @@ class Scaled(torch.nn.Module):
 
 
 def test_a_plain_tensor_is_refused():
-    """By an error that says which module's code has it, and where it counts as whole."""
+    """The error says which module's code has it, and where it counts as replicated."""
 
     def check(mesh):
         x = fd.distribute(make(4, 6), mesh, Shard(0))
@@ -56,7 +56,7 @@ def test_a_plain_tensor_is_refused():
 
 
 def test_empty_tensors():
-    """They have nothing in which ranks could differ: caches begin with one."""
+    """They have no elements that could differ: caches begin with one."""
 
     def check(mesh):
         for where in placements_of(2, 1):
@@ -71,8 +71,8 @@ def test_empty_tensors():
     on_two(check)
 
 
-def test_numbers_in_lists():
-    """A plain number counts as one that all ranks have, as it does beside a tensor."""
+def test_scalars_in_lists():
+    """A plain scalar counts as replicated, as it does beside a single tensor."""
 
     def check(mesh):
         for where in placements_of(2, 1):
@@ -99,8 +99,8 @@ def test_numbers_in_lists():
         lambda x, number: torch.clamp(x, number, number + 1),
     ],
 )
-def test_numbers_beside_tensors(function):
-    """A tensor without dims counts as a number of all ranks, whatever takes it and however the other lies."""
+def test_scalars_beside_tensors(function):
+    """A tensor without dims counts as replicated, in all operators and beside all placements."""
     number = torch.tensor(2.0).double()
     expected = function(make(4, 6), number)
 
@@ -113,7 +113,7 @@ def test_numbers_beside_tensors(function):
 
 @pytest.mark.parametrize("foreach", [False, True])
 def test_clipping_plain_and_distributed_gradients(foreach):
-    """As of a model of which some layers are divided; the plain ones stay plain."""
+    """As of a model of which some layers are sharded; plain gradients stay plain."""
     grads = [make(4, 6), make(5, seed=1), make(3, 2, seed=2)]
     expected = [torch.nn.Parameter(torch.zeros_like(one)) for one in grads]
     for one, grad in zip(expected, grads, strict=True):
@@ -138,7 +138,7 @@ def test_clipping_plain_and_distributed_gradients(foreach):
 
 
 def test_lists_as_indices():
-    """torch makes tensors of them that nobody else has; ranks whose lists differ are told so, all of them."""
+    """torch makes tensors of them that only it holds; if the lists differ, all ranks raise."""
 
     def check(mesh):
         for where in placements_of(2, 1):
@@ -174,8 +174,8 @@ def test_lists_as_indices():
         lambda q: torch.tensor_split(q, torch.tensor([1, 3]), 2),
     ],
 )
-def test_tensors_that_functions_of_torch_make(function):
-    """They are the same on all ranks by construction, and a user could do nothing about them."""
+def test_tensors_made_by_torch_functions(function):
+    """They are the same on all ranks by construction, and users can't replace them."""
     q = make(2, 4, 5, 8)
     expected = function(q)
 
@@ -193,7 +193,7 @@ def attend(q, seed):
 
 
 def test_causal_attention_with_dropout():
-    """Any GPT in training: one process's result, with the same dropout. Ranks that are threads share a generator."""
+    """As in a GPT's training: the result of one process, with the same dropout."""
     q = make(2, 4, 5, 8)
     group = fd.SimulatedBackend.create_group(1)[0]
     for seed in range(3):
@@ -216,21 +216,21 @@ def test_causal_attention_with_dropout():
         lambda x: torch.repeat_interleave(x[0], (x[0] > 0).long() + 1),
     ],
 )
-def test_shapes_that_depend_on_elements(function):
-    """Of tensors that are whole on every rank, they are the same on each; of divided ones they are refused."""
+def test_data_dependent_shapes(function):
+    """They are the same on all ranks for replicated tensors, and refused for sharded ones."""
     x = make(4, 6)
     expected = function(x)
 
     def check(mesh):
-        assert_same(function(spread(x, mesh, Replicate())), expected, "whole")
+        assert_same(function(spread(x, mesh, Replicate())), expected, "replicated")
         with pytest.raises(UnsupportedOpError, match=r"depends on the elements.*redistribute"):
             function(spread(x, mesh, Shard(0)))
 
     on_two(check)
 
 
-def test_gradients_of_what_masks_pick():
-    """And of what they write, however the gradient lies that comes."""
+def test_gradients_of_masked_selection_and_writes():
+    """With all placements of the incoming gradient."""
     x, weight = make(4, 6), make(6, 6, seed=1)
     mask = x[:, 0] > 0
 
@@ -258,7 +258,7 @@ def test_gradients_of_what_masks_pick():
 @pytest.mark.parametrize("pad", [(0, 1), (1, 0, 0, 2), (-1, 2), (0, 0, 1, 1), (0, 0), (2, 0, -1, 0)])
 @pytest.mark.parametrize("value", [0, 1.5])
 def test_padding_with_a_constant(pad, value):
-    """Of every placement, forward and backward, on one axis and on two."""
+    """With every placement, forward and backward, on one axis and on two."""
     x = make(4, 6)
     mine = x.clone().requires_grad_()
     expected = functional.pad(mine, pad, value=value)
@@ -280,8 +280,8 @@ def test_padding_with_a_constant(pad, value):
     run_ranks(check, 4)
 
 
-def test_plain_tensors_that_are_written():
-    """A number that all ranks have may change what is each rank's own; a tensor may not."""
+def test_writes_to_plain_tensors():
+    """A replicated scalar may be written to each rank's own tensor; a distributed tensor may not."""
 
     def check(mesh):
         total, number = make(4, 6), fd.distribute(torch.tensor(2.0).double(), mesh, Replicate())

@@ -1,4 +1,4 @@
-"""Operators on each element, of whole tensors and of parts of sums."""
+"""Elementwise operators, on replicated, sharded and partial tensors."""
 
 import itertools
 
@@ -13,7 +13,7 @@ from ferrodist import DeviceMesh, DTensor, Partial, ReduceOp, Replicate, Shard
 from ferrodist.tensor.ops import pointwise
 from ferrodist.testing import run_ranks
 
-# What may be done to parts before they are folded, and what looks as if it could.
+# Operators that are linear in partial sums, and some that look as if they were.
 ON_PARTS = {
     "add": lambda x, y: x + y,
     "add a number": lambda x, y: x + 2 + y * 0,
@@ -48,8 +48,8 @@ def test_placements_of_both_inputs(name):
 
 
 @pytest.mark.parametrize("op", [ReduceOp.MEAN, ReduceOp.MIN, ReduceOp.MAX])
-def test_other_folds(op):
-    """What parts give that are folded otherwise than by sums."""
+def test_partial_extrema_and_products(op):
+    """Partial tensors with other reductions than sums."""
 
     def check(group):
         mesh = DeviceMesh(group, (2,))
@@ -63,7 +63,7 @@ def test_other_folds(op):
 @settings(max_examples=25, deadline=None)
 @given(st.data())
 def test_broadcasting(data):
-    """Any shapes that fit, any placements, on one axis or two."""
+    """Any shapes that broadcast, any placements, on one axis or two."""
     shape = data.draw(st.lists(st.integers(0, 4), max_size=3))
     shapes = [
         [data.draw(st.sampled_from([size, 1])) for size in shape[data.draw(st.integers(0, len(shape))) :]]
@@ -81,14 +81,14 @@ def test_broadcasting(data):
 
 
 @pytest.mark.parametrize("dtype", [torch.int64, torch.float32, torch.complex128, torch.bool])
-def test_casts(dtype):
-    """Parts of a sum are cast where that loses nothing."""
+def test_exact_casts(dtype):
+    """Partial sums are cast if that loses nothing."""
     check_everywhere(lambda x: (3 * x).to(dtype), [make(4, 3)], backward=False)
 
 
 @pytest.mark.parametrize(("dtype", "then"), [("float16", "bfloat16"), ("int64", "float32"), ("int8", "float32")])
-def test_casts_of_parts_that_would_lose_some(dtype, then):
-    """What they are together is cast."""
+def test_inexact_casts(dtype, then):
+    """Partial sums are reduced before the cast."""
     dtype, then = getattr(torch, dtype), getattr(torch, then)
     local = {torch.int64: 2**24 + 1, torch.int8: 100, torch.float16: 1 + 2**-10}[dtype]
 
@@ -101,8 +101,8 @@ def test_casts_of_parts_that_would_lose_some(dtype, then):
         assert torch.equal(expected, got)
 
 
-def test_bools_that_are_true_in_several_parts():
-    """Their sum is true, which counts once."""
+def test_bools_true_on_several_ranks():
+    """The partial sum is true, which counts once."""
 
     def program(group):
         mesh = DeviceMesh(group, (2,))
@@ -115,8 +115,8 @@ def test_bools_that_are_true_in_several_parts():
     assert run_ranks(program, 2) == [[bools, [1, 1, 0], 2, [2, 3, 0], [1, 2, 2], bools, bools]] * 2
 
 
-def test_a_plain_gradient_of_one_number():
-    """What it is multiplied with is no linear function of parts."""
+def test_plain_scalar_gradient():
+    """Its product is not linear in partial sums."""
 
     def program(group):
         mesh = DeviceMesh(group, (2,))
@@ -130,8 +130,8 @@ def test_a_plain_gradient_of_one_number():
         torch.testing.assert_close(grad, plain.grad)
 
 
-def test_lists_and_a_tensor_of_one_number():
-    """As clipping multiplies all gradients; again too, when there is a recipe."""
+def test_lists_and_a_scalar_tensor():
+    """As clipping multiplies all gradients; also in a cached call."""
 
     def program(group):
         mesh = DeviceMesh(group, (2,))
@@ -155,8 +155,8 @@ NAMES = sorted(
 )
 
 
-def test_every_operator_gives_what_the_plain_one_does():
-    """Each in turn, on inputs of several dtypes until one fits: divided, whole and partial."""
+def test_every_operator_equals_the_plain_one():
+    """Each on inputs of several dtypes until one fits: sharded, replicated and partial."""
     tried = []
 
     def check(group):
@@ -174,10 +174,10 @@ def test_every_operator_gives_what_the_plain_one_does():
                     expected = overload(*arguments, **named)
                 except (RuntimeError, TypeError, NotImplementedError):
                     continue  # not of this dtype
-                divided = [
+                sharded = [
                     spread(one, mesh, [placement]) if isinstance(one, torch.Tensor) else one for one in arguments
                 ]
-                assert_same(overload(*divided, **named), expected, f"{overload} of {dtype} as {placement}")
+                assert_same(overload(*sharded, **named), expected, f"{overload} of {dtype} as {placement}")
                 tried.append(overload)
 
     run_ranks(check, 2)

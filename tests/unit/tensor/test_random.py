@@ -1,4 +1,4 @@
-"""Random numbers on distributed tensors are those of one process; and new tensors."""
+"""Random numbers on distributed tensors, which are those of one process; and new tensors."""
 
 import pytest
 import torch
@@ -30,8 +30,8 @@ DRAWN_IN_PLACE = {
 
 
 @pytest.mark.parametrize(("shape", "num_axes"), [((2,), 1), ((3,), 1), ((2, 2), 2)])
-def test_what_is_drawn_in_place(shape, num_axes):
-    """The very bits of one process, in every part, and the generator is then where it would be."""
+def test_in_place_draws_equal_one_process(shape, num_axes):
+    """The same bits in every shard, and the same state of the generator afterwards."""
 
     def check(group):
         mesh = DeviceMesh(group, shape)
@@ -62,8 +62,8 @@ def test_what_is_drawn_in_place(shape, num_axes):
         lambda x, g: torch.empty_like(x).bernoulli_(x.abs().clamp(max=1), generator=g),
     ],
 )
-def test_what_is_drawn_alike(draw):
-    """New tensors lie as those that they are like; the elements of parts of a sum are not needed."""
+def test_rand_like(draw):
+    """New tensors have the placements of their model; the elements of partial tensors are not needed."""
 
     def check(group):
         mesh = DeviceMesh(group, (2,))
@@ -76,22 +76,22 @@ def test_what_is_drawn_alike(draw):
 
 
 def test_dropout():
-    """F.dropout and native_dropout, forward and backward, from the default generator: of processes each their own."""
+    """F.dropout and native_dropout, forward and backward, from processes' default generators."""
     x = make(6, 5)
 
     def check(group):
         mesh = DeviceMesh(group, (2,))
         for function in (torch.nn.functional.dropout, lambda x: torch.native_dropout(x, 0.4, True)[0]):
             for placements in placements_of(2, 1):
-                plain, divided = x.clone().requires_grad_(), spread(x, mesh, placements).requires_grad_()
+                plain, sharded = x.clone().requires_grad_(), spread(x, mesh, placements).requires_grad_()
                 torch.manual_seed(3)
                 expected = function(plain)
                 torch.manual_seed(3)
-                got = function(divided)
+                got = function(sharded)
                 assert_same(got, expected, f"dropout of {placements}")
                 expected.square().sum().backward()
                 got.square().sum().backward()
-                assert_same(divided.grad, plain.grad, f"gradient of dropout of {placements}")
+                assert_same(sharded.grad, plain.grad, f"gradient of dropout of {placements}")
         other = spread(x, mesh, [Shard(0)])
         assert torch.nn.functional.dropout(other, training=False) is other
         torch.manual_seed(group.rank)
@@ -101,7 +101,7 @@ def test_dropout():
     run_ranks(check, 2, backend="native")
 
 
-def test_generators_in_different_states_raise_everywhere():
+def test_generators_in_different_states_raise_on_all_ranks():
     """Before anything is drawn or written."""
 
     def check(group):
@@ -124,8 +124,8 @@ def test_generators_in_different_states_raise_everywhere():
     run_ranks(check, 3)
 
 
-def test_parts_of_a_sum_are_not_drawn():
-    """They would have to be other numbers on each rank."""
+def test_partial_sums_are_not_drawn():
+    """They would need other numbers on each rank."""
 
     def check(group):
         mesh = DeviceMesh(group, (2,))
@@ -138,7 +138,7 @@ def test_parts_of_a_sum_are_not_drawn():
 
 
 @pytest.mark.parametrize(
-    ("make_plain", "make_divided"),
+    ("make_plain", "make_distributed"),
     [
         (lambda: torch.zeros(5, 3), lambda where: factories.zeros((5, 3), **where)),
         (lambda: torch.ones(5, 3), lambda where: factories.ones((5, 3), **where)),
@@ -159,8 +159,8 @@ def test_parts_of_a_sum_are_not_drawn():
         (lambda: torch.empty(5, 3).fill_(1), lambda where: factories.empty((5, 3), **where).fill_(1)),
     ],
 )
-def test_factories(make_plain, make_divided):
-    """Of every placement, on one axis and on two."""
+def test_factories(make_plain, make_distributed):
+    """With every placement, on one axis and on two."""
 
     def check(group, shape):
         mesh = DeviceMesh(group, shape)
@@ -168,14 +168,14 @@ def test_factories(make_plain, make_divided):
         for placements in placements_of(1 if expected.shape == (7, 2) else 2, len(shape)):
             if make_plain().eq(1).all() and Partial() in placements:
                 continue
-            assert_same(make_divided({"mesh": mesh, "placements": placements}), expected, str(placements))
+            assert_same(make_distributed({"mesh": mesh, "placements": placements}), expected, str(placements))
 
     run_ranks(check, 3, (3,))
     run_ranks(check, 4, (2, 2))
 
 
-def test_ones_in_parts_of_a_sum():
-    """One in all, not one on each rank; and leaves get gradients."""
+def test_partial_ones_and_gradients_of_leaves():
+    """The sum of all ranks' values is one; and leaves get gradients."""
 
     def check(group):
         mesh = DeviceMesh(group, (2,))
@@ -188,7 +188,7 @@ def test_ones_in_parts_of_a_sum():
 
 
 def test_tensors_like_others():
-    """Their elements don't depend on how the other lies, and nothing is sent; other shapes are whole."""
+    """Their elements don't depend on the other's placements, and nothing is sent; other shapes are replicated."""
 
     def check(group):
         mesh = DeviceMesh(group, (2,))

@@ -1,4 +1,4 @@
-"""A tensor brought from each layout to each other one, by the fewest bytes."""
+"""Redistribution from each spec to each other one, by the fewest bytes."""
 
 import itertools
 import math
@@ -11,7 +11,8 @@ from operator_checks import NUM_RANKS, make, placements_of, spread
 
 import ferrodist as fd
 from ferrodist import DeviceMesh, DTensor, Partial, ReduceOp, Replicate, Shard
-from ferrodist.tensor.redistribute_plan import GeneralAllToAll, RedistributeKind, make_plan
+from ferrodist.tensor.general_all_to_all import GeneralAllToAll
+from ferrodist.tensor.redistribute_plan import RedistributeKind, make_plan
 from ferrodist.tensor.spec import DTensorSpec, check_placements
 from ferrodist.testing import run_ranks
 
@@ -29,7 +30,7 @@ def check_pairs(group, shape, tensor, pairs):
 
 @pytest.mark.parametrize("size", [1, 2, 3, 4])
 def test_every_pair_on_one_axis(size):
-    """Also uneven parts, empty ones, blocks, and each fold."""
+    """With uneven and empty shards, blocks, and each reduction."""
     places = [R, *[Shard(dim) for dim in range(3)], Shard(0, blocks=2), Shard(2, blocks=3)]
     places += [Partial(op) for op in (ReduceOp.SUM, ReduceOp.MEAN, ReduceOp.MIN, ReduceOp.MAX)]
     pairs = [((one,), (other,)) for one, other in itertools.product(places, repeat=2)]
@@ -38,7 +39,7 @@ def test_every_pair_on_one_axis(size):
 
 @pytest.mark.parametrize("dtype", [torch.int32, torch.bool, torch.bfloat16, torch.complex64])
 def test_pairs_of_other_dtypes(dtype):
-    """What has no order has no minimum, and what is whole has no mean."""
+    """Complex numbers have no minimum, and integers no mean."""
     tensor = (make(5, 3) * 4).round().to(dtype)
     folds = {
         torch.int32: "SUM MIN MAX PRODUCT",
@@ -53,13 +54,13 @@ def test_pairs_of_other_dtypes(dtype):
 
 @pytest.mark.parametrize("shape", [(2, 2), (1, 3)])
 def test_every_pair_on_two_axes(shape):
-    """Of two dims, one of which no axis divides evenly."""
+    """With two dims, one of which no axis splits evenly."""
     places = placements_of(2, 2)
     run_ranks(check_pairs, NUM_RANKS.get(shape, 3), shape, make(6, 5), list(itertools.product(places, repeat=2)))
 
 
 def test_pairs_on_two_axes_in_blocks():
-    """An axis divides what a later one has divided, or what is left of joined dims."""
+    """An axis shards what a later one has sharded, or what remains of flattened dims."""
     places = [(Shard(0, blocks=2), Shard(0)), (Shard(0, blocks=2), R), (R, Shard(0, blocks=3)), (Shard(0), Shard(0))]
     places += [(Shard(0, blocks=3), Shard(1)), (P, Shard(0, blocks=2)), (R, R), (Shard(1), Shard(0)), (R, Shard(0))]
     run_ranks(check_pairs, 4, (2, 2), make(12, 4), list(itertools.product(places, repeat=2)))
@@ -74,7 +75,7 @@ def test_pairs_on_three_axes():
 
 @pytest.mark.parametrize("backend", ["tcp-threads", "native-threads"])
 def test_pairs_on_other_backends(backend):
-    """The steps are collectives like any other."""
+    """The steps are ordinary collectives."""
     places = placements_of(2, 1)
     run_ranks(check_pairs, 3, (3,), make(4, 5), list(itertools.product(places, repeat=2)), backend=backend)
 
@@ -110,41 +111,41 @@ def test_one_axis_takes_one_collective(before, after, expected):
 
 
 def test_one_collective_over_several_axes():
-    """Each byte goes once where one collective over all axes does what one after the other would do dearer."""
+    """It sends each byte once, where one collective after the other would send more."""
     assert moves((2, 2), [P, P], (R, R)) == [(RedistributeKind.ALLREDUCE, (0, 1), 6 / 4 * WHOLE)]
     assert moves((2, 2), [Shard(0), Shard(0)], (R, R)) == [(RedistributeKind.ALL_GATHER, (0, 1), 3 / 4 * WHOLE)]
     assert moves((2, 2), [P, P], (Shard(1), Shard(1))) == [(RedistributeKind.REDUCE_SCATTER, (0, 1), 3 / 4 * WHOLE)]
 
 
-def test_slices_come_before_what_travels():
-    """A dim that another axis will divide is cut first, so that less is gathered."""
+def test_slices_come_before_gathers():
+    """A dim that another axis will shard is sliced first, so that less is gathered."""
     steps = moves((2, 2), [Shard(0), R], (R, Shard(1)))
     assert [move for move, _, _ in steps] == [RedistributeKind.SLICE, RedistributeKind.ALL_GATHER]
     assert sum(size for _, _, size in steps) == WHOLE / 4
 
 
-def test_an_outer_axis_goes_without_gathering_all():
-    """The first of two axes that divide a dim leaves: two ranks lack one quarter of the tensor, two lack two."""
+def test_an_outer_axis_is_gathered_by_an_exchange():
+    """Without the first of two axes that shard a dim two ranks lack a quarter of the tensor, and two lack two."""
     assert moves((2, 2), [Shard(0), Shard(0)], (R, Shard(0))) == [(RedistributeKind.EXCHANGE, (0, 1), 6 / 16 * WHOLE)]
 
 
-def test_an_axis_that_divided_last_goes_by_itself():
-    """The first one in blocks that the second divides: each pair of ranks joins its parts."""
+def test_an_innermost_axis_changes_by_itself():
+    """The first axis, in blocks that the second one splits: each pair of ranks gathers its shards."""
     inner = Shard(0, blocks=2)
     assert moves((2, 2), [inner, Shard(0)], (R, Shard(0))) == [(RedistributeKind.ALL_GATHER, (0,), WHOLE / 4)]
     assert moves((2, 2), [R, Shard(0)], (inner, Shard(0))) == [(RedistributeKind.SLICE, (0,), 0)]
 
 
 def test_an_exchange_sends_each_element_once():
-    """Of ranks that have the same part one sends it: two of four lack half of 32 elements."""
-    way = GeneralAllToAll((8, 4), [R, Shard(0)], [Shard(0), R], (2, 2))
-    assert way.count_sent() == 8
-    pieces = [way.piece(sender, receiver) for sender, receiver in itertools.permutations(GRID, 2)]
-    assert sum(math.prod(stop - start for start, stop in piece) for piece in pieces) == 4 * 8
+    """Of ranks with the same shard one sends it: two of four lack half of 32 elements."""
+    pattern = GeneralAllToAll((8, 4), [R, Shard(0)], [Shard(0), R], (2, 2))
+    assert pattern.count_sent() == 8
+    overlaps = [pattern.overlap(sender, receiver) for sender, receiver in itertools.permutations(GRID, 2)]
+    assert sum(math.prod(stop - start for start, stop in overlap) for overlap in overlaps) == 4 * 8
 
 
 def test_no_plan_sends_less_than_ranks_lack():
-    """Where nothing is folded, what is sent is what ranks don't have and shall have: counted element by element."""
+    """Without reductions the elements sent are those that ranks lack, counted one by one."""
     places = placements_of(2, 2, partial=False)
     sizes = (8, 4)
     for before, after in itertools.product(places, repeat=2):
@@ -158,16 +159,16 @@ GRID = list(itertools.product(range(2), repeat=2))
 
 
 def part_of(placements, coordinate, sizes):
-    """The elements that a rank of a mesh of 2 by 2 has, as pairs of indices."""
-    whole = torch.arange(sizes[0] * sizes[1]).view(sizes)
+    """The elements of a rank of a mesh of 2 by 2, as pairs of indices."""
+    full = torch.arange(sizes[0] * sizes[1]).view(sizes)
     for placement, at in zip(placements, coordinate, strict=True):
         if isinstance(placement, Shard):
-            whole = whole.tensor_split([(whole.shape[placement.dim] + 1) // 2], placement.dim)[at]
-    return set(whole.reshape(-1).tolist())
+            full = full.tensor_split([(full.shape[placement.dim] + 1) // 2], placement.dim)[at]
+    return set(full.reshape(-1).tolist())
 
 
 def test_no_plan_sends_more_than_through_replicate():
-    """A plan is never dearer than gathering everything and cutting anew."""
+    """A plan is never more expensive than gathering everything and slicing it."""
     places = placements_of(2, 2)
     for before, after in itertools.product(places, repeat=2):
         direct = plan((2, 2), before, after).size_bytes
@@ -190,14 +191,14 @@ def test_a_plan_is_printed_with_its_bytes():
 
 @pytest.mark.parametrize("shape", [(3,), (2, 2)])
 def test_gradients_come_back_as_the_tensor_lies(shape):
-    """The gradient of redistribute is the gradient, placed as the input; a partial input's is whole."""
+    """The gradient of redistribute has the input's placements; a partial input's is replicated."""
 
     def differentiate(group):
         mesh = DeviceMesh(group, shape)
-        whole, grad = make(4, 6), make(4, 6, seed=1)
+        full, grad = make(4, 6), make(4, 6, seed=1)
         places = placements_of(2, len(shape))
         for before, after, its in zip(places, reversed(places), places[3:] + places[:3], strict=True):
-            source = spread(whole, mesh, before).requires_grad_()
+            source = spread(full, mesh, before).requires_grad_()
             result = source.redistribute(after)
             result.backward(spread(grad, mesh, its))
             assert source.grad.placements == tuple(R if one == P else one for one in before)
@@ -212,8 +213,8 @@ def test_second_derivatives_go_through():
     def differentiate(group):
         mesh = DeviceMesh(group, (2,))
         local = make(3, 4, seed=group.rank).requires_grad_()
-        whole = DTensor.from_local(local, mesh, Shard(0)).redistribute(Shard(1)).redistribute(R)
-        total = whole.to_local().pow(3).sum()
+        full = DTensor.from_local(local, mesh, Shard(0)).redistribute(Shard(1)).redistribute(R)
+        total = full.to_local().pow(3).sum()
         (first,) = torch.autograd.grad(total, local, create_graph=True)
         (second,) = torch.autograd.grad(first.sum(), local)
         torch.testing.assert_close(first, 3 * local.square())

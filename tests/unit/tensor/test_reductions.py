@@ -69,7 +69,7 @@ OTHERS = {
 
 
 def has_derivative(function):
-    """Whether this torch can differentiate it: 2.10 can't aminmax."""
+    """Return whether this torch can differentiate an operator: 2.10 can't aminmax."""
     found = function(make(2, 2, 2).requires_grad_())
     try:
         sum(each.sum() for each in (found if isinstance(found, tuple) else (found,))).backward()
@@ -85,7 +85,7 @@ def has_derivative(function):
     mesh_shape=st.sampled_from([(2,), (2,), (3,), (2, 2)]),
     data=st.data(),
 )
-def test_a_reduction_is_the_plain_one(name, shape, mesh_shape, data):
+def test_reduction_equals_plain_reduction(name, shape, mesh_shape, data):
     function = DIFFERENTIABLE.get(name) or OTHERS[name]
     backward = name in DIFFERENTIABLE and has_derivative(function)
     # A variance of one element is none, and the gradient of a deviation of 0 is none either.
@@ -102,7 +102,7 @@ def test_a_reduction_is_the_plain_one(name, shape, mesh_shape, data):
 
 
 def everywhere(function, tensor, *, num_ranks=3, blocks=(), **tolerance):
-    """Compare with the plain function, divided along each dim and whole."""
+    """Compare with the plain function, for each sharding and replicated."""
 
     def check(group):
         mesh = DeviceMesh(group, (num_ranks,))
@@ -112,7 +112,7 @@ def everywhere(function, tensor, *, num_ranks=3, blocks=(), **tolerance):
     run_ranks(check, num_ranks)
 
 
-def test_a_nan_and_the_first_of_equal_elements_are_found():
+def test_nan_and_the_first_of_equal_elements_are_found():
     tensor = torch.tensor([[1.0, 3, 3, 3, 2], [0, 0, float("nan"), float("nan"), 9], [7, 7, 7, 7, 7]])
 
     def extremes(x):
@@ -148,12 +148,12 @@ def test_integers_and_small_floats_are_reduced_as_torch_reduces_them():
     everywhere(torch.mean, make(7, 4, dtype=torch.bfloat16), rtol=0.02, atol=0.01)
 
 
-def test_a_tensor_without_dims_is_reduced():
+def test_scalar_tensors_are_reduced():
     for function in (torch.mean, torch.amax, torch.argmax, torch.linalg.vector_norm, torch.prod, lambda x: x.max(0)[0]):
         everywhere(function, make())
 
 
-def test_parts_of_an_extremum_are_reduced_as_they_lie():
+def test_partial_extrema_are_reduced_without_communication():
     def reduce(group):
         mesh = DeviceMesh(group, (2,))
         local = torch.tensor([[1.0, 5.0], [2.0, 0.0]]) * (1 if group.rank else -1)
@@ -165,7 +165,7 @@ def test_parts_of_an_extremum_are_reduced_as_they_lie():
     assert run_ranks(reduce, 2) == [([5.0, 2.0], 8.0)] * 2
 
 
-def test_reductions_without_gradients_are_the_same():
+def test_reductions_without_gradients():
     tensor = make(5, 4)
 
     def check(group):
@@ -191,7 +191,7 @@ def test_a_reduced_dim_without_elements_raises_as_in_torch():
     assert run_ranks(reduce, 2) == [0.0, 0.0]
 
 
-def test_norms_of_lists_are_each_tensors_own():
+def test_norms_of_lists_are_of_each_tensor():
     first, second = make(5, 4), make(3, seed=1)
 
     def norms(group):
@@ -228,8 +228,8 @@ def test_gradients_are_clipped_by_their_norm_as_in_torch(foreach):
         torch.testing.assert_close(grads, [parameter.grad for parameter in plain])
 
 
-def test_an_uneven_part_brings_others_to_itself():
-    """What is whole is cut as the other input lies, so that nothing is gathered."""
+def test_uneven_shards_are_not_gathered():
+    """A replicated input is sliced as the other one is sharded."""
 
     def add(group):
         mesh = DeviceMesh(group, (2,))
@@ -239,8 +239,8 @@ def test_an_uneven_part_brings_others_to_itself():
     assert run_ranks(add, 2) == [(Shard(0),)] * 2
 
 
-def test_a_number_is_added_in_place_to_one_part_of_a_sum():
-    """As in the variance that rms_norm adds its epsilon to."""
+def test_scalar_is_added_in_place_to_a_partial_sum_once():
+    """As rms_norm adds its epsilon to the variance."""
 
     def add(group):
         mesh = DeviceMesh(group, (2, 2))
@@ -254,7 +254,7 @@ def test_a_number_is_added_in_place_to_one_part_of_a_sum():
     assert run_ranks(add, 4) == pytest.approx([expected] * 4)
 
 
-def test_parts_of_a_sum_are_masked_in_place_by_zeros_only():
+def test_partial_sums_are_masked_in_place_by_zeros_only():
     def mask(group):
         mesh = DeviceMesh(group, (2,))
         total = spread(make(4, 4), mesh, [Shard(0)]).sum(0)
@@ -268,7 +268,7 @@ def test_parts_of_a_sum_are_masked_in_place_by_zeros_only():
         torch.testing.assert_close(found, make(4, 4).sum(0).masked_fill(make(4) > 0, 0.0))
 
 
-def test_parts_with_long_placements_make_a_tensor():
+def test_from_local_with_long_placements():
     def make_one(group):
         mesh = DeviceMesh(group, (2, 1, 1))
         return DTensor.from_local(torch.ones(2, 3), mesh, [Shard(0), Partial(ReduceOp.MEAN), Replicate()]).shape
@@ -276,13 +276,13 @@ def test_parts_with_long_placements_make_a_tensor():
     assert run_ranks(make_one, 2) == [(4, 3)] * 2
 
 
-def test_a_variance_of_fewer_elements_than_it_corrects_for():
-    """Of no degree of freedom it is no number, as in torch, which warns; and never negative."""
+def test_variance_without_degrees_of_freedom():
+    """It is NaN, as in torch, which warns; and never negative."""
     tensor = make(4, 3)
 
     def program(group):
-        divided = spread(tensor, DeviceMesh(group, (2,)), [Shard(0)])
-        return [divided.var(0, correction=correction).full_tensor() for correction in (3, 4, 6)]
+        sharded = spread(tensor, DeviceMesh(group, (2,)), [Shard(0)])
+        return [sharded.var(0, correction=correction).full_tensor() for correction in (3, 4, 6)]
 
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")

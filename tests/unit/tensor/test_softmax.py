@@ -26,7 +26,7 @@ FUNCTIONS = {
     mesh_shape=st.sampled_from([(2,), (3,), (2, 2)]),
     data=st.data(),
 )
-def test_softmax_is_the_plain_one(name, shape, mesh_shape, data):
+def test_softmax_equals_plain_softmax(name, shape, mesh_shape, data):
     placement = st.sampled_from([Shard(0), Shard(1), Shard(2), Replicate(), Partial()])
     placements = data.draw(st.tuples(*[placement] * len(mesh_shape)))
 
@@ -36,7 +36,7 @@ def test_softmax_is_the_plain_one(name, shape, mesh_shape, data):
     run_ranks(check, NUM_RANKS[mesh_shape])
 
 
-def test_extreme_elements_give_what_they_give_in_torch():
+def test_extreme_elements_as_in_torch():
     inf = float("inf")
     tensor = torch.tensor([[-inf] * 5, [1.0, inf, 2.0, 0, 0], [1e4, -1e4, 1e4, 0, 3], [float("nan"), 0, 0, 0, 0]])
 
@@ -66,7 +66,7 @@ def test_small_floats_are_computed_wide_and_rounded_once():
     run_ranks(check, 2)
 
 
-def test_equal_blocks_and_dims_divided_twice():
+def test_equal_blocks_and_dims_sharded_twice():
     def check(group):
         mesh = DeviceMesh(group, (2, 2))
         for placements in ([Shard(1, blocks=2), Shard(1)], [Shard(1), Shard(1)], [Shard(0), Shard(1, blocks=4)]):
@@ -75,7 +75,7 @@ def test_equal_blocks_and_dims_divided_twice():
     run_ranks(check, 4)
 
 
-def test_along_a_divided_dim_only_rows_travel():
+def test_along_a_sharded_dim_only_rows_are_sent():
     """Of 4 rows with 3000 elements each: a maximum, a sum, and another sum for the gradient."""
 
     def compute(group):

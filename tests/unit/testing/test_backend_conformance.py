@@ -1,4 +1,4 @@
-"""The conformance suite of backends passes on good backends, and finds what is wrong with broken ones."""
+"""The conformance suite of backends passes on correct backends, and finds the faults of broken ones."""
 
 import time
 
@@ -8,7 +8,7 @@ from toy_backend import Message, ToyBackend
 from ferrodist.errors import DistributedTimeoutError, GroupAbortedError, RankFailedError, SizeMismatchError
 from ferrodist.testing import BACKEND_CHECKS, check_backend, run_ranks
 from ferrodist.testing.conformance.backend import suite
-from ferrodist.testing.conformance.backend.harness import pattern, same_bytes
+from ferrodist.testing.conformance.backend.harness import check_bytes, pattern
 
 CHECKS = {check.__name__: check for check in BACKEND_CHECKS}
 
@@ -41,7 +41,7 @@ def test_backend_keeps_the_contract(backend, check):
 
 
 class UnorderedBackend(ToyBackend):
-    """Takes the youngest message."""
+    """Receives the newest message first."""
 
     def recv(self, buffer, src, *, tag=0, timeout=None):
         with self.hub.changed:
@@ -58,7 +58,7 @@ class ShortTagBackend(ToyBackend):
 
 
 class TaglessBackend(ToyBackend):
-    """Takes what comes."""
+    """Receives from any source."""
 
     def matches(self, message, src, tag):
         return super().matches(message, src, message.tag)
@@ -85,7 +85,7 @@ class BorrowingBackend(ToyBackend):
 
 
 class PatientBackend(ToyBackend):
-    """Waits longer than it was told."""
+    """Exceeds its timeout."""
 
     def check_call(self, tag, timeout):
         deadline = super().check_call(tag, timeout)
@@ -94,7 +94,7 @@ class PatientBackend(ToyBackend):
 
 
 class HastyBackend(ToyBackend):
-    """Gives up before its time."""
+    """Times out early."""
 
     def check_call(self, tag, timeout):
         deadline = super().check_call(tag, timeout)
@@ -103,14 +103,14 @@ class HastyBackend(ToyBackend):
 
 
 class OpenDoorBackend(ToyBackend):
-    """Has a barrier that holds nobody."""
+    """Has a barrier that does not wait."""
 
     def barrier(self, timeout=None):
         pass
 
 
 class AnonymousBackend(ToyBackend):
-    """Does not say who aborted."""
+    """Does not name the rank that aborted."""
 
     def abort(self, reason):
         super().abort(GroupAbortedError(str(reason)))
@@ -125,7 +125,7 @@ class FickleBackend(ToyBackend):
 
 
 class ForgetfulBackend(ToyBackend):
-    """Takes its messages along when it leaves."""
+    """Drops its sent messages when it closes."""
 
     def close(self, timeout=None):
         with self.hub.changed:
@@ -134,7 +134,7 @@ class ForgetfulBackend(ToyBackend):
 
 
 class NosyBackend(ToyBackend):
-    """Returns what it was asked for as the sender."""
+    """Returns the requested source as the sender."""
 
     def recv(self, buffer, src, *, tag=0, timeout=None):
         super().recv(buffer, src, tag=tag, timeout=timeout)
@@ -142,7 +142,7 @@ class NosyBackend(ToyBackend):
 
 
 class TrustingBackend(ToyBackend):
-    """Looks at no tag."""
+    """Ignores tags."""
 
     def check_call(self, tag, timeout):
         return super().check_call(0, timeout)
@@ -166,7 +166,7 @@ class UnclosableBackend(ToyBackend):
 
 
 class TruncatingBackend(ToyBackend):
-    """Loses the last byte of what is longer than 64 KiB."""
+    """Loses the last byte of messages longer than 64 KiB."""
 
     def take(self, message, view):
         if len(view) > 65_536:
@@ -198,7 +198,7 @@ BROKEN = [
 @pytest.mark.parametrize(("backend", "rule"), BROKEN, ids=lambda value: getattr(value, "__name__", value))
 def test_broken_backend_is_found(backend, rule, monkeypatch):
     """A backend that breaks one rule fails the check of that rule, soon and with an assertion."""
-    monkeypatch.setattr("ferrodist.testing.conformance.backend.messages.PATIENCE", 1.0)
+    monkeypatch.setattr("ferrodist.testing.conformance.backend.messages.TIMEOUT", 1.0)
     start = time.monotonic()
     with pytest.raises((AssertionError, RankFailedError)):
         CHECKS[rule](backend.create_group, 3)
@@ -248,16 +248,16 @@ def test_checks_take_as_many_ranks_as_they_need():
     assert sizes == [3]
 
 
-def test_differences_are_shown_short():
-    """A difference between large messages is shown by its place."""
+def test_differences_are_reported_in_one_line():
+    """A difference between large messages is shown by its position."""
     good = pattern(1 << 20)
     bad = good[:1000] + bytes([good[1000] ^ 1]) + good[1001:]
-    same_bytes(good, good, "what")
+    check_bytes(good, good, "what")
     with pytest.raises(AssertionError, match="what: byte 1000 of 1048576 is") as caught:
-        same_bytes(bad, good, "what")
+        check_bytes(bad, good, "what")
     assert len(str(caught.value)) < 200
     with pytest.raises(AssertionError, match="what: 3 bytes in place of 1048576"):
-        same_bytes(b"abc", good, "what")
+        check_bytes(b"abc", good, "what")
 
 
 def test_toy_messages_are_compared_by_value():

@@ -1,4 +1,4 @@
-"""`check_leaks` finds each kind of thing that can be left behind, and nothing else."""
+"""`check_leaks` finds each kind of leak, and nothing else."""
 
 import contextlib
 import gc
@@ -29,7 +29,7 @@ def leak_expected(match):
 @contextlib.contextmanager
 def _impatient_check():
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(leaks, "_SETTLE_SECONDS", 0.05)
+        patch.setattr(leaks, "_SETTLE_TIMEOUT_SECONDS", 0.05)
         with check_leaks():
             yield
 
@@ -40,7 +40,7 @@ def test_an_empty_block_is_clean():
         pass
 
 
-def test_what_the_block_puts_away_is_no_leak():
+def test_resources_that_the_block_frees_are_no_leak():
     """Threads, processes, descriptors and shared memory that are gone at the end are not reported."""
     with check_leaks():
         thread = threading.Thread(target=lambda: None)
@@ -52,7 +52,7 @@ def test_what_the_block_puts_away_is_no_leak():
             shared[0] = 1
 
 
-def test_what_is_just_ending_is_waited_for():
+def test_resources_that_are_just_ending_are_waited_for():
     """A thread that ends soon after the block has a second for it."""
     done = threading.Event()
     timer = threading.Timer(0.1, done.set)
@@ -62,7 +62,7 @@ def test_what_is_just_ending_is_waited_for():
     timer.join()
 
 
-def test_what_was_there_before_is_no_leak():
+def test_earlier_resources_are_no_leak():
     """Only what is new after the block counts."""
     left, right = socket.socketpair()
     with left, right, check_leaks():
@@ -105,7 +105,7 @@ def open_descriptors():
 
 
 def copy_of(opened):
-    """A descriptor that nothing will close, for the file that ``opened`` has."""
+    """A descriptor of the file of ``opened`` that nothing will close."""
     return os.dup(opened.fileno())
 
 
@@ -161,7 +161,7 @@ def test_a_segment_is_found():
     path.unlink()
 
 
-def test_segments_of_other_programs_are_not_ours():
+def test_segments_of_other_programs_are_ignored():
     """A file in /dev/shm that a program outside this one's children holds is that program's."""
     path = Path(f"/dev/shm/another-program-{secrets.token_hex(8)}")
     hold = (
@@ -184,7 +184,7 @@ def test_segments_of_other_programs_are_not_ours():
 
 
 @pytest.mark.parametrize("name", ["mpich_shm_0", "ucx_shm_posix_1"])
-def test_segments_of_mpis(name):
+def test_segments_of_mpis_are_ignored(name):
     """Ranks of an MPI that were killed leave theirs behind, whoever looks meanwhile."""
     path = Path(f"/dev/shm/{name}{secrets.token_hex(8)}")
     try:

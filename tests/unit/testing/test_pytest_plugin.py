@@ -245,7 +245,7 @@ def test_an_async_test_does_not_pass_without_running(run):
     result.stdout.fnmatch_lines(["*this one is async; call asyncio.run in it*"])
 
 
-def test_several_numbers_of_ranks(run):
+def test_a_marker_for_each_parameter_gives_several_world_sizes(run):
     """The way that the error shows for several numbers of ranks works."""
     result = run(
         """

@@ -130,7 +130,7 @@ def test_failure_is_shown_whole(backend):
 
 
 @every_backend
-def test_consequences_take_a_line_each(backend):
+def test_secondary_failures_take_a_line_each(backend):
     """Ranks that are woken by the abort are listed after the failure, without a traceback."""
 
     def program(group):
@@ -234,7 +234,7 @@ def test_a_rank_that_waits_in_the_group_is_not_left_behind(backend):
 
 
 @every_kind
-def test_a_late_rank_is_the_groups_news(backend):
+def test_a_straggler_is_named_by_the_groups_error(backend):
     """The group's own deadline comes before the run's, so a rank that does not come to a barrier is named."""
     with pytest.raises(RankFailedError, match=r"DistributedTimeoutError: barrier\(\).*rank 1 has not called it"):
         run_ranks(lambda group: group.rank == 1 or group.barrier(), 3, timeout=1.0, backend=backend)
@@ -349,7 +349,7 @@ def test_threads_that_are_about_to_end_are_waited_for(monkeypatch):
     assert len(threads()) == alone
     begin_thread(60)
     assert run_ranks(lambda group: group.rank, 2, backend="tcp") == [0, 1]
-    monkeypatch.setattr(process_ranks, "_THREAD_EXIT_SECONDS", 60)  # which the second time is not waited for
+    monkeypatch.setattr(process_ranks, "_THREAD_EXIT_TIMEOUT_SECONDS", 60)  # which the second time is not waited for
     assert run_ranks(lambda group: group.rank, 2, backend="tcp") == [0, 1]
     assert len(threads()) == alone + 1
 

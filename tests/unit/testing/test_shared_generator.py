@@ -1,4 +1,4 @@
-"""Ranks that are threads share torch's random generator: those who set its seed are told."""
+"""Ranks that are threads share torch's random generator: setting its seed gives a warning."""
 
 import warnings
 
@@ -28,7 +28,7 @@ def seeded(group):
 
 
 @pytest.mark.parametrize("backend", ["simulated", "tcp-threads"])
-def test_a_seed_set_by_threads_is_told_once(backend):
+def test_a_seed_set_by_threads_warns_once(backend):
     """The first run warns, with the line that called it; later ones don't."""
     with pytest.warns(UserWarning, match=TOLD) as caught:
         run_ranks(seeded, 2, backend=backend)
@@ -39,7 +39,7 @@ def test_a_seed_set_by_threads_is_told_once(backend):
         run_ranks(seeded, 2, backend=backend)
 
 
-def test_a_run_that_fails_tells_it_too():
+def test_a_failing_run_warns_too():
     """Differing numbers are often why: the failure stays what is raised, even where warnings are errors."""
 
     def program(group):

@@ -1,4 +1,4 @@
-"""The conformance suite of stores passes on good stores, and finds what is wrong with broken ones."""
+"""The conformance suite of stores passes on correct stores, and finds the faults of broken ones."""
 
 import contextlib
 import time
@@ -46,7 +46,7 @@ class ImpatientStore(MemoryStore):
 
 
 class SlowStore(MemoryStore):
-    """Waits longer than it was told."""
+    """Exceeds its timeout."""
 
     def get_all(self, keys, *, timeout=None):
         return super().get_all(keys, timeout=timeout + 1)
@@ -112,7 +112,7 @@ class VagueStore(MemoryStore):
 
 
 class CarelessStore(MemoryStore):
-    """Looks at the timeout only when it waits."""
+    """Checks the timeout only when it waits."""
 
     def delete(self, key, *, timeout=None):
         return super().delete(key)
@@ -143,7 +143,7 @@ BROKEN = [
 @pytest.mark.parametrize(("store", "rule"), BROKEN, ids=lambda value: getattr(value, "__name__", value))
 def test_broken_store_is_found(store, rule, monkeypatch):
     """A store that breaks one rule fails the check of that rule."""
-    monkeypatch.setattr("ferrodist.testing.conformance.store.PATIENCE", 1.0)
+    monkeypatch.setattr("ferrodist.testing.conformance.store.TIMEOUT", 1.0)
     shared = store()
     with pytest.raises((AssertionError, DistributedTimeoutError)):
         CHECKS[rule](lambda: [shared] * 3)

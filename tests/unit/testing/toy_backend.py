@@ -1,4 +1,4 @@
-"""The smallest backend there can be: send, recv, abort and close over one lock. All else comes from `Backend`.
+"""A minimal backend: send, recv, abort and close over one lock. All else comes from `Backend`.
 
 It shows what an author has to write, and that the conformance suite passes on it.
 """
@@ -16,7 +16,7 @@ from ferrodist.errors import DistributedTimeoutError, GroupClosedError, PeerLost
 
 @dataclass
 class Message:
-    """A message on its way."""
+    """A message in flight."""
 
     src: int
     dst: int
@@ -26,7 +26,7 @@ class Message:
 
 @dataclass
 class Hub:
-    """What the ranks of a group share."""
+    """The state that the ranks of a group share."""
 
     changed: threading.Condition = field(default_factory=threading.Condition)
     messages: list[Message] = field(default_factory=list)

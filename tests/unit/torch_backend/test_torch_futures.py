@@ -206,7 +206,7 @@ def test_sends_of_several_threads_are_all_waited_for():
             thread.join()
     finally:
         sys.setswitchinterval(switching)
-    sends.finish()
+    sends.drain()
     assert all(each.was_awaited for own in started for each in own)
     kept = PendingSends()
     kept.add(started[0][0])

@@ -12,6 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from ferrodist.backends.collective_op import CollectiveKind, CollectiveOp
 from ferrodist.backends.simulated import SimulatedBackend
 from ferrodist.errors import UnsupportedOpError
 from ferrodist.torch_backend.collectives import CheckedCall
@@ -41,8 +42,10 @@ def test_collectives_are_refused(made, is_async):
     """Whether they are waited for or not; the group goes on."""
     options = dist.AllreduceOptions()
     options.asyncOp = is_async
+    op = CollectiveOp(kind=CollectiveKind.ALLREDUCE, source=SimpleNamespace(device=GPU), timeout=0)
+    call = CheckedCall(op=op, results=[], run=never)
     with pytest.raises(UnsupportedOpError, match=r"tensors on cuda:0.*FERRODIST_ENABLE_GPU_FALLBACK=1"):
-        made._run(CheckedCall("allreduce", GPU, [], never), options)
+        made._run(call, options)
     tensor = torch.ones(3)
     made.allreduce(tensor).wait()
     assert tensor.tolist() == [1, 1, 1]

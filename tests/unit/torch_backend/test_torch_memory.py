@@ -9,40 +9,41 @@ import torch
 
 from ferrodist.errors import UnsupportedOpError
 from ferrodist.testing import run_ranks
-from ferrodist.torch_backend.process_group import BufferPool, FerrodistProcessGroup
+from ferrodist.torch_backend.buffer_pool import BufferPool
+from ferrodist.torch_backend.process_group import FerrodistProcessGroup
 
 
-def test_memory_is_lent_again():
-    """When no tensor is in it any more, also none that was made of the one that was lent."""
-    memory = BufferPool()
-    first = memory.lend(1000, torch.float32)
-    place = first.data_ptr()
+def test_memory_is_reused():
+    """Memory is reused once no tensor has it any more, also no view of the first one."""
+    pool = BufferPool()
+    first = pool.empty(1000, torch.float32)
+    address = first.data_ptr()
     part = first.view(10, 100)[3].fill_(7.0)
     del first
     gc.collect()
-    other = memory.lend(1000, torch.float32)
-    assert other.data_ptr() != place
+    other = pool.empty(1000, torch.float32)
+    assert other.data_ptr() != address
     other.zero_()
     assert (part == 7.0).all()
     del part
     gc.collect()
-    assert memory.lend(2000, torch.int16).data_ptr() == place  # of another type, and as much in large pages
-    assert memory.lend(3 << 20, torch.uint8).data_ptr() != place
+    assert pool.empty(2000, torch.int16).data_ptr() == address  # of another type, and as much in large pages
+    assert pool.empty(3 << 20, torch.uint8).data_ptr() != address
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.bool, torch.complex64, torch.float8_e4m3fn])
 def test_memory_of_any_type(dtype):
     """It is a plain tensor, on a large page's border."""
-    lent = BufferPool().lend(5, dtype)
-    assert (lent.dtype, lent.shape, lent.device) == (dtype, (5,), torch.device("cpu"))
-    assert lent.data_ptr() % 4096 == 0
-    lent.copy_(torch.ones(5).to(dtype))
-    assert torch.equal(lent.to(torch.complex64), torch.ones(5, dtype=torch.complex64))
-    assert BufferPool().lend(0, dtype).shape == (0,)
+    tensor = BufferPool().empty(5, dtype)
+    assert (tensor.dtype, tensor.shape, tensor.device) == (dtype, (5,), torch.device("cpu"))
+    assert tensor.data_ptr() % 4096 == 0
+    tensor.copy_(torch.ones(5).to(dtype))
+    assert torch.equal(tensor.to(torch.complex64), torch.ones(5, dtype=torch.complex64))
+    assert BufferPool().empty(0, dtype).shape == (0,)
 
 
 def test_a_group_lends_memory_of_the_host():
-    """And says so. What it has lent lives on without it."""
+    """And says so. What it has tensor lives on without it."""
 
     def program(group):
         made = FerrodistProcessGroup(group)
@@ -50,9 +51,9 @@ def test_a_group_lends_memory_of_the_host():
         assert not made.supports_tensor_alloc(torch.device("meta"))
         with pytest.raises(UnsupportedOpError, match=r"no memory on meta: use torch\.empty"):
             made.allocate_tensor(4, dtype=torch.float32, device=torch.device("meta"))
-        lent = made.allocate_tensor(4, dtype=torch.float32, device=torch.device("cpu")).fill_(1.0)
-        made.allreduce(lent).wait()
+        tensor = made.allocate_tensor(4, dtype=torch.float32, device=torch.device("cpu")).fill_(1.0)
+        made.allreduce(tensor).wait()
         made.shutdown()
-        return lent.tolist()
+        return tensor.tolist()
 
     assert run_ranks(program, 2) == [[2.0] * 4] * 2

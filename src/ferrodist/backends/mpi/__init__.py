@@ -1,4 +1,4 @@
-"""A real MPI as a backend: it moves the bytes, and what is said and folded is ours."""
+"""A real MPI as a backend: it moves the bytes; comparing calls and folding reductions are ferrodist's."""
 
 from ferrodist.backends.mpi.backend import MpiBackend
 from ferrodist.backends.mpi.runtime import is_mpi_available

@@ -9,22 +9,20 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+from typing_extensions import override
+
 from ferrodist.backends.abort_reason import pack_reason, unpack_reason
+from ferrodist.backends.group_observer import PeerExit
 from ferrodist.backends.lifecycle import track
 from ferrodist.backends.liveness import LivenessProbe
-from ferrodist.backends.mailbox_backend import MAX_AHEAD, GroupReceive, MailboxBackend, PeerExit, Send
+from ferrodist.backends.mailbox_backend import MAX_AHEAD, GroupReceive, MailboxBackend, Send
 from ferrodist.backends.mpi import runtime
-from ferrodist.backends.mpi.collectives import MpiDataPlane, MpiVerifier
+from ferrodist.backends.mpi.collectives import MpiDataPlane
+from ferrodist.backends.mpi.progress import ProgressThread
 from ferrodist.backends.mpi.runtime import check_job, library_version
-from ferrodist.backends.mpi.transport import (
-    Frame,
-    FrameTransport,
-    FrameType,
-    IncomingMessages,
-    OutgoingMessages,
-    ProgressThread,
-    QueuedFrame,
-)
+from ferrodist.backends.mpi.transport import FrameTransport, IncomingMessages, OutgoingMessages, QueuedFrame
+from ferrodist.backends.mpi.verification import MpiVerifier
+from ferrodist.backends.mpi.wire import Frame, FrameType
 from ferrodist.backends.request import Stragglers, answer_seconds
 from ferrodist.deadline import Deadline, check_timeout, resolve_timeout
 from ferrodist.errors import (
@@ -45,26 +43,26 @@ if TYPE_CHECKING:
 _WORLD = 0
 
 _CLOSE_SECONDS = 5.0
-"""How long `MpiBackend.close` waits until what this rank has sent is with MPI's other ranks."""
+"""How long `MpiBackend.close` waits until MPI has sent this rank's messages."""
 
 _GRACE_SECONDS = 0.2
-_PARKING_SECONDS = 0.5
-"""How long the news that a rank has left waits for that rank's own."""
+_DEFERRED_ABORT_SECONDS = 0.5
+"""How long a third rank's notice that a rank is lost waits for the lost rank's own notice."""
 
-_LOOK_SECONDS = 0.05
-"""How long a rank that comes late waits for a look of another thread's, which may find that others have given up."""
+_SHARED_POLL_SECONDS = 0.05
+"""How long a late rank waits for another thread's poll, which may receive that others have given up."""
 
 _DIED = PeerExit(what="died: MPI reports its process as failed")
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _DeferredAbort:
-    """The end of a group that another rank tells of, before the rank that is its reason has.
+    """An abort received from a third rank before the lost rank's own notice.
 
     Args:
         group_id: The group.
         error: The reason.
-        deadline: When to act on it all the same.
+        deadline: When to abort without that notice.
     """
 
     group_id: int
@@ -73,39 +71,39 @@ class _DeferredAbort:
 
 
 class _Receive(GroupReceive):
-    """A receive whose waiting moves the group's frames."""
+    """A receive whose wait moves the group's frames."""
 
     __slots__ = ()
 
+    @override
     def ended_within(self, timeout: float) -> bool:
-        """Wait at most ``timeout`` seconds for the end; False when it has not come."""
         backend = self._backend
         assert isinstance(backend, MpiBackend)
-        return self._done or backend.move_until(self.done, timeout)
+        return self._done or backend.progress_until(self.done, timeout)
 
 
 class MpiBackend(MailboxBackend):
     """A rank of a group over MPI: Open MPI, MPICH, or another one that mpi4py drives.
 
-    MPI moves bytes: collectives by its own non-blocking collectives, messages by its messages. Which call belongs to
-    which is agreed on before, and what is reduced is folded here, in rank order. So errors, deadlines and bits are
-    those of the other backends, in every dtype.
+    MPI moves bytes: collectives by its own non-blocking collectives, messages by its messages. Calls are compared
+    before data moves, and reductions are folded here, in rank order. So errors, deadlines and bits are those of the
+    other backends, in every dtype.
 
     The ranks are started by ``mpiexec``, ``srun`` or ``ferrodist run --mpi``. All of them make the group, and may make
-    several. MPI is started with the first, unless the program has, and ended when the interpreter exits and all ranks
-    have left all groups.
+    several. MPI is started with the first, unless the program has, and finalized when the interpreter exits and all
+    ranks have left all groups.
 
     A rank that dies is `PeerLostError` on the others under Open MPI with ``mpiexec --with-ft ulfm``; `shrink` then
-    makes a group of those that are left. Elsewhere ``mpiexec`` ends the job.
+    makes a group of the survivors. Elsewhere ``mpiexec`` ends the job.
 
     Args:
-        communicator: An intracommunicator of mpi4py, of which duplicates are used; None is MPI.COMM_WORLD.
+        communicator: An intracommunicator of mpi4py, which is duplicated; None is MPI.COMM_WORLD.
         timeout: Seconds a blocking call may take when it names no timeout itself.
-        name: What error messages call the group.
-        connect_timeout: Seconds for all ranks to come; None takes ``timeout``.
+        name: The group's name in error messages.
+        connect_timeout: Seconds for all ranks to make the group; None takes ``timeout``.
 
     Raises:
-        BackendUnavailable: There is no mpi4py or no MPI here, or not one that several threads may call.
+        BackendUnavailable: mpi4py or MPI is missing here, or MPI does not support MPI_THREAD_MULTIPLE.
         InvalidWorldSizeError: MPI says that this process is alone, and its launcher that it is not.
         RendezvousError: On every rank, when some did not come in time; they are named.
     """
@@ -127,52 +125,54 @@ class MpiBackend(MailboxBackend):
             raise TypeError(f"communicator must be an intracommunicator of mpi4py, not {parent!r}")
         super().__init__(parent.Get_rank(), parent.Get_size(), timeout=timeout, name=name)
         self._communicators = runtime.duplicate(mpi, parent, name, deadline)
-        self._messages, collective = self._communicators
-        self._messenger = FrameTransport(mpi, self._messages, self._on_frame)
-        self._out = OutgoingMessages(self._messenger, self._push, self._finish_send)
-        self._in = IncomingMessages(self._mailbox, self._accept, self._push)
-        self._liveness = LivenessProbe(self._ping, self._move_while_alive)
-        self._parked: list[_DeferredAbort] = []
-        self._parted: set[int] = set()  # ranks that have left the world, or died
-        self._has_said_goodbye = False
-        self._watches_deaths = runtime.call_safely(mpi, self._messages.Get_failed) is not None
-        self._actions: dict[FrameType, Callable[[int, Frame, memoryview], None]] = {
-            FrameType.EAGER: self._in.on_eager,
-            FrameType.OFFER: self._in.on_offer,
-            FrameType.GRANT: self._out.on_grant,
-            FrameType.DATA: self._in.on_data,
-            FrameType.WITHDRAW: self._in.on_withdraw,
+        self._message_communicator, collective_communicator = self._communicators
+        self._transport = FrameTransport(mpi, self._message_communicator, self._on_frame)
+        self._outgoing = OutgoingMessages(self._transport, self._push, self._finish_send)
+        self._incoming = IncomingMessages(self._mailbox, self._accept, self._push)
+        self._liveness = LivenessProbe(self._ping, self._progress_while_alive)
+        self._deferred_aborts: list[_DeferredAbort] = []
+        self._gone: set[int] = set()  # ranks that have left the world, or died
+        self._announced_leaving = False
+        self._detects_deaths = runtime.call_safely(mpi, self._message_communicator.Get_failed) is not None
+        self._handlers: dict[FrameType, Callable[[int, Frame, memoryview], None]] = {
+            FrameType.EAGER: self._incoming.on_eager,
+            FrameType.OFFER: self._incoming.on_offer,
+            FrameType.GRANT: self._outgoing.on_grant,
+            FrameType.DATA: self._incoming.on_data,
+            FrameType.WITHDRAW: self._incoming.on_withdraw,
             FrameType.ABORT: self._on_abort,
             FrameType.LEFT: self._on_left,
             FrameType.PING: self._on_ping,
             FrameType.PONG: self._on_pong,
         }
-        self.data_plane: MpiDataPlane = MpiDataPlane(mpi, collective, self._is_in_vain, self._explain, self._grace)
-        self.agreement: MpiVerifier = MpiVerifier(
-            self, self.data_plane, self._find_behind, partial(self._look, _LOOK_SECONDS)
+        self.data_plane: MpiDataPlane = MpiDataPlane(
+            mpi, collective_communicator, self._cannot_complete, self._abort_for, self._grace_seconds
+        )
+        self.verifier: MpiVerifier = MpiVerifier(
+            self, self.data_plane, self._find_behind, partial(self._poll, _SHARED_POLL_SECONDS)
         )
         self._process = os.getpid()
         self._progress = ProgressThread(
-            look=self._look,
-            patrol=self._patrol,
-            is_awaited=lambda: self._out.is_any_left or self._mailbox.is_awaited,
+            poll=self._poll,
+            check_deaths=self._check_deaths,
+            is_awaited=lambda: self._outgoing.has_unsent or self._mailbox.is_awaited,
             is_over=self._is_over,
-            ended=self._release,
+            on_end=self._release,
             name=f"ferrodist-mpi-{name}-{self.rank}",
         )
-        runtime.use(self)
+        runtime.register(self)
         track(self)
         self._progress.start()
 
     @classmethod
-    def of_job(cls, rank: int | None, world_size: int | None, timeout: float, deadline: Deadline) -> MpiBackend:
-        """The group of all ranks of this process's MPI job.
+    def from_job(cls, rank: int | None, world_size: int | None, timeout: float, deadline: Deadline) -> MpiBackend:
+        """Make the group of all ranks of this process's MPI job.
 
         Args:
-            rank: What the user says this rank is, or None.
-            world_size: What the user says their number is, or None.
+            rank: This rank according to the user, or None.
+            world_size: The world size according to the user, or None.
             timeout: Seconds a blocking call may take when it names no timeout itself.
-            deadline: When all must have come.
+            deadline: The deadline for all ranks to make the group.
 
         Raises:
             InvalidWorldSizeError, InvalidRankError: MPI says otherwise.
@@ -184,97 +184,96 @@ class MpiBackend(MailboxBackend):
     # Sending.
 
     def _start_send(self, send: Send) -> None:
-        self._out.start(send)
+        self._outgoing.start(send)
 
     def _take_back(self, send: Send) -> bool:
-        return self._out.take_back(send)
+        return self._outgoing.take_back(send)
 
-    def _push(self, rank: int, outgoing: QueuedFrame) -> None:
+    def _push(self, rank: int, queued: QueuedFrame) -> None:
         try:
-            self._messenger.push(rank, outgoing)
+            self._transport.push(rank, queued)
         except self._mpi.Exception as error:
-            self._explain(error)
+            self._abort_for(error)
 
     # Receiving.
 
     def _post(self, buffer: memoryview, source: int, tag: int) -> Request:
         receive = _Receive(self, self._mailbox, buffer, source, tag)
-        self._mailbox.post(receive, partial(self._refusal, tag, source))
+        self._mailbox.post(receive, partial(self.refusal, tag, source))
         return receive
 
-    def move_until(self, done: Callable[[], bool], timeout: float) -> bool:
-        """Move frames until ``done()``; False when that has not come within so many seconds."""
+    def progress_until(self, done: Callable[[], bool], timeout: float) -> bool:
+        """Move frames until ``done()``; False after ``timeout`` seconds."""
         return self._progress.wait_until(done, timeout)
 
-    def _move_while_alive(self, done: Callable[[], bool], timeout: float) -> None:
-        """Move frames until ``done()``, or the group has failed, or for so many seconds."""
-        self.move_until(lambda: done() or self.failure is not None, timeout)
+    def _progress_while_alive(self, done: Callable[[], bool], timeout: float) -> None:
+        """Move frames until ``done()`` or the group has failed, for at most ``timeout`` seconds."""
+        self.progress_until(lambda: done() or self.failure is not None, timeout)
 
-    def _look(self, patience: float = 0) -> bool:
-        """Move what can be moved; whether there was anything."""
+    def _poll(self, patience: float = 0) -> bool:
+        """Move the frames that can be moved; whether there were any."""
         try:
-            return self._messenger.look(patience)
+            return self._transport.poll(patience)
         except ProtocolError as error:
             self.abort(error)
         except self._mpi.Exception as error:
-            self._explain(error)
+            self._abort_for(error)
         return True
 
     def _on_frame(self, source: int, frame: Frame, payload: memoryview) -> None:
-        self._actions[frame.kind](source, frame, payload)
+        self._handlers[frame.kind](source, frame, payload)
 
     def _on_abort(self, source: int, frame: Frame, payload: memoryview) -> None:
         try:
             reason = unpack_reason(payload, self.world_size)
         except ValueError as error:
             raise ProtocolError(f"an ABORT frame with {error}") from None
-        if not self._is_told(source, frame):
+        if not self._accepts_notice(source, frame):
             return
-        if self._unheard_leavers(frame.group, reason):
-            self._parked.append(_DeferredAbort(frame.group, reason, Deadline(_PARKING_SECONDS)))
+        if self._has_unnoticed_loss(frame.group, reason):
+            self._deferred_aborts.append(_DeferredAbort(frame.group, reason, Deadline(_DEFERRED_ABORT_SECONDS)))
         else:
-            self._fail_group(frame.group, reason)
+            self.fail_group(frame.group, reason)
 
-    def _unheard_leavers(self, group_id: int, error: DistributedError) -> set[int]:
-        """The ranks that a group is told to have lost, and that have not said goodbye here yet.
+    def _has_unnoticed_loss(self, group_id: int, error: DistributedError) -> bool:
+        """Return whether an abort names a lost rank that has not said here that it left.
 
-        What they sent before that is on its way too, and others may have been faster to say that they left: see
+        That rank's earlier messages are on their way too, and others may have been faster to report that it left: see
         [Note: left and died].
         """
         members = self._members.get(group_id, ())
         if not isinstance(error, PeerLostError) or not all(rank < len(members) for rank in error.ranks):
-            return set()
+            return False
         named = {members[rank] for rank in error.ranks} - {self.rank}
-        return {rank for rank in named if self._departure(group_id, rank) is None}
+        return any(self.peer_error(group_id, rank) is None for rank in named)
 
-    def _act_on_parked(self) -> None:
-        """Fail groups whose lost ranks have been heard of meanwhile, or have not for long."""
-        for parked in self._parked.copy():
-            if parked.deadline.expired or not self._unheard_leavers(parked.group_id, parked.error):
-                with contextlib.suppress(ValueError):  # another thread has
-                    self._parked.remove(parked)
-                    self._fail_group(parked.group_id, parked.error)
+    def _act_on_deferred_aborts(self) -> None:
+        for deferred in self._deferred_aborts.copy():
+            if deferred.deadline.expired or not self._has_unnoticed_loss(deferred.group_id, deferred.error):
+                with contextlib.suppress(ValueError):  # another thread acts on it
+                    self._deferred_aborts.remove(deferred)
+                    self.fail_group(deferred.group_id, deferred.error)
 
     def _on_left(self, source: int, frame: Frame, _payload: memoryview) -> None:
-        if self._is_told(source, frame):
-            self._peer_left(frame.group, source)
-        self._act_on_parked()
+        if self._accepts_notice(source, frame):
+            self.peer_left(frame.group, source)
+        self._act_on_deferred_aborts()
         if frame.group == _WORLD:
             self._liveness.note_progress(source, frame.message)
-            self._parted.add(source)
+            self._gone.add(source)
 
     def _ping(self, rank: int) -> None:
         self._push(rank, QueuedFrame(Frame(FrameType.PING)))
 
     def _on_ping(self, source: int, _frame: Frame, _payload: memoryview) -> None:
-        self._push(source, QueuedFrame(Frame(FrameType.PONG, self.agreement.num_entered)))
+        self._push(source, QueuedFrame(Frame(FrameType.PONG, self.verifier.num_entered)))
 
     def _on_pong(self, source: int, frame: Frame, _payload: memoryview) -> None:
         self._liveness.note_progress(source, frame.message)
         self._liveness.on_answer(source)
 
-    def _is_told(self, source: int, frame: Frame) -> bool:
-        """Whether to act on a notice of a group's end: not on one of a group that its sender is no member of."""
+    def _accepts_notice(self, source: int, frame: Frame) -> bool:
+        """Return whether to act on a notice of a group's end: only if its sender is a member of the group."""
         if not self._may_be_ahead(frame.group, source):
             raise ProtocolError(
                 f"rank {source} tells of the ends of more than {MAX_AHEAD} groups that rank {self.rank} has not made",
@@ -284,14 +283,12 @@ class MpiBackend(MailboxBackend):
 
     def _forget_messages(self, applies: Callable[[Message], bool]) -> None:
         super()._forget_messages(applies)
-        self._in.forget(applies)
+        self._incoming.forget(applies)
 
-    # Who is there, and who is late.
+    # Liveness.
 
+    @override
     def find_stragglers(self, peers: tuple[int, ...], within: float) -> Stragglers:
-        """Put a wait in vain down to those of the peers that do not answer, or else to all; see
-        `Backend.find_stragglers`.
-        """
         if within == 0 or self.failure is not None:
             return Stragglers(ranks=peers)
         silent = self._liveness.find_silent(peers, within)
@@ -301,57 +298,57 @@ class MpiBackend(MailboxBackend):
         return Stragglers(ranks=silent, detail=f" ({who} {'does' if len(silent) == 1 else 'do'} not answer)")
 
     def _find_behind(self, sequence: int) -> tuple[int, ...]:
-        """The ranks to which it is put down that not all have entered a collective."""
+        """The ranks because of which not all have entered a collective."""
         others = [rank for rank in range(self.world_size) if rank != self.rank]
         return self._liveness.find_behind(others, sequence, answer_seconds(self.timeout))
 
-    def _is_in_vain(self) -> bool:
-        """Whether a collective that this rank is in can't end: fails the group when a rank has left before it."""
+    def _cannot_complete(self) -> bool:
+        """Return whether this rank's current collective can't complete; aborts the group when a rank left before it."""
         if self.failure is not None:
             return True
-        for rank in self._parted.copy():
-            departure = self._departure(_WORLD, rank)
-            if departure is not None and not self._liveness.has_entered(rank, self.agreement.num_entered - 1):
-                self.abort(departure)
+        for rank in self._gone.copy():
+            peer_exit = self.peer_error(_WORLD, rank)
+            if peer_exit is not None and not self._liveness.has_entered(rank, self.verifier.num_entered - 1):
+                self.abort(peer_exit)
                 return True
         return False
 
-    def _grace(self) -> float:
-        """Seconds for which a collective may still end that this rank is in, when the group has failed.
+    def _grace_seconds(self) -> float:
+        """Seconds in which this rank's current collective may still complete although the group has failed.
 
-        A rank that left after this collective makes the next one fail, and the news of that may be here before the
-        last bytes of this one.
+        A rank that leaves after this collective makes the next one fail, and its notice may come before the last bytes
+        of this one.
         """
         return _GRACE_SECONDS if isinstance(self.failure, PeerLostError) else 0.0
 
-    def _patrol(self) -> None:
-        """Look whether ranks have died, where MPI tells; called from time to time."""
-        self._act_on_parked()
-        if not self._watches_deaths:
+    def _check_deaths(self) -> None:
+        """Find ranks that have died, where MPI reports them; called every 50 ms."""
+        self._act_on_deferred_aborts()
+        if not self._detects_deaths:
             return
-        mpi, messages = self._mpi, self._messages
-        failed = runtime.call_safely(mpi, messages.Get_failed)
+        mpi, communicator = self._mpi, self._message_communicator
+        failed = runtime.call_safely(mpi, communicator.Get_failed)
         if failed is None or failed.Get_size() == 0:
             return
-        numbers = failed.Translate_ranks(list(range(failed.Get_size())), messages.Get_group())
-        for rank in set(numbers) - self._parted:
+        ranks = failed.Translate_ranks(list(range(failed.Get_size())), communicator.Get_group())
+        for rank in set(ranks) - self._gone:
             self._lose(rank)
-        runtime.call_safely(mpi, messages.Ack_failed)  # or receives from any rank are refused
+        runtime.call_safely(mpi, communicator.Ack_failed)  # or receives from any rank are refused
 
     def _lose(self, rank: int) -> None:
-        self._parted.add(rank)
-        self._messenger.lose(rank)
-        for message in self._in.forget(lambda message: message.source == rank):
+        self._gone.add(rank)
+        self._transport.lose(rank)
+        for message in self._incoming.forget(lambda message: message.source == rank):
             self._mailbox.withdraw(message)
-        self._peer_died(rank, _DIED)
+        self.peer_died(rank, _DIED)
 
-    def _explain(self, error: Exception) -> None:
-        """End the group for what MPI raised: for the ranks that have died, if that is the reason."""
+    def _abort_for(self, error: Exception) -> None:
+        """Abort the group for an exception of MPI's, or for the deaths that are its reason."""
         mpi = self._mpi
         deaths = {mpi.ERR_PROC_FAILED, mpi.ERR_PROC_FAILED_PENDING, mpi.ERR_REVOKED}
-        self._patrol()
-        is_known = bool(self._parted) and isinstance(error, mpi.Exception) and error.Get_error_class() in deaths
-        if self.failure is None and not is_known:  # one that had left before it died is nobody's loss
+        self._check_deaths()
+        is_known = bool(self._gone) and isinstance(error, mpi.Exception) and error.Get_error_class() in deaths
+        if self.failure is None and not is_known:  # a rank that had left before it died is not a loss
             self.abort(runtime.translate(mpi, error))
 
     # Notices, and the end.
@@ -365,74 +362,74 @@ class MpiBackend(MailboxBackend):
     def _notify_left(self, group_id: int, members: tuple[int, ...]) -> None:
         for rank in members:
             if rank != self.rank:
-                self._push(rank, QueuedFrame(Frame(FrameType.LEFT, self.agreement.num_entered, group_id)))
+                self._push(rank, QueuedFrame(Frame(FrameType.LEFT, self.verifier.num_entered, group_id)))
 
     def close(self, timeout: float | None = None) -> None:
         """Leave the group; see `Backend.close`.
 
         Args:
-            timeout: Seconds to wait until MPI has sent what this rank has; None for five.
+            timeout: Seconds to wait until MPI has sent this rank's messages; None for five.
         """
         deadline = Deadline(_CLOSE_SECONDS if timeout is None else check_timeout(timeout))
         if os.getpid() != self._process or not self._close_groups():
             return  # closed already, or in a forked child: MPI is the parent's
         try:
             self._leave_groups()
-            self._has_said_goodbye = True
-            self.move_until(self._messenger.is_idle, deadline.remaining())
+            self._announced_leaving = True
+            self.progress_until(self._transport.is_idle, deadline.remaining())
         finally:
             self._run_close_callbacks()
 
     def _is_over(self) -> bool:
-        """Whether nothing comes or goes any more: this rank has said that it left the group, and so have all others.
+        """Return whether this rank and all others have announced that they left, so that no more frames come or go.
 
-        A rank that is closing it has not said so yet, and the others wait for that.
+        A rank that is closing has not announced it yet, and the others wait for that.
         """
-        return self._has_said_goodbye and len(self._parted) == self.world_size - 1 and self._messenger.is_idle()
+        return self._announced_leaving and len(self._gone) == self.world_size - 1 and self._transport.is_idle()
 
     def _release(self) -> None:
-        """All ranks have left: called by the thread that moved the frames, as its last act."""
-        self._messenger.end()  # a thread that closes the group may look yet, and another one begin a collective
+        """Free the communicators, once all ranks have left; the last act of the progress thread."""
+        self._transport.close()  # a closing thread may still poll, and another one begin a collective
         has_failed = _WORLD in self._failures
-        if self.data_plane.end() and not has_failed:
+        if self.data_plane.close() and not has_failed:
             for communicator in self._communicators:
                 runtime.call_safely(self._mpi, communicator.Free)
-        runtime.forget(self, has_failed=has_failed or bool(self._died))
+        runtime.unregister(self, has_failed=has_failed or bool(self._died))
 
-    def has_parted(self, patience: float) -> bool:
-        """Wait until all ranks have left the group; whether they have, ``patience`` seconds after a failure."""
+    def wait_until_all_left(self, patience: float) -> bool:
+        """Wait until all ranks have left; False once the group has failed and ``patience`` seconds have passed."""
         while not self._progress.join(patience):
             if _WORLD in self._failures or os.getpid() != self._process:
                 return False
         return True
 
     def leave_to_parent(self, error: DistributedError) -> None:
-        """In a forked child: the group stays the parent's, and using it here raises ``error``, and does not hang."""
+        """In a forked child, make every use of the group raise ``error``: it remains the parent's."""
         self._state_lock = threading.Lock()  # the parent's threads may have held it
         self._ended = error
 
     def shrink(self, *, timeout: float | None = None, name: str | None = None) -> MpiBackend:
-        """A new group of the ranks that are left, in their order; all of them call this.
+        """Make a group of the surviving ranks, in their order; all survivors call this.
 
-        This group stays failed; close it when you like. Needs Open MPI and ``mpiexec --with-ft ulfm``.
+        This group stays failed; close it at any time. Needs Open MPI and ``mpiexec --with-ft ulfm``.
 
         Args:
-            timeout: Seconds for all to come; None takes the group's.
-            name: What error messages call the new group; None for this one's name.
+            timeout: Seconds for all survivors to call this; None takes the group's.
+            name: The new group's name in error messages; None takes this group's.
 
         Raises:
             BackendUnavailable: This MPI can't go on after the death of a rank.
-            DistributedTimeoutError: Some rank that is left did not call it in time.
+            DistributedTimeoutError: Some survivor did not call this in time.
         """
         limit = self.timeout if timeout is None else check_timeout(timeout)
         deadline = Deadline(limit)
         mpi = self._mpi
-        if not self._watches_deaths:
+        if not self._detects_deaths:
             raise BackendUnavailable(
                 f"{library_version()} can't make a group of the ranks that are left: use Open MPI, started with"
                 " mpiexec --with-ft ulfm"
             )
-        communicator = runtime.in_thread(self._messages.Shrink, deadline)
+        communicator = runtime.call_in_thread(self._message_communicator.Shrink, deadline)
         if isinstance(communicator, Exception):
             raise runtime.translate(mpi, communicator) from communicator
         if communicator is None:

@@ -1,8 +1,10 @@
-"""The native engine as a backend."""
+"""The native backend: a TCP control plane, and a compiled data plane for messages and collectives."""
 
 from __future__ import annotations
 
+import functools
 import hmac
+import logging
 import os
 import secrets
 import weakref
@@ -11,36 +13,52 @@ from typing import TYPE_CHECKING, Any
 
 from typing_extensions import override
 
+from ferrodist.backends.base import NonBlockingBackend
+from ferrodist.backends.control_plane import ControlPlaneBackend
 from ferrodist.backends.engine import FastPath
+from ferrodist.backends.group_observer import GroupObserver
 from ferrodist.backends.lifecycle import snapshot_weak
-from ferrodist.backends.mailbox_backend import CLOSED, PeerExit
-from ferrodist.backends.native.binding import load
+from ferrodist.backends.native.binding import is_native_available, load, why_no_native
 from ferrodist.backends.native.bootstrap import open_messages
 from ferrodist.backends.native.collectives import NativeEngine
-from ferrodist.backends.native.p2p import MessagesBackend
+from ferrodist.backends.native.p2p import NativeP2P
 from ferrodist.backends.native.topology import HostTopology, address_of_interface, host_id
 from ferrodist.backends.signature import CollectiveSignature
 from ferrodist.backends.subgroup import SubBackend
+from ferrodist.backends.tags import ANY_SOURCE, group_of_tag
+from ferrodist.backends.tcp import TcpBackend
+from ferrodist.backends.tcp.bootstrap import join_members
+from ferrodist.backends.verification import CollectiveVerifier
 from ferrodist.deadline import Deadline, resolve_timeout
 from ferrodist.errors import GroupAbortedError
 from ferrodist.rendezvous import rendezvous
-from ferrodist.rendezvous.secret import resolve_secret, secret_or_users
+from ferrodist.rendezvous.secret import resolve_secret, secret_or_user_secret
 
 if TYPE_CHECKING:
     import socket
+    from collections.abc import Callable
+
+    from typing_extensions import Buffer, Self
 
     from ferrodist.backends.base import Backend
+    from ferrodist.backends.group_observer import PeerExit
+    from ferrodist.backends.request import PersistentRecv, Request, WaitEvent
     from ferrodist.errors import DistributedError
+    from ferrodist.rendezvous import Membership
+
+_log = logging.getLogger(__name__)
 
 _NONCE_BYTES = 16
+_LOW_64 = (1 << 64) - 1
+_WORLD = 0
 
 
-class NativeBackend(MessagesBackend):
+class NativeBackend(ControlPlaneBackend):
     """A rank of a group whose collectives and messages are the native engine's.
 
     Ranks of one host share memory: groups and sub-groups of them touch the network for no collective and no message.
     Ranks of different hosts are connected each to each, on the interface that leads to rank 0 or the one that the
-    environment's FERRODIST_SOCKET_IFNAME names. The news of groups and ranks that end goes over TCP through rank 0, as
+    environment's FERRODIST_SOCKET_IFNAME names. The ends of groups and ranks are announced over TCP through rank 0, as
     in `TcpBackend`, whose arguments and errors these are.
 
     Args:
@@ -67,11 +85,7 @@ class NativeBackend(MessagesBackend):
     ) -> None:
         load()
         deadline = Deadline(resolve_timeout(timeout if connect_timeout is None else connect_timeout))
-        self._engines_by_group: weakref.WeakValueDictionary[int, NativeEngine] = (
-            weakref.WeakValueDictionary()
-        )  # by group
-        self._hosts: tuple[bytes, ...] = ()
-        super().__init__(
+        control = TcpBackend(
             rank,
             world_size,
             address,
@@ -83,88 +97,192 @@ class NativeBackend(MessagesBackend):
             connect_timeout=connect_timeout,
             socket_buffer_bytes=socket_buffer_bytes,
         )
+        super().__init__(control)
+        self._control: TcpBackend = control
+        control.on_close(self._run_close_callbacks)  # at exit, the interpreter closes the control group
+        self._p2p_engine: Any = _UnopenedEngine
+        self._messages: TcpBackend | NativeP2P = control
         try:
-            own_host = host_id() if shares_memory else rank.to_bytes(8, "little")
-            nonce = secrets.token_bytes(_NONCE_BYTES)
-            said = self.agreement.reach(
-                CollectiveSignature(operation="hosts", payload=nonce + own_host), deadline.remaining()
-            )
-            self._hosts = tuple(payload[_NONCE_BYTES:] for payload in said)
-            self._place = HostTopology(
-                hosts=self._hosts, address=self._own_address(), secret=resolve_secret(secret), job=job
-            )
-            call = CollectiveSignature(operation="open messages")
-            self.use_messenger(open_messages(self, self._place, self.weak_blame(), call, deadline.remaining()))
-            if self._place.num_hosts > 1:  # messages between them go over connections that nothing protects
-                known = secret_or_users(self._place.secret)
-                self.agreement_key = hmac.digest(known, b"agreement\0" + b"".join(said), "sha256")
-            self._equip(self, self.rank, tuple(range(world_size))).open(
-                CollectiveSignature(operation="open"), deadline.remaining()
-            )
+            self._open(resolve_secret(secret), job, deadline, shares_memory=shares_memory)
         except GroupAbortedError:
-            pass  # by a rank that had all it needed and went ahead: the next call says so
+            pass  # by a rank that had opened all and went ahead: the next call raises it
         except BaseException:
             self.close()
             raise
 
+    @classmethod
+    def from_membership(cls, membership: Membership, timeout: float, deadline: Deadline) -> Self:
+        """Make the group of all ranks that met; see `TcpBackend.from_membership`."""
+        return join_members(cls, membership, timeout, deadline)
+
+    def _open(self, secret: bytes, job: str, deadline: Deadline, *, shares_memory: bool) -> None:
+        """Open the data plane, with the other ranks."""
+        control = self._control
+        self._engines = _NativeEngines(control)
+        own_host = host_id() if shares_memory else self.rank.to_bytes(8, "little")
+        nonce = secrets.token_bytes(_NONCE_BYTES)
+        payloads = control.verifier.verify(
+            CollectiveSignature(operation="hosts", payload=nonce + own_host), deadline.remaining()
+        )
+        hosts = tuple(payload[_NONCE_BYTES:] for payload in payloads)
+        self._topology = HostTopology(hosts=hosts, address=self._own_address(), secret=secret, job=job)
+        p2p = NativeP2P(control)
+        call = CollectiveSignature(operation="open messages")
+        engine = open_messages(control, self._topology, p2p.weak_callback(), call, deadline.remaining())
+        p2p.open(engine)
+        control.add_observer(self._engines)
+        control.relays_messages = False
+        self._p2p, self._messages, self._p2p_engine = p2p, p2p, engine
+        self.verifier = CollectiveVerifier(self, first=control.verifier.reserve())
+        if self._topology.num_hosts > 1:  # messages between hosts are not authenticated
+            known = secret_or_user_secret(secret)
+            self.verification_key = hmac.digest(known, b"agreement\0" + b"".join(payloads), "sha256")
+        self._equip(self, tuple(range(self.world_size))).open(
+            CollectiveSignature(operation="open"), deadline.remaining()
+        )
+
+    def _own_address(self) -> str:
+        """This rank's address for other hosts: on the interface that leads to rank 0, unless the user names one."""
+        interface = os.environ.get("FERRODIST_SOCKET_IFNAME")
+        return address_of_interface(interface) if interface else self._control.local_host()
+
     @override
     def equip_subgroup(self, subgroup: Backend) -> None:
         assert isinstance(subgroup, SubBackend)
-        self._equip(subgroup, subgroup.rank, subgroup.root_ranks)
+        if isinstance(self._messages, NativeP2P):
+            self._equip(subgroup, subgroup.root_ranks)
 
-    def _equip(self, group: Backend, rank: int, members: tuple[int, ...]) -> NativeEngine:
+    def _equip(self, group: Backend, members: tuple[int, ...]) -> NativeEngine:
         """Give a group of these members its engine and its fast path."""
-        place = replace(self._place, hosts=tuple(self._hosts[member] for member in members))
-        engine = self._engines_by_group[group.group_id] = NativeEngine(group, place)
+        topology = replace(self._topology, hosts=tuple(self._topology.hosts[member] for member in members))
+        engine = NativeEngine(group, topology)
+        self._engines.by_group[group.group_id] = engine
         group.use_engine("cpu", engine)
-        group.fast_path = FastPath(None, group.timeout, engine, self.make_tensor_p2p(group.group_id, rank, members))
+        p2p = self._p2p.tensor_p2p(group.group_id, group.rank, members)
+        group.fast_path = FastPath(None, group.timeout, engine, p2p)
         return engine
 
-    def _own_address(self) -> str:
-        """Where other hosts reach this rank: on the interface that leads to rank 0, unless the user names one."""
-        interface = os.environ.get("FERRODIST_SOCKET_IFNAME")
-        if interface:
-            return address_of_interface(interface)
-        for link in self._links.values():
-            return str(link.sock.getsockname()[0])
-        return "127.0.0.1"
+    @property
+    def failure(self) -> DistributedError | None:
+        """Why the group can't be used any more, or None while it can."""
+        return self._control.failure_of(_WORLD)
 
-    # The ends of groups reach their engines.
+    @override
+    def subgroup_failure(self, group_id: int, members: tuple[int, ...]) -> DistributedError | None:
+        return self._control.failure_of(group_id)
 
-    def _fail_group(self, group_id: int, error: DistributedError) -> bool:
-        is_first = super()._fail_group(group_id, error)
-        engine = self._engines_by_group.get(group_id)
-        if engine is not None and is_first:
-            engine.abort(error)
-        return is_first
+    @override
+    def close(self, timeout: float | None = None) -> None:
+        self._control.close(timeout)
 
-    def _peer_left(self, group_id: int, rank: int, departure: PeerExit = CLOSED) -> None:
-        super()._peer_left(group_id, rank, departure)
-        if departure.relay is None:
-            return
-        for opening, engine in snapshot_weak(
-            self._engines_by_group.items
-        ):  # their ranks wait in memory for who may have given up
-            if engine.is_opening and rank != self.rank and rank in self._members.get(opening, ()):
-                self._fail_group(opening, self._told(opening, rank, departure))
-
+    @override
     def close_subgroup(self, group_id: int, members: tuple[int, ...]) -> None:
-        """Leave a sub-group, and its engine."""
-        engine = self._engines_by_group.pop(group_id, None)
+        self._engines.leave(group_id)
+        self._control.close_subgroup(group_id, members)
+
+    # Messages. The compiled engine is called without a layer between; see docs/decisions/0059.
+
+    @override
+    def send(self, data: Buffer, dst: int, *, tag: int = 0, timeout: float | None = None) -> None:
+        limit = self._timeout if timeout is None else timeout
+        ending = self._p2p_engine.quick_send(data, dst, tag, limit)
+        if ending is not True:
+            if ending is None:
+                NonBlockingBackend.send(self, data, dst, tag=tag, timeout=timeout)
+            else:
+                self._p2p.raise_ending(ending, f"send to rank {dst}: it did not receive the message", dst, limit, 0)
+
+    @override
+    def recv(self, buffer: Buffer, src: int, *, tag: int = 0, timeout: float | None = None) -> int:
+        limit = self._timeout if timeout is None else timeout
+        ending = self._p2p_engine.quick_recv(buffer, src, tag, limit)
+        if type(ending) is int:
+            return ending
+        if ending is None:
+            return NonBlockingBackend.recv(self, buffer, src, tag=tag, timeout=timeout)
+        peer = "any rank" if src == ANY_SOURCE else f"rank {src}"
+        size_bytes = memoryview(buffer).nbytes
+        return self._p2p.raise_ending(ending, f"recv from {peer}: nothing came", src, limit, size_bytes)
+
+    @override
+    def isend(self, data: Buffer, dst: int, *, tag: int = 0) -> Request:
+        return self._messages.isend(data, dst, tag=tag)
+
+    @override
+    def irecv(self, buffer: Buffer, src: int, *, tag: int = 0) -> Request:
+        return self._messages.irecv(buffer, src, tag=tag)
+
+    @override
+    def try_send(self, data: bytes, dst: int, *, tag: int = 0) -> bool:
+        return bool(self._p2p_engine.try_send(data, dst, group_of_tag(tag), tag & _LOW_64))
+
+    @override
+    def listen(
+        self,
+        src: int,
+        size_bytes: int,
+        heard: Callable[[list[bytes]], None],
+        ended: Callable[[DistributedError], None],
+        *,
+        tag: int = 0,
+    ) -> PersistentRecv:
+        return self._messages.listen(src, size_bytes, heard, ended, tag=tag)
+
+    @override
+    def signal(self) -> WaitEvent:
+        return self._messages.signal()
+
+
+class _UnopenedEngine:
+    """Stands in for the compiled engine if the group has failed before it was opened: nothing has a fast path."""
+
+    @staticmethod
+    def quick_send(*_: object) -> None: ...
+
+    @staticmethod
+    def quick_recv(*_: object) -> None: ...
+
+    @staticmethod
+    def try_send(*_: object) -> bool:
+        return False
+
+
+class _NativeEngines(GroupObserver):
+    """The engines of a group and its sub-groups, which learn from the control plane that their group has ended."""
+
+    def __init__(self, control: TcpBackend) -> None:
+        self._control = control
+        self.by_group: weakref.WeakValueDictionary[int, NativeEngine] = weakref.WeakValueDictionary()
+
+    def leave(self, group_id: int) -> None:
+        """Leave a sub-group."""
+        engine = self.by_group.pop(group_id, None)
         if engine is not None:
             engine.leave()
-        super().close_subgroup(group_id, members)
 
-    def _close_groups(self) -> bool:
-        is_first = super()._close_groups()
-        if is_first:
-            for engine in snapshot_weak(self._engines_by_group.values):
-                engine.leave()
-        return is_first
+    @override
+    def on_failed(self, group_id: int, error: DistributedError) -> None:
+        engine = self.by_group.get(group_id)
+        if engine is not None:
+            engine.abort(error)
 
-    def _forget_in_child(self) -> None:
-        super()._forget_in_child()
-        for engine in snapshot_weak(self._engines_by_group.values):
+    @override
+    def on_peer_left(self, rank: int, peer_exit: PeerExit) -> None:
+        if peer_exit.relay is None or rank == self._control.rank:
+            return
+        # The ranks of an engine that is being opened wait in shared memory for ranks that may have given up.
+        for group_id, engine in snapshot_weak(self.by_group.items):
+            if engine.is_opening and rank in self._control.members_of(group_id):
+                self._control.fail_group(group_id, self._control.exit_error(group_id, rank, peer_exit))
+
+    @override
+    def on_closed(self) -> None:
+        for engine in snapshot_weak(self.by_group.values):
+            engine.leave()
+
+    @override
+    def on_forked(self) -> None:
+        for engine in snapshot_weak(self.by_group.values):
             engine.stop()
 
 
@@ -179,7 +297,7 @@ class GlooBackend(NativeBackend):
 
     @classmethod
     def from_env(cls, *, timeout: float | None = None, secret: str | bytes | None = None) -> GlooBackend:
-        """Meet the other ranks as the environment says (torchrun's variables), and make a group of them.
+        """Meet the other ranks by the environment's variables (torchrun's), and make a group of them.
 
         Args:
             timeout: Seconds for all ranks to meet, and the group's default for blocking calls.
@@ -199,3 +317,22 @@ class GlooBackend(NativeBackend):
             raise
         group.on_close(membership.close)
         return group
+
+
+def open_host_group(membership: Membership, timeout: float, deadline: Deadline) -> Backend:
+    """Make the group of all ranks that met, for tensors on the host: native where it is installed, else TCP."""
+    if not is_native_available() and membership.rank == 0 and membership.world_size > 1:
+        _warn_of_slow_collectives()
+    kind: type[NativeBackend | TcpBackend] = NativeBackend if is_native_available() else TcpBackend
+    return kind.from_membership(membership, timeout, deadline)
+
+
+@functools.cache
+def _warn_of_slow_collectives() -> None:
+    """Warn, once, of the cost of having no native engine."""
+    _log.warning(
+        "this installation of ferrodist has no native engine (%s): all messages go through rank 0 over TCP, and"
+        " a small allreduce takes hundreds of times as long. With a C++ compiler, install it again without"
+        " FERRODIST_NO_NATIVE; init_process_group('tcp') asks for this without the warning",
+        why_no_native(),
+    )

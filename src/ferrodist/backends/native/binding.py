@@ -1,6 +1,6 @@
-"""The compiled engine, or why there is none.
+"""The compiled module, or the reason why it is missing, and its ids of dtypes, reductions and operations.
 
-The numbers by which the engine knows dtypes, reductions and operations: the order of their enums in native/.
+The ids are those of the enums in native/, in their order.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ except ImportError as error:
 
 
 def load() -> ModuleType:
-    """The engine's module.
+    """Return the compiled module.
 
     Raises:
         BackendUnavailable: This installation was built without it.
@@ -42,7 +42,7 @@ def load() -> ModuleType:
 
 
 def why_no_native() -> str | None:
-    """Why this installation has no native engine; None where it has."""
+    """The reason why this installation has no native engine; None if it has one."""
     return _reason
 
 
@@ -75,12 +75,12 @@ SHARE_NAME_BYTES = 24
 
 
 def dtype_number(tensor: torch.Tensor) -> int:
-    """The engine's number of a tensor's dtype."""
+    """The engine's id of a tensor's dtype."""
     return _DTYPE_NUMBERS[tensor.dtype]
 
 
 def dtype_name(dtype: torch.dtype) -> str:
-    """Return "float32", for torch.float32."""
+    """The name of a dtype: "float32" for torch.float32."""
     return str(dtype).removeprefix("torch.")
 
 
@@ -88,12 +88,12 @@ _DTYPE_NAMES = tuple(map(dtype_name, _DTYPES))
 
 
 def _name_of(number: int, names: Sequence[str], what: str) -> str:
-    """What stands for a number of another rank; one that is unknown here stands for itself."""
+    """The name with an id that another rank has sent; an id that is unknown here is shown itself."""
     return names[number] if number < len(names) else f"{what} {number}"
 
 
 def call_of_line(line: bytes, sequence: int) -> CollectiveSignature:
-    """One rank's call and payload, as the engine keeps them, in words."""
+    """Decode a rank's call, as the engine stores it with its payload."""
     number, dtype, reduction, dim, root, count = _LINE.unpack_from(line)
     operation = _name_of(number, _OPERATIONS, "operation")
     if operation == "share":

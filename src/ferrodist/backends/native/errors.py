@@ -1,4 +1,4 @@
-"""The engine's failures, as public errors."""
+"""Public errors for the failures of the compiled engine."""
 
 from __future__ import annotations
 
@@ -31,11 +31,10 @@ if TYPE_CHECKING:
     from ferrodist.backends.base import Backend
     from ferrodist.backends.signature import CollectiveSignature
 
-_NEWS_SECONDS = 0.1
-_LONGEST_NEWS_SECONDS = 1.0
+_NOTICE_SECONDS = 0.1
+_MAX_NOTICE_SECONDS = 1.0
 _SENT_AND_EXPECTED = struct.Struct("=QQ")
-_MAX_REASON = 3000  # characters of a message, and
-_MAX_RANKS = 100  # ranks, so that a record fits the shared memory
+_MAX_CHARACTERS, _MAX_RANKS = 3000, 100  # of an error, so that its record fits the shared memory
 
 
 class FailureKind(IntEnum):
@@ -59,7 +58,7 @@ class FailureKind(IntEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Failed:
-    """A failure with all that is known of it."""
+    """A failure and its circumstances."""
 
     group: Backend
     call: CollectiveSignature
@@ -73,19 +72,19 @@ class _Failed:
 
 
 def public_error(group: Backend, failure: Exception, call: CollectiveSignature, timeout: float) -> DistributedError:
-    """What a failure of ``call`` in the engine is called in public."""
-    kind, ranks, record, place, elapsed = failure.args
-    failed = _Failed(group=group, call=call.at(place), ranks=ranks, record=record, elapsed=Elapsed(elapsed, timeout))
+    """The public error of a failure of ``call`` in the engine."""
+    kind, ranks, record, sequence, elapsed = failure.args
+    failed = _Failed(group=group, call=call.at(sequence), ranks=ranks, record=record, elapsed=Elapsed(elapsed, timeout))
     return _ERRORS[FailureKind(kind)](failed)
 
 
 def abort_record(error: DistributedError) -> bytes:
-    """An error as the other ranks of this host are told it."""
-    return pack_reason(error, letters=_MAX_REASON, ranks=_MAX_RANKS)
+    """Encode an error for the other ranks of this host."""
+    return pack_reason(error, max_characters=_MAX_CHARACTERS, max_ranks=_MAX_RANKS)
 
 
 def queued_error(group: Backend, call: CollectiveSignature, elapsed: Elapsed) -> DistributedTimeoutError:
-    """The error of a call that was not reached, for one before it has not ended."""
+    """The error of a call that did not begin because an earlier one has not ended."""
     return DistributedTimeoutError(
         f"{call} on group {group.name!r}, operation {call.sequence}: a collective that rank {group.rank} started before"
         f" it has not ended, after {elapsed}",
@@ -93,11 +92,11 @@ def queued_error(group: Backend, call: CollectiveSignature, elapsed: Elapsed) ->
     )
 
 
-def _late(failed: _Failed) -> DistributedError:
-    return failed.group.agreement.late_error(failed.call, failed.ranks, failed.elapsed)
+def _late_error(failed: _Failed) -> DistributedError:
+    return failed.group.verifier.late_error(failed.call, failed.ranks, failed.elapsed)
 
 
-def _stalled(failed: _Failed) -> DistributedError:
+def _stalled_error(failed: _Failed) -> DistributedError:
     return DistributedTimeoutError(
         f"{failed.where}: {ranks_text(failed.ranks)} called it and did not go on, after {failed.elapsed}. Look at what"
         f" is going on there, or pass a larger timeout. Reported by rank {failed.group.rank}.",
@@ -105,7 +104,7 @@ def _stalled(failed: _Failed) -> DistributedError:
     )
 
 
-def _left(failed: _Failed) -> DistributedError:
+def _left_error(failed: _Failed) -> DistributedError:
     own = failed.group.rank
     return PeerLostError(
         f"{failed.call}, operation {failed.call.sequence}: rank {failed.ranks[0]} of group {failed.group.name!r} has"
@@ -114,54 +113,54 @@ def _left(failed: _Failed) -> DistributedError:
     )
 
 
-def _lost(failed: _Failed) -> DistributedError:
-    # The group's own connections say whether it left or died; they may take a moment longer to hear of it.
-    return _news(failed.group, _NEWS_SECONDS) or PeerLostError(
+def _lost_error(failed: _Failed) -> DistributedError:
+    # The control plane knows whether it left or died, but may learn of it a moment later.
+    return _await_failure(failed.group, _NOTICE_SECONDS) or PeerLostError(
         f"{failed.call}, operation {failed.call.sequence}: rank {failed.ranks[0]} of group {failed.group.name!r} has"
         f" left or died: its connection to rank {failed.group.rank} has ended",
         ranks=failed.ranks,
     )
 
 
-def _failed_there(failed: _Failed) -> DistributedError:
-    return _news(failed.group, _LONGEST_NEWS_SECONDS) or GroupAbortedError(
-        f"{failed.where}: it has failed on {ranks_text(failed.ranks)}, which did not say why", ranks=failed.ranks
+def _remote_failure_error(failed: _Failed) -> DistributedError:
+    return _await_failure(failed.group, _MAX_NOTICE_SECONDS) or GroupAbortedError(
+        f"{failed.where}: it has failed on {ranks_text(failed.ranks)}, which gave no reason", ranks=failed.ranks
     )
 
 
-def _news(group: Backend, patience: float) -> DistributedError | None:
-    """Why the group has failed, as soon as its own connections tell."""
+def _await_failure(group: Backend, patience: float) -> DistributedError | None:
+    """The group's failure, as soon as the control plane knows it; None after ``patience`` seconds."""
     deadline = Deadline(patience)
     while group.failure is None and not deadline.expired:
-        time.sleep(_NEWS_SECONDS / 100)
+        time.sleep(_NOTICE_SECONDS / 100)
     return group.failure
 
 
-def _unreadable(failed: _Failed) -> DistributedError:
+def _unreadable_error(failed: _Failed) -> DistributedError:
     number = int.from_bytes(failed.record, sys.byteorder, signed=True)
     own, peer = failed.group.rank, failed.ranks[0]
-    # A rank that ends may be taken for it in passing.
-    return _news(failed.group, _NEWS_SECONDS) or BackendUnavailable(
-        f"{failed.where}: the system no longer lets rank {own} read the memory of rank {peer}, as it did when they met"
-        f" (process_vm_readv: {os.strerror(number)}, errno {number}). Ranks that change their user or who may trace"
-        " them (setuid, prctl) must do so before they make a group.",
+    # A rank that is ending may look the same for a moment.
+    return _await_failure(failed.group, _NOTICE_SECONDS) or BackendUnavailable(
+        f"{failed.where}: the system no longer lets rank {own} read the memory of rank {peer}, as it did when the"
+        f" group was made (process_vm_readv: {os.strerror(number)}, errno {number}). Ranks that change their user or"
+        " who may trace them (setuid, prctl) must do so before they make a group.",
         ranks=failed.ranks,
     )
 
 
-def _protocol(failed: _Failed) -> DistributedError:
+def _protocol_error(failed: _Failed) -> DistributedError:
     return ProtocolError(
         f"{failed.where}: {ranks_text(failed.ranks)} sent {failed.record.decode(errors='replace')}", ranks=failed.ranks
     )
 
 
-def _mismatch(failed: _Failed) -> DistributedError:
+def _mismatch_error(failed: _Failed) -> DistributedError:
     size = len(failed.record) // failed.group.world_size
     lines = [failed.record[start : start + size] for start in range(0, len(failed.record), size)]
-    return failed.group.agreement.mismatch_error([call_of_line(line, failed.call.sequence) for line in lines])
+    return failed.group.verifier.mismatch_error([call_of_line(line, failed.call.sequence) for line in lines])
 
 
-def _sizes(failed: _Failed) -> DistributedError:
+def _sizes_error(failed: _Failed) -> DistributedError:
     sent, expected = (elements // failed.call.count for elements in _SENT_AND_EXPECTED.unpack(failed.record))
     own, peer = failed.group.rank, failed.ranks[0]
     return SizeMismatchError(
@@ -171,41 +170,41 @@ def _sizes(failed: _Failed) -> DistributedError:
     )
 
 
-def _aborted(failed: _Failed) -> DistributedError:
-    if not failed.record:  # who wrote it was killed before it had
-        return _ended(failed)
+def _aborted_error(failed: _Failed) -> DistributedError:
+    if not failed.record:  # its writer was killed while it wrote
+        return _ended_error(failed)
     try:
         return unpack_reason(failed.record, failed.group.world_size)
     except ValueError as error:
         return ProtocolError(f"{failed.where}: a rank of this host ended it with {error}")
 
 
-def _ended(failed: _Failed) -> DistributedError:
+def _ended_error(failed: _Failed) -> DistributedError:
     own = failed.group.rank
     return GroupAbortedError(f"{failed.where}: the group has ended on this rank ({own})", ranks=(own,))
 
 
-def _queued(failed: _Failed) -> DistributedError:
+def _queued_error(failed: _Failed) -> DistributedError:
     return queued_error(failed.group, failed.call, failed.elapsed)
 
 
-def _unsupported(failed: _Failed) -> DistributedError:
+def _unsupported_error(failed: _Failed) -> DistributedError:
     return UnsupportedOpError(f"{failed.where}: the native engine can't do it")
 
 
 _ERRORS: dict[FailureKind, Callable[[_Failed], DistributedError]] = {
-    FailureKind.LATE: _late,
-    FailureKind.STALLED: _stalled,
-    FailureKind.LEFT: _left,
-    FailureKind.MISMATCH: _mismatch,
-    FailureKind.SIZES: _sizes,
-    FailureKind.ABORTED: _aborted,
-    FailureKind.STOPPED: _ended,
-    FailureKind.BROKEN: _ended,
-    FailureKind.QUEUED: _queued,
-    FailureKind.UNSUPPORTED: _unsupported,
-    FailureKind.LOST: _lost,
-    FailureKind.PROTOCOL: _protocol,
-    FailureKind.FAILED: _failed_there,
-    FailureKind.UNREADABLE: _unreadable,
+    FailureKind.LATE: _late_error,
+    FailureKind.STALLED: _stalled_error,
+    FailureKind.LEFT: _left_error,
+    FailureKind.MISMATCH: _mismatch_error,
+    FailureKind.SIZES: _sizes_error,
+    FailureKind.ABORTED: _aborted_error,
+    FailureKind.STOPPED: _ended_error,
+    FailureKind.BROKEN: _ended_error,
+    FailureKind.QUEUED: _queued_error,
+    FailureKind.UNSUPPORTED: _unsupported_error,
+    FailureKind.LOST: _lost_error,
+    FailureKind.PROTOCOL: _protocol_error,
+    FailureKind.FAILED: _remote_failure_error,
+    FailureKind.UNREADABLE: _unreadable_error,
 }

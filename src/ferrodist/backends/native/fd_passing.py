@@ -1,8 +1,8 @@
-"""How the lowest rank of a host hands a memory without a name to the others: over a Unix socket.
+"""Passing the descriptor of an anonymous shared memory from a host's lowest rank to the others, over a Unix socket.
 
-Any process of the host can find the socket and connect to it, and take its name once it is closed. Who is let in, and
-from whom a memory is taken, is a process of a user that a rank has told to be its own; the memory gets who shows the
-nonce that only ranks have.
+Any process of the host can find the socket and connect to it, and can take its name once it is closed. So both sides
+accept only processes of the users that ranks have announced as their own, and the descriptor goes to a process that
+knows the nonce, which only ranks do.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ if TYPE_CHECKING:
     from ferrodist.deadline import Deadline
 
 NONCE_BYTES = 16
-_POLL_SECONDS = 0.05
-_FULL_SECONDS = 0.005
+_POLL_INTERVAL_SECONDS = 0.05
+_RETRY_INTERVAL_SECONDS = 0.005
 _BACKLOG = 1024
 _GREETING = struct.Struct(f"<{NONCE_BYTES}sI")  # nonce, rank
 _CREDENTIALS = struct.Struct("=iII")  # `struct ucred`: process, user, group
@@ -36,12 +36,12 @@ _ROOT = 0
 
 
 def make_socket() -> socket.socket:
-    """What a rank connects with."""
+    """Make the socket that a rank connects with."""
     return socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
 
 
 def listen(name: bytes) -> socket.socket:
-    """What the lowest rank waits at."""
+    """Make the socket that the lowest rank listens on."""
     listener = make_socket()
     try:
         listener.bind(_address(name))
@@ -63,16 +63,16 @@ def send_fd(
     users: Collection[int],
     deadline: Deadline,
 ) -> None:
-    """The lowest rank of a host: give the memory to the others.
+    """Pass the memory to the other ranks of the host; its lowest rank calls this.
 
     Args:
         group: The group.
-        listener: From `listen`.
-        nonce: What ranks show.
-        descriptor: Of the memory.
-        ranks: Who gets it.
-        users: Whose processes they are.
-        deadline: For all of it.
+        listener: The result of `listen`.
+        nonce: The nonce that ranks must present.
+        descriptor: The memory's descriptor.
+        ranks: The receiving ranks.
+        users: The ids of the users whose processes they are.
+        deadline: The deadline of the whole exchange.
 
     Raises:
         DistributedTimeoutError: A rank did not come.
@@ -82,50 +82,50 @@ def send_fd(
     with selectors.PollSelector() as selector, contextlib.ExitStack() as stack:
         selector.register(listener, selectors.EVENT_READ)
         while missing:
-            for key, _ in selector.select(min(_POLL_SECONDS, deadline.remaining())):
+            for key, _ in selector.select(min(_POLL_INTERVAL_SECONDS, deadline.remaining())):
                 if key.fileobj is listener:
-                    visitor = _accept(listener, users)
-                    if visitor is not None:
-                        stack.enter_context(visitor)
-                        selector.register(visitor, selectors.EVENT_READ)
+                    connection = _accept(listener, users)
+                    if connection is not None:
+                        stack.enter_context(connection)
+                        selector.register(connection, selectors.EVENT_READ)
                 else:
                     assert isinstance(key.fileobj, socket.socket)
                     selector.unregister(key.fileobj)
-                    with key.fileobj as visitor:
-                        missing.discard(_serve(visitor, nonce, descriptor, missing))
+                    with key.fileobj as connection:
+                        missing.discard(_serve(connection, nonce, descriptor, missing))
             _check(group, sorted(missing), deadline)
 
 
 def _accept(listener: socket.socket, users: Collection[int]) -> socket.socket | None:
-    """Who has come, unless it is a stranger."""
+    """Accept a connection, or None if its process is another user's."""
     try:
-        visitor = listener.accept()[0]
-    except BlockingIOError:  # it has gone again
+        connection = listener.accept()[0]
+    except BlockingIOError:  # it has been closed again
         return None
-    visitor.setblocking(False)
-    if _is_stranger(visitor, users):
-        visitor.close()
+    connection.setblocking(False)
+    if _is_stranger(connection, users):
+        connection.close()
         return None
-    return visitor
+    return connection
 
 
 def _is_stranger(sock: socket.socket, users: Collection[int]) -> bool:
-    """Whether the process on the other side is of another user."""
+    """Whether the peer's process is another user's."""
     _, user, _ = _CREDENTIALS.unpack(sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size))
     return user != _ROOT and user not in users
 
 
-def _serve(visitor: socket.socket, nonce: bytes, descriptor: int, missing: Collection[int]) -> int:
-    """Answer what a process has sent; returns the rank that has got the memory, or -1."""
+def _serve(connection: socket.socket, nonce: bytes, descriptor: int, missing: Collection[int]) -> int:
+    """Answer a process; returns the rank that received the memory, or -1."""
     try:
-        greeting = visitor.recv(_GREETING.size + 1)
+        greeting = connection.recv(_GREETING.size + 1)
         if len(greeting) != _GREETING.size:
             return -1
-        shown, rank = _GREETING.unpack(greeting)
-        if not secrets.compare_digest(shown, nonce) or rank not in missing:
+        presented, rank = _GREETING.unpack(greeting)
+        if not secrets.compare_digest(presented, nonce) or rank not in missing:
             return -1
-        visitor.sendmsg([b"\0"], [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", [descriptor]))])
-    except OSError:  # that one has gone: the others come all the same
+        connection.sendmsg([b"\0"], [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", [descriptor]))])
+    except OSError:  # it has gone; the others still come
         return -1
     return int(rank)
 
@@ -133,19 +133,19 @@ def _serve(visitor: socket.socket, nonce: bytes, descriptor: int, missing: Colle
 def recv_fd(
     group: Backend, sock: socket.socket, leader: int, name: bytes, nonce: bytes, *, user: int, deadline: Deadline
 ) -> int:
-    """Every other rank: get the memory's descriptor, which is the caller's.
+    """Receive the memory's descriptor, which the caller owns; every other rank of the host calls this.
 
     Args:
         group: The group.
-        sock: From `make_socket`.
+        sock: The result of `make_socket`.
         leader: The lowest rank of this host.
-        name: Of its socket.
-        nonce: What to show there.
-        user: Whose process the lowest rank is.
-        deadline: For all of it.
+        name: The name of its socket.
+        nonce: The nonce to present.
+        user: The id of the user whose process the lowest rank is.
+        deadline: The deadline of the whole exchange.
 
     Raises:
-        ConnectionError: The lowest rank hands out nothing, or somebody else has its name.
+        ConnectionError: The lowest rank passes nothing on, or another process has its name.
         DistributedTimeoutError: It did not answer.
         OSError: There is no descriptor left.
     """
@@ -155,17 +155,17 @@ def recv_fd(
             raise ConnectionRefusedError
         sock.sendall(_GREETING.pack(nonce, group.rank))
         while True:
-            sock.settimeout(min(_POLL_SECONDS, deadline.remaining()))
+            sock.settimeout(min(_POLL_INTERVAL_SECONDS, deadline.remaining()))
             try:
                 data, descriptors, flags, _ = socket.recv_fds(sock, 1, 1)
             except (TimeoutError, BlockingIOError):
                 _check(group, [leader], deadline)
                 continue
             break
-    except ConnectionError:  # the same words on all ranks: it is for the lowest one to say why
+    except ConnectionError:  # the same words on all ranks: the lowest one says why
         raise ConnectionError(f"rank {leader} did not hand out the memory") from None
     if flags & socket.MSG_CTRUNC:
-        os.close(os.dup(sock.fileno()))  # raises what the system has not told here, unless it has changed since
+        os.close(os.dup(sock.fileno()))  # raises the system's reason, unless it no longer applies
         raise OSError("the system did not let it take the memory's descriptor (MSG_CTRUNC)")
     if not data or not descriptors:
         raise ConnectionError(f"rank {leader} did not hand out the memory")
@@ -175,22 +175,22 @@ def recv_fd(
 
 def _connect(group: Backend, sock: socket.socket, leader: int, name: bytes, deadline: Deadline) -> None:
     sock.setblocking(False)
-    while (error := sock.connect_ex(_address(name))) == errno.EAGAIN:  # many come at the same time: the backlog is full
+    while (error := sock.connect_ex(_address(name))) == errno.EAGAIN:  # the backlog is full
         _check(group, [leader], deadline)
-        time.sleep(min(_FULL_SECONDS, deadline.remaining()))
+        time.sleep(min(_RETRY_INTERVAL_SECONDS, deadline.remaining()))
     if error:
-        raise OSError(error, os.strerror(error))  # of the class of its number, as ConnectionRefusedError
+        raise OSError(error, os.strerror(error))  # of the subclass of its errno, as ConnectionRefusedError
 
 
 def _check(group: Backend, missing: Sequence[int], deadline: Deadline) -> None:
-    """Raise when the group has ended, or when there is no time left for ``missing``."""
+    """Raise if the group has ended, or if no time is left for the ranks ``missing``."""
     if not missing:
         return
     if group.failure is not None:
         raise group.failure.fresh()
     if deadline.expired:
         raise DistributedTimeoutError(
-            f"sharing memory in group {group.name!r}: {ranks_text(missing)} did not meet rank {group.rank} for it"
+            f"sharing memory in group {group.name!r}: {ranks_text(missing)} did not connect to rank {group.rank}"
             f" within {deadline.timeout:g} s. Look at what is going on there, or pass a larger timeout. Reported by"
             f" rank {group.rank}.",
             ranks=tuple(missing),

@@ -1,4 +1,4 @@
-"""What the ranks of a host have in symmetric memory, one part behind the other."""
+"""A contiguous view of all ranks' symmetric memory on one host."""
 
 from __future__ import annotations
 
@@ -15,22 +15,22 @@ import torch
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-_NO_ACCESS, _MAP_FIXED, _MAP_NORESERVE = 0, 0x10, 0x4000  # of Linux, and not in Python's mmap
-_ENTRY = np.dtype(np.uint64)  # of proc_pid_pagemap(5), as are its bits: present or swapped, and of a file
+_NO_ACCESS, _MAP_FIXED, _MAP_NORESERVE = 0, 0x10, 0x4000  # Linux values that Python's mmap lacks
+_ENTRY = np.dtype(np.uint64)  # see proc_pid_pagemap(5), also for the bits: present or swapped; of a file
 _IN_USE, _OF_FILE = np.uint64(0b11 << 62), np.uint64(1 << 61)
 _FAILED = ctypes.c_void_p(-1).value
 
 
 class ContiguousSharedView:
-    """Parts of a memory file, joined where they are read: what is written there stays in this view.
+    """Parts of a memory file as one contiguous tensor; writes to the tensor stay in this view.
 
-    Pages are shared with whoever else has mapped the file until one is written to, which makes a copy of it (see
-    mmap(2), MAP_PRIVATE). On Linux, a page that was not copied shows what others write to the file.
+    Pages are shared with other mappings of the file until one is written to, which copies it (see mmap(2),
+    MAP_PRIVATE). On Linux, a page that was not copied shows what others write to the file.
 
     Args:
         descriptor: The file; may be closed afterwards.
-        offsets: Where the parts begin, in bytes: whole pages.
-        part_bytes: The size of each: whole pages, not 0.
+        offsets: Offsets of the parts in bytes: multiples of a page.
+        part_bytes: The size of each part: a multiple of a page, not 0.
 
     Raises:
         OSError: The system refuses.
@@ -41,20 +41,20 @@ class ContiguousSharedView:
         self._size_bytes = len(offsets) * part_bytes
         flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_NORESERVE
         self._address = _map(None, self._size_bytes, _NO_ACCESS, flags, -1, 0)
-        kind: Any = type("_Memory", (ctypes.c_char * self._size_bytes,), {})  # unlike its base known to weak references
+        kind: Any = type("_Memory", (ctypes.c_char * self._size_bytes,), {})  # its base takes no weak references
         memory = kind.from_address(self._address)
-        # The tensor's storage keeps what it was made from, and what autograd saves keeps the storage.
+        # The tensor's storage keeps ``memory`` alive, and what autograd saves keeps the storage alive.
         weakref.finalize(memory, _libc().munmap, self._address, self._size_bytes).atexit = False
-        for place, offset in enumerate(offsets):
-            flags = mmap.MAP_PRIVATE | _MAP_FIXED | _MAP_NORESERVE  # hardly a page will ever be copied
+        for index, offset in enumerate(offsets):
+            flags = mmap.MAP_PRIVATE | _MAP_FIXED | _MAP_NORESERVE  # few pages will ever be copied
             access = mmap.PROT_READ | mmap.PROT_WRITE
-            _map(self._address + place * part_bytes, part_bytes, access, flags, descriptor, offset)
+            _map(self._address + index * part_bytes, part_bytes, access, flags, descriptor, offset)
         self.tensor = torch.frombuffer(memory, dtype=torch.uint8)
         """All parts, as bytes."""
 
     @property
     def has_own_pages(self) -> bool:
-        """Whether something was written here; False where the system doesn't tell."""
+        """Whether something was written to this view; False if the system does not report that."""
         try:
             with Path("/proc/self/pagemap").open("rb", buffering=0) as pages:
                 pages.seek(self._address // mmap.PAGESIZE * _ENTRY.itemsize)
@@ -64,7 +64,7 @@ class ContiguousSharedView:
         return bool(((entries & _IN_USE != 0) & (entries & _OF_FILE == 0)).any())
 
     def restore(self) -> None:
-        """Show what is in the file again, in place of what was written here."""
+        """Show the content of the file again, in place of what was written here."""
         _check(_libc().madvise(self._address, self._size_bytes, mmap.MADV_DONTNEED), "madvise")
 
 

@@ -11,9 +11,10 @@ from typing import TYPE_CHECKING, Any
 
 from typing_extensions import override
 
-from ferrodist.backends.control_plane import ControlPlaneBackend, control_of
+from ferrodist.backends.control_plane import ControlPlaneBackend
 from ferrodist.backends.cuda import allow_queries_during_capture, streams_of
 from ferrodist.backends.lifecycle import snapshot_weak
+from ferrodist.backends.native.backend import open_host_group
 from ferrodist.backends.nccl.collectives import NcclEngine
 from ferrodist.backends.nccl.communicator import load_nccl, why_no_nccl
 from ferrodist.backends.nccl.p2p import NcclP2P
@@ -41,22 +42,14 @@ if TYPE_CHECKING:
 def reasons_without_nccl(control: Backend, deadline: Deadline) -> dict[int, str]:
     """The reasons why ranks can't use NCCL, by rank; collective."""
     own = (why_no_nccl() or "").encode()[:MAX_PAYLOAD]
-    answers = control.agreement.reach(CollectiveSignature(operation="is there NCCL", payload=own), deadline.remaining())
+    answers = control.verifier.verify(CollectiveSignature(operation="is there NCCL", payload=own), deadline.remaining())
     return {rank: reason.decode(errors="replace") for rank, reason in enumerate(answers) if reason}
 
 
 class NcclGroup(ControlPlaneBackend):
     """A group with NCCL for tensors on GPUs over a control group, which it closes with itself.
 
-    Args:
-        control: A group of another backend, used by this group only.
-        stream: A `torch.cuda.Stream` for all of the group's work on the GPU; None makes one for each group.
-        library: Returns NCCL, or raises BackendUnavailable; for tests.
-        streams: Returns the streams of a GPU; for tests.
-
-    Raises:
-        BackendUnavailable: This process has no NCCL, or no GPU.
-        TypeError: ``stream`` is not a stream, or ``control`` not a group.
+    The arguments are those of `NcclBackend`.
     """
 
     def __init__(
@@ -72,16 +65,12 @@ class NcclGroup(ControlPlaneBackend):
             raise TypeError(f"{type(self).__name__} takes a torch.cuda.Stream as stream, or None, not {stream!r}")
         reason = why_no_nccl() if library is load_nccl else None
         if reason is not None:
-            raise BackendUnavailable(
-                f"{type(self).__name__} needs NCCL on all ranks, and rank {control.rank} can't use it: {reason}."
-                " 'ferrodist doctor' tells what is there.",
-                ranks=(control.rank,),
-            )
+            raise self._unavailable_error((control.rank,), reason)
         self._is_closed = False
         self._stream = stream
         self._library = library
         self._streams = streams
-        self.agreement = control.agreement
+        self.verifier = control.verifier
         self.use_engine("cpu", control.engine("cpu"), control.p2p("cpu"))
         self.fast_path = control.fast_path
         self._watchdog = Watchdog(f"ferrodist-nccl-{control.name}-{control.rank}", allow_queries_during_capture)
@@ -97,7 +86,7 @@ class NcclGroup(ControlPlaneBackend):
         Raises:
             BackendUnavailable: On all ranks, when one can't use NCCL; with the reason.
         """
-        control = control_of(membership, timeout, deadline)
+        control = open_host_group(membership, timeout, deadline)
         try:
             cls._check_nccl(control, deadline)
             return cls(control)
@@ -110,11 +99,15 @@ class NcclGroup(ControlPlaneBackend):
         reasons = reasons_without_nccl(control, deadline)
         if reasons:
             reason = (control.rank in reasons and why_no_nccl()) or reasons[min(reasons)]
-            raise BackendUnavailable(
-                f"{cls.__name__} needs NCCL on all ranks, and {ranks_text(tuple(reasons))} can't use it: {reason}."
-                " 'ferrodist doctor' tells what is there.",
-                ranks=tuple(reasons),
-            )
+            raise cls._unavailable_error(tuple(reasons), reason)
+
+    @classmethod
+    def _unavailable_error(cls, ranks: tuple[int, ...], reason: str) -> BackendUnavailable:
+        return BackendUnavailable(
+            f"{cls.__name__} needs NCCL on all ranks, and {ranks_text(ranks)} can't use it: {reason}."
+            " 'ferrodist doctor' tells what is there.",
+            ranks=ranks,
+        )
 
     def _executor_of(self, group: Backend) -> StreamExecutor:
         """The executor of this group or of a sub-group, made on first use."""
@@ -167,8 +160,8 @@ class NcclGroup(ControlPlaneBackend):
 
     # Sub-groups.
 
+    @override
     def close_subgroup(self, group_id: int, members: tuple[int, ...]) -> None:
-        """See `Backend.close_subgroup`."""
         executor = self._executors.pop(group_id, None)
         if executor is not None:
             executor.release(self._control.subgroup_failure(group_id, members))
@@ -266,7 +259,7 @@ class HybridBackend(NcclGroup):
 
 def best_backend(membership: Membership, timeout: float, deadline: Deadline) -> Backend:
     """The group of ``init_process_group(None)``: hybrid where all ranks have NCCL and a GPU, else without NCCL."""
-    control = control_of(membership, timeout, deadline)
+    control = open_host_group(membership, timeout, deadline)
     try:
         return control if reasons_without_nccl(control, deadline) else HybridBackend(control)
     except BaseException:

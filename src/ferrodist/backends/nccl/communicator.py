@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from ferrodist.backends.collective_op import CollectiveKind, CollectiveOp
 from ferrodist.backends.polling import wait_until
 from ferrodist.backends.signature import MAX_PAYLOAD, CollectiveSignature
 from ferrodist.deadline import Deadline
@@ -40,11 +41,7 @@ class NcclError(DistributedError):
 
 
 class Library:
-    """NCCL, through nccl4py's raw bindings, which release the GIL and check every result.
-
-    Args:
-        bindings: The module ``nccl.bindings.nccl``.
-    """
+    """NCCL, through nccl4py's raw bindings (``nccl.bindings.nccl``), which release the GIL and check every result."""
 
     def __init__(self, bindings: Any) -> None:
         self._bindings = bindings
@@ -84,7 +81,7 @@ class Communicator:
         self._device = device
 
     def is_ready(self) -> bool:
-        """Whether everything begun is on its stream; raises NcclError when the communicator has failed."""
+        """Return whether everything begun is on its stream; raises NcclError when the communicator has failed."""
         status = int(self._call("comm_get_async_error", self._handle))
         if status not in (_SUCCESS, _IN_PROGRESS):
             text = self._bindings.get_error_string(status)
@@ -226,7 +223,7 @@ def why_no_gpu() -> str | None:
 
 
 def is_nccl_available() -> bool:
-    """Whether this process has a GPU, NVIDIA's binding `nccl4py`, and an NCCL that it can load."""
+    """Return whether this process has a GPU, NVIDIA's binding `nccl4py`, and an NCCL that it can load."""
     return why_no_nccl() is None
 
 
@@ -255,11 +252,7 @@ class CommunicatorHandle:
     """A group's communicator: made by its ranks together for the first operation, and freed once.
 
     Making a group takes no GPU memory: the communicator is made by the first operation, on that operation's GPU. NCCL
-    allows one thread at a time, so callers hold ``lock``.
-
-    Args:
-        group: The group.
-        library: Returns NCCL, or raises BackendUnavailable.
+    allows one thread at a time, so callers hold ``lock``. ``library()`` may raise BackendUnavailable.
     """
 
     def __init__(self, group: Backend, library: Callable[[], Library]) -> None:
@@ -278,7 +271,7 @@ class CommunicatorHandle:
 
     @property
     def is_of_parent(self) -> bool:
-        """Whether this is a forked child, where neither NCCL nor CUDA works."""
+        """True if this is a forked child, where neither NCCL nor CUDA works."""
         return self._process != os.getpid()
 
     def begin(self, device: torch.device, call: CollectiveSignature, deadline: Deadline) -> None:
@@ -314,18 +307,20 @@ class CommunicatorHandle:
         self._finalizer.atexit = False
 
     def _share(self, operation: str, payload: bytes, timeout: float, *, what: str = "") -> list[bytes]:
-        """Exchange payloads through the verifier of the group's calls on the host."""
+        """Exchange payloads through the group's verification of calls on the host."""
         engine = self._group.engine("cpu")
         if engine is None:
-            return self._group.agreement.reach(
+            return self._group.verifier.verify(
                 CollectiveSignature(operation=operation, reduce_op=what, payload=payload), timeout
             )
         name = f"{operation} {what}" if what else operation
-        shared: list[bytes] = engine.share(name, payload, timeout=timeout, sequence=engine.reserve())
-        return shared
+        op = CollectiveOp(kind=CollectiveKind.SHARE, name=name, payload=payload, timeout=timeout)
+        payloads = engine.run(op, engine.reserve())
+        assert payloads is not None
+        return payloads
 
     def is_ready(self) -> bool:
-        """Whether everything begun is on its stream; False once aborted.
+        """Return whether everything begun is on its stream; False once aborted.
 
         Raises:
             NcclError: The communicator has failed.
@@ -406,7 +401,7 @@ class NcclUniqueId:
         internal: 128 bytes.
 
     Raises:
-        ValueError: They are not 128.
+        ValueError: ``internal`` has another length.
     """
 
     internal: bytes

@@ -23,7 +23,7 @@ class OpInfo:
 
     Args:
         what: The call; converted to text only when needed.
-        sequence: Its position among the group's collectives, or `NO_SEQUENCE`.
+        sequence: The position among the group's collectives, or `NO_SEQUENCE`.
         timeout: Seconds it may take, from when the GPU has reached it.
         peers: The other ranks of a message.
     """
@@ -38,10 +38,10 @@ class InFlightOp:
     """One operation on a stream.
 
     Args:
-        info: What it is.
+        info: The operation.
         streams: The GPU's streams.
-        start: The event before its work.
-        end: The event after its work.
+        start: The event before it.
+        end: The event after it.
         kept: Tensors that must live until it has ended.
         caller: The ``cudaStream_t`` that was current when it was launched.
     """
@@ -60,11 +60,11 @@ class InFlightOp:
         self._started_at: float | None = None
 
     def done(self) -> bool:
-        """Whether the GPU has passed its end; never blocks."""
+        """Return whether the GPU has passed its end; never blocks."""
         return self.streams.has_passed(self.end)
 
     def is_overdue(self, now: float) -> bool:
-        """Whether its timeout has passed, counted from when the GPU was first seen to have reached it."""
+        """Return whether its timeout has passed, counted from when the GPU was first seen to have reached it."""
         if self._started_at is None:
             if self.streams.has_passed(self._start):
                 self._started_at = now
@@ -73,7 +73,7 @@ class InFlightOp:
 
 
 class EnqueuedOp:
-    """What one thread has launched asynchronously: a `StreamWork` of `collectives/engines/base.py`.
+    """The operations that one thread has launched asynchronously; a `StreamWork` of `backends/engine.py`.
 
     Args:
         launched: The operations, in order; all on one stream.
@@ -100,7 +100,7 @@ class EnqueuedOp:
         return self._failure()
 
     def done(self) -> bool:
-        """Whether the GPU has done it and the calls have been compared, or the group has failed."""
+        """Return whether the GPU has done it and the calls have been compared, or the group has failed."""
         return self._failure() is not None or all(
             launched.done() and self._is_compared(launched.info.sequence) for launched in self._launched
         )

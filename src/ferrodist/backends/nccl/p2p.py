@@ -84,12 +84,7 @@ class _Match(NamedTuple):
 
 
 class NcclP2P:
-    """`DeviceP2P` of a group, by NCCL; see [Note: messages of GPUs].
-
-    Args:
-        group: The group.
-        executor: Enqueues the messages between two ranks, where the group is such a pair.
-    """
+    """`DeviceP2P` of a group, by NCCL; see [Note: messages of GPUs]. Its executor is used if the group is a pair."""
 
     def __init__(self, group: Backend, executor: StreamExecutor) -> None:
         self._group = group
@@ -238,8 +233,9 @@ class NcclP2P:
 
 
 def _executor_of(pair: Backend) -> StreamExecutor:
-    messages: NcclP2P = pair.p2p("cuda")
-    return messages.executor
+    p2p = pair.p2p("cuda")
+    assert isinstance(p2p, NcclP2P)
+    return p2p.executor
 
 
 class _P2PTransfer(NamedTuple):

@@ -1,4 +1,4 @@
-"""How each reduction is done with the ones that NCCL has.
+"""Recipes for doing each reduction with those that NCCL has.
 
 [Note: recipes]
 NCCL has sums, products, minima, maxima and averages of some dtypes, and neither bitwise operations nor NaN. A reduction
@@ -72,7 +72,7 @@ def reduce_op_to_nccl(op: Any) -> int:
 
 
 class Encoding(Enum):
-    """How elements are encoded for NCCL."""
+    """Encodings of elements for NCCL."""
 
     AS_THEY_ARE = "as they are"
     CONVERTED = "converted"
@@ -82,10 +82,10 @@ class Encoding(Enum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReductionRecipe:
-    """How a reduction is done with NCCL.
+    """The encoding and operation by which NCCL does a reduction.
 
     Args:
-        encoding: How elements are encoded.
+        encoding: The elements' encoding.
         carrier: The dtype given to NCCL.
         op: The ncclRedOp_t; None for gathered elements, and for a premultiplied sum, which is made with ``factor``.
         factor: The factor of this rank's elements, or None.
@@ -174,7 +174,7 @@ def _of_bools(name: str) -> ReductionRecipe:
 
 
 def _represents(dtype: torch.dtype, value: float) -> bool:
-    """Whether a float type holds a value exactly, and not as a subnormal, which some arithmetic flushes."""
+    """Return whether a float type holds a value exactly, and not as a subnormal, which some arithmetic flushes."""
     rounded = float(torch.tensor(value, dtype=dtype, device="cpu"))
     return rounded == value and (value == 0 or (abs(value) >= torch.finfo(dtype).tiny and math.isfinite(rounded)))
 

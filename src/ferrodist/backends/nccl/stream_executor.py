@@ -84,7 +84,7 @@ class StreamExecutor:
         group: The group.
         library: Returns NCCL, or raises BackendUnavailable.
         streams_of: Returns the streams of a GPU.
-        watchdog: Polls launched operations.
+        watchdog: The backend's watchdog.
         stream: The stream to use, or None for one of the group's own.
     """
 
@@ -192,9 +192,9 @@ class StreamExecutor:
         )
 
     @property
-    def has_outstanding(self) -> bool:
-        """Whether an operation is not known to have ended."""
-        return bool(self._outstanding)
+    def needs_polling(self) -> bool:
+        """True if an operation is not known to have ended, or a mismatch was found."""
+        return bool(self._outstanding) or (self._mismatch is not None and self._group.failure is None)
 
     def _enqueue(
         self, info: OpInfo, tensors: Sequence[torch.Tensor], work: Work, deadline: Deadline, *, blocks_caller: bool
@@ -290,11 +290,12 @@ class StreamExecutor:
             backoff.rest(deadline.remaining())
 
     def poll(self, now: float) -> bool:
-        """Drop operations that have ended, abort the group for one that is overdue; whether any are left."""
+        """Drop operations that have ended, and abort the group for errors; whether operations are left."""
         if self._group.failure is None:
             error = self._handle.find_error()
-            if error is not None:
-                self._group.abort(self._with_context(error))
+            reason = self._mismatch if error is None else self._with_context(error)
+            if reason is not None:
+                self._group.abort(reason)
         if self._group.failure is not None:
             self.abort()
             return False
@@ -312,7 +313,7 @@ class StreamExecutor:
     def report(self, error: DistributedError) -> None:
         """Have the watchdog abort the group for a mismatch; does not block."""
         self._mismatch = error
-        self._watchdog.report(self, error)
+        self._watchdog.watch(self, at_once=True)
 
     def _reap(self) -> None:
         with self._reaping:

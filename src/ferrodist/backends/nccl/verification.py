@@ -37,9 +37,7 @@ _CALL_TAG = channel_tag(Channel.DEVICE_CALL, 0)
 class RingVerifier:
     """Compares this rank's calls with the previous rank's; see [Note: call ring].
 
-    Args:
-        group: The group.
-        on_mismatch: Called with the error of a difference, in any thread; must not block.
+    ``on_mismatch(error)`` is called in any thread and must not block.
     """
 
     def __init__(self, group: Backend, on_mismatch: Callable[[CollectiveMismatchError], None]) -> None:
@@ -76,11 +74,11 @@ class RingVerifier:
 
     @property
     def num_uncompared(self) -> int:
-        """How many calls of this rank have not been compared yet."""
+        """The number of this rank's calls that have not been compared yet."""
         return len(self._own)
 
     def is_compared(self, sequence: int) -> bool:
-        """Whether a call of this rank has been compared."""
+        """Return whether a call of this rank has been compared."""
         return sequence not in self._own
 
     def close(self) -> None:
@@ -118,15 +116,13 @@ _POLL_INTERVAL_SECONDS = 0.05
 
 
 class SplitSizeVerifier:
-    """Compares, pair by pair, what one rank sends in an all_to_all with what the other expects.
+    """Compares, pair by pair, the rows that one rank sends in an all_to_all with those that the other expects.
 
     NCCL would write past the end of a smaller tensor, or wait for ever. A rank can't know whether another's counts are
     uneven, so every rank sends its own to every other. A rank whose counts are all equal need not wait for the others':
     equal ones fit, and a rank with uneven ones waits, and finds the difference.
 
-    Args:
-        group: The group.
-        on_mismatch: Called with the error of a difference, in any thread; must not block.
+    ``on_mismatch(error)`` is called in any thread and must not block.
     """
 
     def __init__(self, group: Backend, on_mismatch: Callable[[DistributedError], None]) -> None:

@@ -11,7 +11,6 @@ import struct
 import threading
 import time
 import weakref
-from collections import deque
 from functools import partial
 from typing import TYPE_CHECKING, Protocol
 
@@ -38,12 +37,7 @@ _ANSWER_SECONDS = 1.0
 
 
 class NcclLivenessProbe:
-    """Asks the ranks of a group how many operations they have called, and answers that.
-
-    Args:
-        group: The group.
-        num_called: Returns this rank's number.
-    """
+    """Asks the ranks of a group how many operations they have called, and answers ``num_called()``."""
 
     def __init__(self, group: Backend, num_called: Callable[[], int]) -> None:
         self._num_called = num_called
@@ -134,18 +128,18 @@ class Watched(Protocol):
     """A group's operations on GPUs, as the watchdog sees them."""
 
     @property
-    def has_outstanding(self) -> bool:
-        """Whether an operation is not known to have ended."""
+    def needs_polling(self) -> bool:
+        """True if an operation is not known to have ended, or a mismatch was found."""
 
     def poll(self, now: float) -> bool:
-        """Drop operations that have ended, abort the group for one that is overdue; whether any are left."""
+        """Drop operations that have ended, and abort the group for errors; whether operations are left."""
 
     def fail(self, error: DistributedError) -> None:
         """Abort the group."""
 
 
 class Watchdog:
-    """Polls the outstanding operations of a backend's groups every 10 ms, and sleeps while there are none.
+    """Polls the outstanding operations of a backend's groups every 10 ms, and sleeps otherwise.
 
     The thread starts with the first operation.
 
@@ -163,22 +157,15 @@ class Watchdog:
         self._clock = clock
         self._changed = threading.Condition()
         self._busy: set[Watched] = set()
-        self._reports: deque[tuple[Watched, DistributedError]] = deque()
         self._thread: threading.Thread | None = None
         self._is_closed = False
 
-    def watch(self, executor: Watched) -> None:
-        """Poll a group's operations from now on, until none is outstanding."""
-        if executor in self._busy:
+    def watch(self, executor: Watched, *, at_once: bool = False) -> None:
+        """Poll a group from now on, for as long as it needs that; does not block."""
+        if executor in self._busy and not at_once:
             return
         with self._changed:
             self._busy.add(executor)
-            self._wake()
-
-    def report(self, executor: Watched, error: DistributedError) -> None:
-        """Abort a group from the watchdog's thread; does not block."""
-        with self._changed:
-            self._reports.append((executor, error))
             self._wake()
 
     def close(self) -> None:
@@ -203,17 +190,13 @@ class Watchdog:
     def _run(self) -> None:
         self._prepare()
         while self._await_work():
-            with contextlib.suppress(IndexError):
-                while True:
-                    executor, error = self._reports.popleft()
-                    executor.fail(error)
             now = self._clock()
             for executor in list(self._busy):
                 if not self._poll(executor, now):
                     with self._changed:
-                        # `watch` does nothing while a group is in the set, so check for operations since the poll.
+                        # `watch` does nothing while a group is in the set, so check for changes since the poll.
                         self._busy.discard(executor)
-                        if executor.has_outstanding:
+                        if executor.needs_polling:
                             self._busy.add(executor)
             executor = None  # type: ignore[assignment] # or its group would live until the next operation
 
@@ -226,10 +209,10 @@ class Watchdog:
             return False
 
     def _await_work(self) -> bool:
-        """Sleep until the next poll or report is due; False once the watchdog is closed."""
+        """Sleep until the next poll is due; False once the watchdog is closed."""
         with self._changed:
-            if self._busy and not self._reports and not self._is_closed:
+            if self._busy and not self._is_closed:
                 self._changed.wait(_POLL_INTERVAL_SECONDS)
-            while not (self._busy or self._reports or self._is_closed):
+            while not (self._busy or self._is_closed):
                 self._changed.wait()
             return not self._is_closed

@@ -1,4 +1,4 @@
-"""The star: every rank is connected to rank 0, which passes on what ranks say to each other."""
+"""The TCP star: every rank is connected to rank 0, which relays the messages between the others."""
 
 from ferrodist.backends.tcp.backend import TcpBackend
 

@@ -1,45 +1,37 @@
 """The TCP star as a backend.
 
-One thread of each rank (`IoLoop`) reads and writes all of its connections and never blocks on one, so whatever the
-sizes of socket buffers and whoever waits for whom in the program, frames keep moving: a rank that computes still passes
-on, takes in and grants. Senders write straight from their own thread while the socket takes it.
+One thread of each rank (`IoLoop`) reads and writes all of its connections and never blocks on one. So frames keep
+moving, whatever the sizes of socket buffers and whichever ranks wait for each other: a rank that computes still relays,
+receives and grants. Senders write straight from their own thread while the socket takes it.
 """
 
 from __future__ import annotations
 
 import itertools
 import os
-import socket
 import threading
 from functools import partial
 from typing import TYPE_CHECKING
 
 from ferrodist.backends.abort_reason import pack_reason, unpack_reason
+from ferrodist.backends.group_observer import PeerExit
 from ferrodist.backends.lifecycle import track
 from ferrodist.backends.liveness import LivenessProbe
 from ferrodist.backends.mailbox import EAGER_LIMIT, Message
-from ferrodist.backends.mailbox_backend import MAX_AHEAD, MailboxBackend, PeerExit, Send
+from ferrodist.backends.mailbox_backend import MAX_AHEAD, MailboxBackend, Send
 from ferrodist.backends.request import Stragglers
 from ferrodist.backends.tags import group_of_tag, group_tag
-from ferrodist.backends.tcp.connection import (
-    FramedConnection,
-    QueuedFrame,
-    Sink,
-    dial_hub,
-    gather_links,
-    read_published,
-    refusal_of,
-    tune,
-)
+from ferrodist.backends.tcp.bootstrap import dial_hub, gather_links, join_members
+from ferrodist.backends.tcp.connection import FramedConnection, QueuedFrame, Sink, tune
 from ferrodist.backends.tcp.io_loop import BLOCK_BYTES, IoLoop
 from ferrodist.backends.tcp.wire import MAX_PAYLOAD, Frame, FrameType
 from ferrodist.deadline import Deadline, check_timeout
 from ferrodist.errors import DistributedError, ProtocolError, RendezvousError, ranks_text
 from ferrodist.rendezvous.secret import resolve_secret
-from ferrodist.rendezvous.sockets import format_address
-from ferrodist.resource_limits import check_descriptors, naming_limits
+from ferrodist.resource_limits import naming_limits
 
 if TYPE_CHECKING:
+    import socket
     from collections.abc import Callable
 
     from typing_extensions import Self
@@ -47,48 +39,42 @@ if TYPE_CHECKING:
     from ferrodist.rendezvous import Membership
     from ferrodist.rendezvous.session import Connection
 
-_ADDRESS_KEY = "tcp/address"
-
-_OWN_DESCRIPTORS = 16
-"""Of rank 0 while ranks connect: of its listener and its loop, and some to spare."""
-
 _HUB = 0
 _WORLD = 0
 _LOW_64 = (1 << 64) - 1
 
 _CLOSE_SECONDS = 5.0
-"""How long `TcpBackend.close` goes on passing on what ranks that are still there say to each other."""
+"""How long `TcpBackend.close` goes on relaying messages between ranks that are still there."""
 
 _ANSWER_GRACE_SECONDS = 0.5
-"""How long past its deadline a connected rank waits for rank 0 to say which rank is missing."""
+"""How long past its deadline a connected rank waits for rank 0 to name the missing rank."""
 
 _FAREWELL_SECONDS = 0.2
-"""How long a rank that was not let in waits for its goodbye to be taken."""
+"""How long a rank that was not let in waits until its notices are sent."""
 
-_FLUSH_POLL_SECONDS = 0.01
+_FLUSH_POLL_INTERVAL_SECONDS = 0.01
 
 
 class TcpBackend(MailboxBackend):
     """A rank of a group connected by TCP through rank 0.
 
-    Ranks other than 0 have one connection, to rank 0, which passes on what they send each other. That needs no more
-    than one reachable port, and costs rank 0 the traffic of all pairs. Returns when every rank is connected.
+    Ranks other than 0 have one connection, to rank 0, which relays the messages between them. That needs no more than
+    one reachable port, and costs rank 0 the traffic of all pairs. Returns when every rank is connected.
 
-    A rank that is stopped, not killed, is found by a deadline: whoever waited in vain asks those it waited for, and
-    rank 0, to answer within 0.2 s, and names those that don't; rank 0 alone when it is rank 0 that does not answer.
-    When all answer, all that were waited for are named.
+    A rank that is stopped, not killed, is found by a deadline: a rank whose wait has timed out asks its peers, and rank
+    0, to answer within 0.2 s, and names those that don't; rank 0 alone if it is rank 0 that does not answer. If all
+    answer, all peers are named.
 
     Args:
         rank: This rank.
         world_size: Number of ranks.
         address: "host:port" that rank 0 binds and the others dial.
-        secret: The job secret, the same on every rank; None takes the environment's FERRODIST_SECRET. Without one
-            rank 0 refuses to bind anything but a loopback address, and ranks prove that they know their user's secret.
-        timeout: Seconds a blocking call may take when it names no timeout itself. On Linux a rank that takes no data
-            for that long (10 to 300 s) is given up as dead, whatever timeout a call names: make this the longest that
-            the program uses, if ranks may be stopped and go on. None takes FERRODIST_TIMEOUT's, or
-            `DEFAULT_COLLECTIVE_TIMEOUT`.
-        name: What error messages call the group.
+        secret: The job secret, the same on every rank; None takes the environment's FERRODIST_SECRET. Without one rank
+            0 refuses to bind anything but a loopback address, and ranks prove that they know their user's secret.
+        timeout: Default of blocking calls' ``timeout``, in seconds. On Linux a rank that takes no data for that long
+            (10 to 300 s) is given up as dead, whatever timeout a call names: make this the longest that the program
+            uses, if ranks may be stopped and go on. None takes FERRODIST_TIMEOUT's, or `DEFAULT_COLLECTIVE_TIMEOUT`.
+        name: The group's name in error messages.
         job: Name of the job; ranks of another one are turned away.
         listener: For rank 0: a bound, listening socket to use in place of ``address``; the group closes it.
         connect_timeout: Seconds for all ranks to connect; None takes ``timeout``.
@@ -97,7 +83,7 @@ class TcpBackend(MailboxBackend):
     Raises:
         RendezvousError: On every rank, when some did not come in time; they are named.
         AuthenticationError: This rank's secret is not rank 0's.
-        InvalidRankError, InvalidWorldSizeError: Rank 0 waits for other numbers.
+        InvalidRankError, InvalidWorldSizeError: Rank 0 expects another rank or world size.
     """
 
     def __init__(
@@ -119,15 +105,17 @@ class TcpBackend(MailboxBackend):
         super().__init__(rank, world_size, timeout=timeout, name=name)
         self._links: dict[int, FramedConnection] = {}
         self._buffer_bytes = socket_buffer_bytes
-        self._message_numbers = itertools.count(1)
-        self._numbers: dict[Send, int] = {}  # of sends that can still be taken back
-        self._last: dict[Send, QueuedFrame] = {}  # the frame that completes each of them, once pushed
-        self._offers: dict[int, Send] = {}  # by message number: waiting for a GRANT
-        # A message's pieces are queued as one, or it could be taken back between two of them and lose the first ones.
+        self._message_ids = itertools.count(1)
+        self._ids: dict[Send, int] = {}  # ids of sends that can still be taken back
+        self._last: dict[Send, QueuedFrame] = {}  # the frame that completes each of these, once pushed
+        self._offers: dict[int, Send] = {}  # by message id: sends that wait for a GRANT
+        # A message's frames are queued together, or it could be taken back between two and lose the first ones.
         self._streaming = threading.RLock()
-        self._incoming: dict[tuple[int, int], Message] = {}  # by source and number: offered to this rank, not whole
+        self._incoming: dict[tuple[int, int], Message] = {}  # by source and id: offered to this rank, not complete
         self._changed = threading.Condition()
         self._ready = False
+        self.relays_messages = True
+        """Whether messages between other ranks pass through rank 0."""
         self._actions: dict[FrameType, Callable[[FramedConnection, Frame, memoryview | bytes], None]] = {
             FrameType.OFFER: self._on_offer,
             FrameType.GRANT: self._on_grant,
@@ -155,7 +143,7 @@ class TcpBackend(MailboxBackend):
                     listener.close()
         except BaseException as error:
             if isinstance(error, DistributedError) and self._links:
-                self.abort(error)  # the others may be waiting for this rank
+                self.abort(error)  # others may be waiting for this rank
             self._loop.stop()
             raise
 
@@ -166,45 +154,11 @@ class TcpBackend(MailboxBackend):
         Rank 0 listens on a free port next to its store and publishes the address; the others dial it.
 
         Args:
-            membership: What the rendezvous gave.
-            timeout: Seconds a blocking call may take when it names no timeout itself.
+            membership: The result of the rendezvous.
+            timeout: Default of blocking calls' ``timeout``, in seconds.
             deadline: When all ranks must have connected.
         """
-        store = membership.store
-        listener = None
-        try:
-            if membership.rank == 0 and membership.world_size > 1:
-                listener = cls._listen(membership)
-                host, port = listener.getsockname()[:2]
-                store.set(_ADDRESS_KEY, format_address(host, port).encode(), timeout=deadline.remaining())
-            alone = membership.world_size == 1
-            told = "" if alone else read_published(store.get(_ADDRESS_KEY, timeout=deadline.remaining()))
-            return cls(
-                membership.rank,
-                membership.world_size,
-                told,
-                secret=membership.secret,
-                timeout=timeout,
-                job=membership.job,
-                listener=listener,
-                connect_timeout=deadline.remaining(),
-            )
-        except BaseException:
-            if listener is not None:
-                listener.close()
-            raise
-
-    @staticmethod
-    def _listen(membership: Membership) -> socket.socket:
-        """Listen as rank 0, if it can have as many connections as there are ranks; else all ranks are told."""
-        family = socket.AF_INET6 if ":" in membership.host else socket.AF_INET
-        try:
-            with naming_limits(f"rank 0 can't connect {membership.world_size} ranks", (0,)):
-                check_descriptors(membership.world_size + _OWN_DESCRIPTORS)
-                return socket.create_server((membership.host, 0), family=family)
-        except RendezvousError as error:
-            membership.store.set(_ADDRESS_KEY, refusal_of(error))
-            raise
+        return join_members(cls, membership, timeout, deadline)
 
     def _connect(
         self, address: str, secret: bytes, job: str, listener: socket.socket | None, deadline: Deadline
@@ -252,27 +206,27 @@ class TcpBackend(MailboxBackend):
             " that all ranks are there. Look at what rank 0 is doing.",
             ranks=(_HUB,),
         )
-        self.close(_FAREWELL_SECONDS)  # rank 0 may not answer that either
+        self.close(_FAREWELL_SECONDS)  # rank 0 may not answer this either
         raise error
 
     # Sending.
 
     def _start_send(self, send: Send) -> None:
-        number = next(self._message_numbers)
+        message_id = next(self._message_ids)
         size = len(send.data)
-        self._numbers[send] = number
+        self._ids[send] = message_id
         if size <= EAGER_LIMIT:
-            self._push_last(send, self._message_frame(FrameType.EAGER, send, number, length=size), send.data)
+            self._push_last(send, self._message_frame(FrameType.EAGER, send, message_id, length=size), send.data)
         else:
-            self._offers[number] = send
-            self._push(QueuedFrame(self._message_frame(FrameType.OFFER, send, number), owner=send))
+            self._offers[message_id] = send
+            self._push(QueuedFrame(self._message_frame(FrameType.OFFER, send, message_id), owner=send))
 
-    def _stream(self, send: Send, number: int) -> None:
-        """Queue a whole message that was granted, in pieces."""
+    def _stream(self, send: Send, message_id: int) -> None:
+        """Queue the DATA frames of a message that was granted."""
         size = len(send.data)
         for start in range(0, size, MAX_PAYLOAD):
             stop = min(start + MAX_PAYLOAD, size)
-            frame = self._message_frame(FrameType.DATA, send, number, length=stop - start, offset=start)
+            frame = self._message_frame(FrameType.DATA, send, message_id, length=stop - start, offset=start)
             if stop < size:
                 self._push(QueuedFrame(frame, send.data[start:stop], owner=send))
             else:
@@ -284,46 +238,54 @@ class TcpBackend(MailboxBackend):
         self._push(outgoing)
 
     def _written(self, send: Send) -> None:
-        self._numbers.pop(send, None)
+        self._ids.pop(send, None)
         self._last.pop(send, None)
         self._finish_send(send)
 
     def _take_back(self, send: Send) -> bool:
-        number = self._numbers.pop(send, None)
-        if number is None:
-            return False  # its last byte has been written
+        message_id = self._ids.pop(send, None)
+        if message_id is None:
+            return False  # its last byte is written
         link = self._link_to(send.peer)
         with self._streaming:
-            self._offers.pop(number, None)
+            self._offers.pop(message_id, None)
             last = self._last.pop(send, None)
             dropped = link is None or link.drop(send, last)
         if link is None:
             return True
         if not dropped:
-            self._finish_send(send)  # it arrives, from a copy of what is not written yet
+            self._finish_send(send)  # it arrives, from a copy of the bytes not written yet
             return False
         if len(send.data) > EAGER_LIMIT:
-            self._push(QueuedFrame(self._message_frame(FrameType.WITHDRAW, send, number)))
+            self._push(QueuedFrame(self._message_frame(FrameType.WITHDRAW, send, message_id)))
         return True
 
-    def _message_frame(self, kind: FrameType, send: Send, number: int, *, length: int = 0, offset: int = 0) -> Frame:
+    def _message_frame(
+        self, kind: FrameType, send: Send, message_id: int, *, length: int = 0, offset: int = 0
+    ) -> Frame:
         return Frame(
             kind=kind,
             source=self.rank,
             destination=send.peer,
             length=length,
-            message=number,
+            message=message_id,
             group=group_of_tag(send.tag),
             tag=send.tag & _LOW_64,
             size_bytes=len(send.data),
             offset=offset,
         )
 
+    def local_host(self) -> str:
+        """This rank's address on the interface that leads to rank 0, or on rank 0 to another rank."""
+        for link in self._links.values():
+            return str(link.sock.getsockname()[0])
+        return "127.0.0.1"
+
     def _link_to(self, rank: int) -> FramedConnection | None:
         return self._links.get(rank if self.rank == _HUB else _HUB)
 
     def _push(self, outgoing: QueuedFrame, source_link: FramedConnection | None = None) -> None:
-        """Write or queue a frame on the way to its destination; without a way it is dropped."""
+        """Write or queue a frame for its destination; drop it if there is no connection."""
         link = self._link_to(outgoing.frame.destination)
         if link is not None and link.push(outgoing):
             if source_link is not None and link.relayed_bytes > BLOCK_BYTES:
@@ -331,14 +293,14 @@ class TcpBackend(MailboxBackend):
             self._loop.touch(link)
 
     def find_stragglers(self, peers: tuple[int, ...], within: float) -> Stragglers:
-        """Put a wait in vain down to rank 0 when it passes on nothing, else to the peers that are not there.
+        """Put a timeout down to rank 0 if it relays nothing, else to the peers that don't answer.
 
         See [Note: life signs] in `liveness.py`.
         """
         if within == 0 or peers == (_HUB,) or self.failure is not None:
             return Stragglers(ranks=peers)
         silent = self._liveness.find_silent({*peers, _HUB} - {self.rank}, within)
-        if _HUB in silent and not self._is_relayed(peers):  # which the others' answers are, so nothing is known of them
+        if _HUB in silent and not self.relays_messages:  # the others' answers are relayed: nothing is known
             return Stragglers(ranks=(_HUB,) if _HUB in peers else peers)
         if _HUB in silent:
             role = f"rank 0 of group {self.name!r}, which passes on what others send each other,"
@@ -352,7 +314,7 @@ class TcpBackend(MailboxBackend):
         self._push(QueuedFrame(Frame(kind=FrameType.PING, source=self.rank, destination=rank)))
 
     def _answer(self, rank: int) -> None:
-        """Tell a rank that this one is there, once for all that it has asked meanwhile."""
+        """Send a PONG to a rank, one for all PINGs that came before it was written."""
         if rank not in self._unwritten_answers:
             self._unwritten_answers.add(rank)
             frame = Frame(kind=FrameType.PONG, source=self.rank, destination=rank)
@@ -370,15 +332,10 @@ class TcpBackend(MailboxBackend):
         link = self._links.get(rank)
         return link is not None and link.blocked_by is not None
 
-    def _is_relayed(self, peers: tuple[int, ...]) -> bool:
-        """Whether messages of some of these ranks, or of any when there are none, pass through rank 0."""
-        del peers
-        return True
-
-    # What comes in: called by the loop's thread.
+    # Incoming frames; the loop's thread calls these.
 
     def frame_begins(self, link: FramedConnection, frame: Frame) -> Sink:
-        """Check a frame against this rank's place in the star, and say where its payload goes."""
+        """Check a frame against this rank's role in the star; returns the consumer of its payload."""
         if self.rank == _HUB:
             legal = frame.source == link.peer and frame.kind not in (FrameType.READY, FrameType.DIED)
         else:
@@ -406,7 +363,7 @@ class TcpBackend(MailboxBackend):
         return _Bytes(frame.length)
 
     def frame_ends(self, link: FramedConnection, frame: Frame, sink: Sink) -> None:
-        """Act on a frame."""
+        """Handle a frame."""
         payload = sink.data if isinstance(sink, _Bytes) else b""
         if frame.destination != self.rank:
             self._push(QueuedFrame(frame, payload, relayed=True), link)
@@ -418,7 +375,7 @@ class TcpBackend(MailboxBackend):
                 self._changed.notify_all()
 
     def _refuse(self, link: FramedConnection, frame: Frame, what: str) -> None:
-        """A frame breaks the protocol: its rank's connection ends, or, where rank 0 only passed it on, the group."""
+        """Handle a violation of the protocol: end the sender's connection, or the group if rank 0 relayed the frame."""
         if frame.source == link.peer:
             raise ProtocolError(what)
         self.abort(
@@ -433,8 +390,8 @@ class TcpBackend(MailboxBackend):
             return
         message = _new_message(frame)
         message.grant = partial(self._grant, message, frame.message)
-        # Before it may be granted. What the mailbox does not take leaves again, so this is bounded as the mailbox is:
-        # by what it keeps unasked, and the receives that were asked for.
+        # Before it may be granted. Messages that the mailbox refuses are removed, so the mailbox's bounds apply: that
+        # of unexpected messages, and the number of posted receives.
         self._incoming[frame.source, frame.message] = message
         if not self._accept(message):
             self._incoming.pop((frame.source, frame.message), None)
@@ -465,24 +422,25 @@ class TcpBackend(MailboxBackend):
         except ValueError as error:
             self._refuse(link, frame, f"an ABORT frame with {error}")
             return
-        if self._is_told(link, frame):
-            self._fail_group(frame.group, reason)
+        if self._is_from_member(link, frame):
+            self.fail_group(frame.group, reason)
 
     def _on_left(self, link: FramedConnection, frame: Frame, _payload: memoryview | bytes) -> None:
         link.has_left |= frame.group == _WORLD and frame.source == link.peer
-        if self._is_told(link, frame):
-            self._await_sent(frame.source, frame.message)
-            self._peer_left(frame.group, frame.source)
+        if self._is_from_member(link, frame):
+            for observer in self._observers:
+                observer.await_sent(frame.source, frame.message)
+            self.peer_left(frame.group, frame.source)
 
-    def _is_told(self, link: FramedConnection, frame: Frame) -> bool:
-        """Whether to act on a notice of a group's end: not on one of a group that its sender is no member of."""
+    def _is_from_member(self, link: FramedConnection, frame: Frame) -> bool:
+        """Whether to handle a notice about a group: its sender must be a member."""
         if not self._may_be_ahead(frame.group, frame.source):
             self._refuse(link, frame, f"the ends of more than {MAX_AHEAD} groups that rank {self.rank} has not made")
             return False
         return self._is_member(frame.group, frame.source)
 
     def _on_died(self, _link: FramedConnection, frame: Frame, _payload: memoryview | bytes) -> None:
-        self._peer_died(frame.source, _death(f"its connection to rank 0 of group {self.name!r} ended"))
+        self.peer_died(frame.source, _death(f"its connection to rank 0 of group {self.name!r} ended"))
 
     def _on_ready(self, _link: FramedConnection, _frame: Frame, _payload: memoryview | bytes) -> None:
         self._ready = True
@@ -498,33 +456,33 @@ class TcpBackend(MailboxBackend):
         self._answer(link.peer)
 
     def link_ended(self, link: FramedConnection, reason: str, *, by_violation: bool) -> None:
-        """A connection is gone: its rank has left or died, and at the hub's end so has every way to others."""
+        """Handle the end of a connection: the peer has left or died; without the hub no rank can be reached."""
         self._links.pop(link.peer, None)
-        for key, message in self._incoming.copy().items():  # other threads take from it
+        for key, message in self._incoming.copy().items():  # other threads remove entries
             if key[0] == link.peer or link.peer == _HUB:
                 self._incoming.pop(key, None)
                 self._mailbox.withdraw(message)
         if not link.has_left:
             violation = PeerExit(kind=ProtocolError, what=f"broke the protocol: {reason}")
-            self._peer_died(link.peer, violation if by_violation else _death(reason))
+            self.peer_died(link.peer, violation if by_violation else _death(reason))
         if self.rank == _HUB:
             for other in () if link.has_left else tuple(self._links):
                 self._push(QueuedFrame(Frame(kind=FrameType.DIED, source=link.peer, destination=other)))
         else:
             unreachable = PeerExit(what="can't be reached", relay=_HUB)
             for other in range(1, self.world_size):
-                self._peer_left(_WORLD, other, unreachable)
+                self.peer_left(_WORLD, other, unreachable)
         with self._changed:
             self._changed.notify_all()
 
     def loop_broke(self, error: Exception) -> None:
-        """The loop has a defect: fail everything, rather than leave ranks waiting."""
+        """Handle a defect of the loop: fail everything, rather than leave ranks waiting."""
         self._links.clear()
         for group_id in list(self._members):
-            number, who = self._describe(group_id, self.rank)
-            failure = DistributedError(f"the connections of {who} ended by a defect: {error!r}", ranks=(number,))
+            index, who = self.describe_rank(group_id, self.rank)
+            failure = DistributedError(f"the connections of {who} ended by a defect: {error!r}", ranks=(index,))
             failure.__cause__ = error
-            self._fail_group(group_id, failure)
+            self.fail_group(group_id, failure)
 
     def _forget_messages(self, applies: Callable[[Message], bool]) -> None:
         super()._forget_messages(applies)
@@ -532,16 +490,16 @@ class TcpBackend(MailboxBackend):
             if applies(message):
                 self._incoming.pop(key, None)
 
-    def _grant(self, message: Message, number: int) -> None:
+    def _grant(self, message: Message, message_id: int) -> None:
         message.granted = True
         self._push(
-            QueuedFrame(Frame(kind=FrameType.GRANT, source=self.rank, destination=message.source, message=number))
+            QueuedFrame(Frame(kind=FrameType.GRANT, source=self.rank, destination=message.source, message=message_id))
         )
 
     def _message_sink(self, message: Message, base: int = 0) -> Sink:
         return lambda fill, start, stop: self._mailbox.write(message, fill, base + start, base + stop)
 
-    # Notices, and the end.
+    # Notices, and closing.
 
     def _notify_abort(self, group_id: int, members: tuple[int, ...], error: DistributedError) -> None:
         payload = pack_reason(error)
@@ -555,24 +513,16 @@ class TcpBackend(MailboxBackend):
     def _notify_left(self, group_id: int, members: tuple[int, ...]) -> None:
         for rank in members:
             if rank != self.rank:
-                count = self._num_sent(rank)
+                count = sum(observer.num_sent(rank) for observer in self._observers)
                 frame = Frame(kind=FrameType.LEFT, source=self.rank, destination=rank, group=group_id, message=count)
                 self._push(QueuedFrame(frame))
-
-    def _num_sent(self, rank: int) -> int:
-        """How much has been sent to a rank by a way that the news of this rank's leaving may overtake."""
-        del rank
-        return 0
-
-    def _await_sent(self, rank: int, count: int) -> None:
-        """Wait, not long, until so much has come from a rank; called by the loop's thread."""
 
     def close(self, timeout: float | None = None) -> None:
         """Leave the group; see `Backend.close`.
 
         Args:
-            timeout: Seconds that rank 0 goes on passing on what other ranks that are still there say to each other, and
-                that other ranks wait for their last words to be taken; None for five.
+            timeout: Seconds that rank 0 goes on relaying messages between ranks that are still there, and that other
+                ranks wait until their last messages are sent; None for five.
         """
         deadline = Deadline(_CLOSE_SECONDS if timeout is None else check_timeout(timeout))
         if os.getpid() != self._process or not self._close_groups():
@@ -585,29 +535,30 @@ class TcpBackend(MailboxBackend):
             self._run_close_callbacks()
 
     def leave_to_parent(self, error: DistributedError) -> None:
-        """In a forked child: the group stays the parent's, and using it here raises ``error``, and does not hang."""
+        """In a forked child: leave the group to the parent, so that using it raises ``error`` and does not hang."""
         self._state_lock = threading.Lock()  # the parent's threads may have held it
-        self._ended = error  # looked at before anything that could wait for another of its locks
-        self._forget_in_child()
-
-    def _forget_in_child(self) -> None:
-        """In a forked child: drop what is the parent's."""
+        self._ended = error  # checked before anything that could wait for another of its locks
+        for observer in self._observers:
+            observer.on_forked()
 
     def _drain(self, deadline: Deadline) -> None:
-        """Wait until all is written and the peers have closed their side too, so that no last word is lost.
+        """Wait until all is written and the peers have closed their side too, so that no last message is lost.
 
-        Closing a socket with unread input resets the connection, which would destroy what the peer has not read yet.
+        Closing a socket with unread input resets the connection, which would destroy data that the peer has not read
+        yet.
         """
+        for observer in self._observers:
+            observer.drain(deadline)
         with self._changed:
             while self._links and not deadline.expired:
                 for link in list(self._links.values()):
                     if not link.waiting and (self.rank != _HUB or link.has_left):
                         link.finish_writing()
-                self._changed.wait(min(_FLUSH_POLL_SECONDS, deadline.remaining()))
+                self._changed.wait(min(_FLUSH_POLL_INTERVAL_SECONDS, deadline.remaining()))
 
 
 class _Bytes:
-    """A sink that keeps the payload."""
+    """A sink that collects the payload."""
 
     __slots__ = ("data",)
 
@@ -623,4 +574,4 @@ def _new_message(frame: Frame) -> Message:
 
 
 def _death(reason: str) -> PeerExit:
-    return PeerExit(what=f"died: {reason} without a goodbye")
+    return PeerExit(what=f"died: {reason} without leaving the group")

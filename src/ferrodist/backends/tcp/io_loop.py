@@ -1,4 +1,4 @@
-"""The input and output of all links of a rank, in one thread that never blocks on any of them."""
+"""Input and output of all connections of a rank, in one thread that never blocks on any of them."""
 
 from __future__ import annotations
 
@@ -18,20 +18,20 @@ if TYPE_CHECKING:
     from ferrodist.backends.tcp.connection import FramedConnection, Sink
 
 _READ_BUDGET = 4 << 20
-"""Bytes read from one link before the others get their turn."""
+"""Bytes read from one connection before the others get their turn."""
 
 BLOCK_BYTES = 8 << 20
-"""A link is not read from while what it sent waits in this much for one other rank ..."""
+"""A connection is not read from while this many bytes from it are queued for one other rank ..."""
 
 _UNBLOCK_BYTES = 4 << 20
-"""... until no more than this is left."""
+"""... until no more than this many are left."""
 
 _BLOCKED_SECONDS = 0.05
-"""How often it is told that a link is not read from: more than once in the time a rank has to answer a PING."""
+"""Interval of reports of blocked connections: less than the time in which a rank must answer a PING."""
 
 
 class ConnectionHandler(Protocol):
-    """What is told of everything that comes in. All calls come from the loop's thread."""
+    """Handles everything that comes in. All calls come from the loop's thread."""
 
     def frame_begins(self, link: FramedConnection, frame: Frame) -> Sink:
         """A header has come; raises ProtocolError when the frame may not be."""
@@ -40,17 +40,17 @@ class ConnectionHandler(Protocol):
         """A whole frame has come."""
 
     def link_blocked(self, link: FramedConnection) -> None:
-        """The link is not read from; told again and again."""
+        """The connection is not read from at the moment; called repeatedly."""
 
     def link_ended(self, link: FramedConnection, reason: str, *, by_violation: bool) -> None:
-        """The connection is gone, and closed on this side; ``by_violation`` when this side ended it for what came."""
+        """The connection is closed; ``by_violation`` if this side closed it because of data that it received."""
 
     def loop_broke(self, error: Exception) -> None:
         """The loop's thread ends because of a defect."""
 
 
 class IoLoop:
-    """Reads frames from links and writes what is queued on them, until `stop`."""
+    """Reads frames from connections and writes the frames queued on them, until `stop`."""
 
     def __init__(self, handler: ConnectionHandler, world_size: int, name: str) -> None:
         self._handler = handler
@@ -60,15 +60,15 @@ class IoLoop:
         self._wake_in.setblocking(False)
         self._wake_out.setblocking(False)
         self._selector.register(self._wake_in, selectors.EVENT_READ, None)
-        # A blocked link is watched for nothing but its end: a killed rank must be seen whatever waits in front of it.
+        # A blocked connection is watched only for its end: a killed rank must be seen, whatever is queued before that.
         self._ends = select.epoll() if hasattr(select, "epoll") else None
         if self._ends is not None:
             self._selector.register(self._ends, selectors.EVENT_READ, self._ends)
         self._blocked: dict[int, FramedConnection] = {}  # by descriptor
-        self._next_report = Deadline(0.0)  # of what is blocked
+        self._next_report = Deadline(0.0)  # when blocked connections are reported next
         self._lock = threading.Lock()
         self._touched: set[FramedConnection] = set()
-        self._links: dict[FramedConnection, int] = {}  # and what the selector watches them for
+        self._links: dict[FramedConnection, int] = {}  # and the events registered for them
         self._stopping = False
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
 
@@ -77,13 +77,13 @@ class IoLoop:
         self._thread.start()
 
     def touch(self, link: FramedConnection) -> None:
-        """Have a new link watched, or one with something to write written to. Any thread may call."""
+        """Watch a new connection, or write to one with queued frames. Any thread may call."""
         with self._lock:
             self._touched.add(link)
         self._wake()
 
     def stop(self) -> None:
-        """End the thread and close all links."""
+        """End the thread and close all connections."""
         self._stopping = True
         if self._thread.ident is None:
             self._release()
@@ -93,7 +93,7 @@ class IoLoop:
             self._thread.join()
 
     def _wake(self) -> None:
-        with contextlib.suppress(BlockingIOError, OSError):  # full: it will wake up; closed: it has ended
+        with contextlib.suppress(BlockingIOError, OSError):  # if full, it will wake up; if closed, it has ended
             self._wake_out.send(b"\0")
 
     def _run(self) -> None:
@@ -109,14 +109,14 @@ class IoLoop:
                         self._serve_ends()
                     else:
                         self._serve(key.data, events)
-        except Exception as error:  # noqa: BLE001 - whatever it is, ranks must not wait for a thread that is gone
+        except Exception as error:  # noqa: BLE001 - ranks must not wait for a thread that is gone
             self._handler.loop_broke(error)
         finally:
             self._release()
 
     def _release(self) -> None:
         with self._lock:
-            unwatched = self._touched - self._links.keys()  # new ones, if this was stopped at once
+            unwatched = self._touched - self._links.keys()  # new ones, if the loop was stopped at once
         for link in (*self._links, *unwatched):
             link.close()
         self._selector.close()
@@ -134,7 +134,7 @@ class IoLoop:
             self._watch(link)
 
     def _watch(self, link: FramedConnection) -> None:
-        """Tell the selector what to watch a link for."""
+        """Register with the selector the events that a connection needs."""
         before = self._links.get(link)
         if before is None:
             return
@@ -153,7 +153,7 @@ class IoLoop:
         self._links[link] = wanted
 
     def _watch_end(self, link: FramedConnection) -> None:
-        """Watch a link's end while it is blocked, and only then."""
+        """Watch for a connection's end while it is blocked, and only then."""
         if self._ends is None:
             link.blocked_by = None
             return
@@ -172,12 +172,12 @@ class IoLoop:
                 self._handler.link_blocked(link)
 
     def _serve_ends(self) -> None:
-        """A blocked link has ended: read what is left of it, whatever the room, to come to its end."""
+        """A blocked connection has ended: read the rest of its data, regardless of the room, to reach its end."""
         assert self._ends is not None
         for descriptor, _ in self._ends.poll(0):
             link = self._blocked.get(descriptor)
             if link is None:
-                continue  # another end, served just before, has unblocked it: it has been read from
+                continue  # the end of another one, served just before, has unblocked it and read from it
             while link in self._links:
                 link.blocked_by = None
                 if not self._read(link):
@@ -196,11 +196,11 @@ class IoLoop:
     def _unblock(self, full: FramedConnection) -> None:
         for link in [link for link in self._links if link.blocked_by is full]:
             link.blocked_by = None
-            self._read(link)  # what was read ahead of the block is not announced again
+            self._read(link)  # the selector does not announce read-ahead bytes again
             self._watch(link)
 
     def _read(self, link: FramedConnection) -> bool:
-        """Read what is there, frame by frame, up to the budget; False when nothing more is there now."""
+        """Read the data that is there, frame by frame, up to the budget; False if no more is there now."""
         budget = _READ_BUDGET
         try:
             while self._may_read(link) and (budget > 0 or link.has_read_ahead):
@@ -232,7 +232,7 @@ class IoLoop:
         return link in self._links
 
     def _may_read(self, link: FramedConnection) -> bool:
-        """Whether nothing blocks a link. Without epoll nothing ever does: its end could not be seen meanwhile."""
+        """Whether a connection is not blocked. Without epoll none ever is: its end could not be seen meanwhile."""
         return link.blocked_by is None or self._ends is None
 
     def _begin(self, link: FramedConnection) -> None:
@@ -247,7 +247,7 @@ class IoLoop:
         self._end_if_whole(link)
 
     def _begin_covered(self, link: FramedConnection, frame: Frame, payload: memoryview) -> None:
-        """Look at a payload before anybody else does, then hand it over."""
+        """Check a payload before anything else sees it, then hand it over."""
         link.check(payload)
         link.covered = None
         link.sink = self._handler.frame_begins(link, frame)
@@ -269,7 +269,7 @@ class IoLoop:
             self._handler.frame_ends(link, frame, sink)
 
     def end(self, link: FramedConnection, reason: str, *, by_violation: bool = False) -> None:
-        """Close a link from the loop's thread and report it."""
+        """Close a connection from the loop's thread and report it."""
         if self._links.pop(link, 0):
             self._selector.unregister(link.sock)
         link.blocked_by = None

@@ -1,8 +1,8 @@
-"""Frames: what ranks write on a connection, and what is checked before any of it is believed.
+"""Frames: the unit of bytes on a connection, and the checks before any of it is trusted.
 
-A frame is a header of 60 bytes, a tag, and up to `MAX_PAYLOAD` bytes. The tag says that it is the next frame of the
-rank on the other side (see [Note: session keys] in `rendezvous/session.py`). It covers header and payload, but of
-larger parts of tensors and messages the header alone, for the bytes would take longer than their way.
+A frame is a header of 60 bytes, an authentication tag, and up to `MAX_PAYLOAD` bytes. The tag proves that it is the
+next frame of the peer (see [Note: session keys] in `rendezvous/session.py`). It covers header and payload, but only the
+header of large pieces of tensors and messages, for which computing it would take longer than sending them.
 
 A message of up to `EAGER_LIMIT` bytes is one EAGER frame. A larger one is an OFFER, answered by a GRANT when the other
 rank has a buffer, then DATA frames in order; the sender may take it back with WITHDRAW at any time before the last one.
@@ -21,16 +21,16 @@ from ferrodist.errors import ProtocolError
 WIRE_VERSION = 2
 
 MAX_PAYLOAD = 512 * 1024
-"""Bytes of payload a frame may carry: large enough to hide its cost, small enough to let urgent frames through."""
+"""Maximum payload of a frame in bytes: large enough to hide its cost, small enough to let urgent frames through."""
 
 COVERED_BYTES = 16 * 1024
-"""Bytes of what users send in one frame up to which its tag covers them: 20 us, where a call takes 100. For 8 MiB the
-tags would take several times as long as their way."""
+"""Size in bytes up to which the tag covers users' data in a frame: it takes 20 us, and a call 100. For 8 MiB the tags
+would take several times as long as the transfer."""
 
 _USERS_CHANNELS = frozenset({Channel.BYTES, Channel.DATA, Channel.TENSOR_BODY})
 
 MAX_MESSAGE = 1 << 48
-"""Bytes a message may have."""
+"""Maximum size of a message in bytes."""
 
 # magic, version, kind, padding, payload length, source, destination, message, group, tag, message size, offset
 _HEADER = struct.Struct("<2sBBIIIIQQQQQ")
@@ -40,7 +40,7 @@ HEADER_SIZE = _HEADER.size
 
 
 class FrameType(IntEnum):
-    """What a frame says."""
+    """The type of a frame."""
 
     EAGER = 1  # a whole message
     OFFER = 2  # a large message exists
@@ -56,7 +56,7 @@ class FrameType(IntEnum):
 
 
 URGENT = frozenset({FrameType.GRANT, FrameType.ABORT, FrameType.DIED, FrameType.PING, FrameType.PONG})
-"""Frames that may overtake others on their connection."""
+"""Types of frames that may overtake others on their connection."""
 
 _OF_MESSAGES = frozenset({FrameType.EAGER, FrameType.DATA})
 _WITH_PAYLOAD = frozenset({FrameType.EAGER, FrameType.DATA, FrameType.ABORT})
@@ -67,15 +67,15 @@ class Frame:
     """A frame's header.
 
     Args:
-        kind: What it says.
-        source: The rank it is from.
-        destination: The rank it is for; rank 0 passes on what is not for itself.
-        length: Bytes of payload that follow.
-        message: The source's number of the message it belongs to.
+        kind: The frame's type.
+        source: The sending rank.
+        destination: The receiving rank; rank 0 relays frames for other ranks.
+        length: Size of the payload in bytes.
+        message: The source's id of the message that the frame belongs to.
         group: Group id, the upper half of the message's tag.
         tag: The lower half of the message's tag.
         size_bytes: Length of the whole message.
-        offset: Where in the message the payload starts.
+        offset: Offset of the payload in the message.
     """
 
     kind: FrameType
@@ -95,7 +95,7 @@ class Frame:
         return self.length <= COVERED_BYTES or not is_users
 
     def pack(self) -> bytes:
-        """The header as bytes."""
+        """Encode the header."""
         return _HEADER.pack(
             _MAGIC,
             WIRE_VERSION,
@@ -113,10 +113,10 @@ class Frame:
 
     @staticmethod
     def unpack(data: memoryview, world_size: int) -> Frame:
-        """Read and check a header.
+        """Decode and check a header.
 
         Raises:
-            ProtocolError: It is not one that a rank of this version and a group of this size writes.
+            ProtocolError: No rank of this version, in a group of this size, writes such a header.
         """
         magic, version, kind, zero, length, source, destination, message, group, tag, size, offset = _HEADER.unpack(
             data

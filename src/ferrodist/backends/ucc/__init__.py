@@ -1,4 +1,4 @@
-"""UCC as a backend: it moves the bytes of collectives, and what is said and folded is ours."""
+"""UCC as a backend: it moves the bytes of collectives; comparing calls and folding reductions are ferrodist's."""
 
 from ferrodist.backends.ucc.backend import UccBackend
 from ferrodist.backends.ucc.bindings import is_ucc_available

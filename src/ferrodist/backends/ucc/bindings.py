@@ -1,8 +1,7 @@
-"""The C interface of UCC, as much of it as is used here; nothing else knows ctypes.
+"""The C interface of UCC, as far as it is used here, by ctypes; loading the library.
 
-The structures are those of ucc.h of UCC 1.8; older ones of version 1 are shorter at the end, and read as many fields.
-
-The UCC library of this machine, or why there is none.
+The structures are those of ucc.h of UCC 1.8. Those of older 1.x versions are shorter at the end, which these versions
+don't read.
 """
 
 from __future__ import annotations
@@ -10,7 +9,6 @@ from __future__ import annotations
 import ctypes
 import os
 import threading
-from contextlib import contextmanager
 from ctypes import (
     CFUNCTYPE,
     POINTER,
@@ -28,47 +26,30 @@ from ctypes import (
     c_uint64,
     c_void_p,
 )
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol
-
-import numpy as np
+from typing import Any
 
 from ferrodist.errors import BackendUnavailable, DistributedError
 
-if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
-
-if TYPE_CHECKING:
-    Block = tuple[int, int]
-
-
 OK = 0
 IN_PROGRESS = 1
-_FAILED = -6  # UCC_ERR_NO_MESSAGE: without further meaning
+ERR_NO_MESSAGE = -6  # without further meaning
 
-_MULTIPLE = 2  # UCC_THREAD_MULTIPLE
+THREAD_MULTIPLE = 2
 
-_LIB_THREAD_MODE = 1 << 0
-_TEAM_EP, _TEAM_EP_RANGE, _TEAM_OOB = 1 << 2, 1 << 4, 1 << 7
+LIB_THREAD_MODE = 1 << 0
+TEAM_EP, TEAM_EP_RANGE, TEAM_OOB = 1 << 2, 1 << 4, 1 << 7
 
-_ALL_TO_ALL_V, _BROADCAST = 1 << 4, 1 << 6
-_ARGS_FLAGS = 1 << 0
-_COUNTS_64, _PLACES_64 = 1 << 2, 1 << 3
-_UINT8 = 5 << 3  # UCC_PREDEFINED_DT(5)
+ALLTOALLV, BROADCAST = 1 << 4, 1 << 6
+ARGS_FLAGS = 1 << 0
+COUNTS_64BIT, DISPLACEMENTS_64BIT = 1 << 2, 1 << 3
+UINT8 = 5 << 3  # UCC_PREDEFINED_DT(5)
 
-_LOG_VARIABLE = "UCC_TL_UCP_LOG_LEVEL"
-
-_environment = threading.Lock()
-
-_open_teams: set[Team] = set()
-"""Teams that UCC has not ended, with all that it may read, write or call. They stay when something has failed."""
-
-_ALLGATHER = CFUNCTYPE(c_int, c_void_p, c_void_p, c_size_t, c_void_p, POINTER(c_void_p))
-_REQUEST = CFUNCTYPE(c_int, c_void_p)
+AllgatherCallback = CFUNCTYPE(c_int, c_void_p, c_void_p, c_size_t, c_void_p, POINTER(c_void_p))
+RequestCallback = CFUNCTYPE(c_int, c_void_p)
 
 
 class LibraryParams(Structure):
-    """ucc_lib_params_t, and ucc_lib_attr_t too."""
+    """ucc_lib_params_t and ucc_lib_attr_t."""
 
     _fields_ = (
         ("mask", c_uint64),
@@ -83,9 +64,9 @@ class OutOfBand(Structure):
     """ucc_oob_coll_t."""
 
     _fields_ = (
-        ("allgather", _ALLGATHER),
-        ("req_test", _REQUEST),
-        ("req_free", _REQUEST),
+        ("allgather", AllgatherCallback),
+        ("req_test", RequestCallback),
+        ("req_free", RequestCallback),
         ("coll_info", c_void_p),
         ("n_oob_eps", c_uint32),
         ("oob_ep", c_uint32),
@@ -126,11 +107,15 @@ class TeamParams(Structure):
     )
 
 
-class _Info(Structure):
+class BufferInfo(Structure):
+    """ucc_coll_buffer_info_t."""
+
     _fields_ = (("buffer", c_void_p), ("count", c_uint64), ("datatype", c_uint64), ("mem_type", c_int))
 
 
-class _InfoV(Structure):
+class BufferInfoV(Structure):
+    """ucc_coll_buffer_info_v_t."""
+
     _fields_ = (
         ("buffer", c_void_p),
         ("counts", c_void_p),
@@ -140,8 +125,8 @@ class _InfoV(Structure):
     )
 
 
-class _Side(Union):
-    _fields_ = (("info", _Info), ("info_v", _InfoV))
+class _BufferUnion(Union):
+    _fields_ = (("info", BufferInfo), ("info_v", BufferInfoV))
 
 
 class CollectiveArgs(Structure):
@@ -150,8 +135,8 @@ class CollectiveArgs(Structure):
     _fields_ = (
         ("mask", c_uint64),
         ("coll_type", c_int),
-        ("src", _Side),
-        ("dst", _Side),
+        ("src", _BufferUnion),
+        ("dst", _BufferUnion),
         ("op", c_int),
         ("flags", c_uint64),
         ("root", c_uint64),
@@ -193,31 +178,18 @@ _WITHOUT_STATUS = {"ucc_get_version", "ucc_lib_config_release", "ucc_context_con
 
 
 class UccError(DistributedError):
-    """A function of UCC's failed."""
-
-
-class Exchange(Protocol):
-    """Gives every rank a few bytes of each, while UCC's ranks don't know each other."""
-
-    def begin(self, data: bytes) -> object:
-        """Start; returns what the other two take. Raises DistributedError."""
-
-    def is_done(self, under_way: Any) -> bool:
-        """Whether all have come. Raises DistributedError when they won't; is not called again once they have."""
-
-    def result(self, under_way: Any) -> bytes:
-        """What the ranks gave, one after the other."""
+    """A function of UCC failed."""
 
 
 class Library:
-    """A UCC library that has been loaded.
+    """A loaded UCC library.
 
     Args:
-        path: What the dynamic linker shall load.
+        path: A path or name for the dynamic linker.
 
     Raises:
-        OSError: It can't.
-        AttributeError: It is no UCC.
+        OSError: The library can't be loaded.
+        AttributeError: The library is not UCC.
     """
 
     def __init__(self, path: str) -> None:
@@ -234,10 +206,10 @@ class Library:
         return f"UCC {'.'.join(map(str, self.version))}"
 
     def call(self, name: str, *args: Any) -> int:
-        """Call a function of UCC's and return its status, which is no error's.
+        """Call a function of UCC and return its status.
 
         Raises:
-            UccError: It is.
+            UccError: The status is an error.
         """
         status: int = getattr(self._library, name)(*args)
         if status < 0:
@@ -245,16 +217,16 @@ class Library:
         return status
 
     def release(self, name: str, handle: c_void_p) -> None:
-        """Call one of the functions that can't fail."""
+        """Call a function that can't fail."""
         getattr(self._library, name)(handle)
 
     def progress(self, context: c_void_p) -> int:
-        """ucc_context_progress, which is called all the time."""
+        """Call ucc_context_progress, on the hot path; returns its status."""
         status: int = self._library.ucc_context_progress(context)
         return status
 
     def error(self, name: str, status: int) -> UccError:
-        """A status in our terms."""
+        """The error of a function's status."""
         text = (self._library.ucc_status_string(status) or b"?").decode(errors="replace")
         return UccError(
             f"{self} failed in {name}: {text} ({status}). UCC's and UCX's own messages"
@@ -262,230 +234,10 @@ class Library:
         )
 
 
-@dataclass(slots=True, eq=False)
-class Transfer:
-    """A collective under way.
+# Loading.
 
-    Args:
-        handle: UCC's.
-        kept: What UCC reads and writes.
-    """
-
-    handle: c_void_p
-    kept: tuple[Any, ...]
-
-    @property
-    def status(self) -> int:
-        """OK, IN_PROGRESS, or an error: what ucc_collective_test reads."""
-        return c_int.from_address(self.handle.value or 0).value
-
-
-@dataclass(slots=True, eq=False)
-class _UnderWay:
-    """An exchange that UCC has asked for, and where its result goes."""
-
-    exchange: Any
-    target: int
-    is_done: bool = False
-
-
-class Team:
-    """The ranks of a group in UCC, in a context of their own. One thread at a time may call it.
-
-    It lives until UCC has ended it, also when nobody else has it any more, and so does every transfer it has begun.
-
-    The context is made without an out-of-band exchange, the team with one. So UCC ends a context without waiting for
-    other ranks, and lets a process live when another one dies: see `ucc_tl_ucp_connect_ep` in UCC.
-
-    Attributes:
-        process: Where it was made.
-
-    Args:
-        library: UCC.
-        rank: This rank.
-        world_size: Number of ranks.
-        exchange: What they tell each other by.
-
-    Raises:
-        UccError: UCC refuses.
-    """
-
-    def __init__(self, library: Library, rank: int, world_size: int, exchange: Exchange) -> None:
-        self.library = library
-        self._rank = rank
-        self._world_size = world_size
-        self._exchange = exchange
-        self._error: BaseException | None = None
-        self._exchanges: dict[int, _UnderWay] = {}
-        self._num_exchanges = 0
-        self._transfers: set[Transfer] = set()
-        self._callbacks = (_ALLGATHER(self._on_allgather), _REQUEST(self._on_test), _REQUEST(self._on_free))
-        self._instance, self._context, self._team = c_void_p(), c_void_p(), c_void_p()
-        self.process = os.getpid()
-        _open_teams.add(self)
-        with _quiet():
-            self._open_library()
-        self._open_context()
-        self._post_team()
-
-    def _open_library(self) -> None:
-        library, config = self.library, c_void_p()
-        library.call("ucc_lib_config_read", None, None, byref(config))
-        try:
-            params = LibraryParams(mask=_LIB_THREAD_MODE, thread_mode=_MULTIPLE)
-            major, minor = library.version[:2]
-            library.call("ucc_init_version", major, minor, byref(params), config, byref(self._instance))
-        finally:
-            library.release("ucc_lib_config_release", config)
-        attributes = LibraryParams(mask=_LIB_THREAD_MODE)
-        library.call("ucc_lib_get_attr", self._instance, byref(attributes))
-        if attributes.thread_mode < _MULTIPLE:
-            raise UccError(f"{library} does not let several threads call it (UCC_THREAD_MULTIPLE)")
-
-    def _open_context(self) -> None:
-        library, config = self.library, c_void_p()
-        library.call("ucc_context_config_read", self._instance, None, byref(config))
-        try:
-            library.call("ucc_context_create", self._instance, byref(ContextParams()), config, byref(self._context))
-        finally:
-            library.release("ucc_context_config_release", config)
-
-    def _post_team(self) -> None:
-        oob = OutOfBand(*self._callbacks, None, self._world_size, self._rank)
-        mask = _TEAM_EP | _TEAM_EP_RANGE | _TEAM_OOB
-        params = TeamParams(mask=mask, ep=self._rank, oob=oob)
-        self._checked("ucc_team_create_post", byref(self._context), 1, byref(params), byref(self._team))
-
-    def is_ready(self) -> bool:
-        """Go on with making it; whether it is made. Raises when it can't be."""
-        for under_way in self._exchanges.values():  # not in UCC's calls, which no exception can pass through
-            if not under_way.is_done:
-                if not self._exchange.is_done(under_way.exchange):
-                    return False
-                data = self._exchange.result(under_way.exchange)
-                ctypes.memmove(under_way.target, data, len(data))
-                under_way.is_done = True
-        return self._checked("ucc_team_create_test", self._team) == OK
-
-    def _checked(self, name: str, *args: Any) -> int:
-        """Call UCC, which may begin an exchange: what that raised is the reason of UCC's failure."""
-        try:
-            return self.library.call(name, *args)
-        except UccError:
-            if self._error is not None:
-                raise self._error from None
-            raise
-
-    # What UCC calls.
-
-    def _on_allgather(self, source: int, target: int, size: int, _info: int, request: Any) -> int:
-        try:
-            under_way = _UnderWay(self._exchange.begin(ctypes.string_at(source, size)), target)
-        except BaseException as error:  # noqa: BLE001 - raised by _checked
-            self._error = error
-            return _FAILED
-        self._num_exchanges += 1
-        self._exchanges[self._num_exchanges] = under_way
-        request[0] = self._num_exchanges
-        return OK
-
-    def _on_test(self, request: int) -> int:
-        return OK if self._exchanges[request].is_done else IN_PROGRESS
-
-    def _on_free(self, request: int) -> int:
-        self._exchanges.pop(request, None)
-        return OK
-
-    # Collectives of bytes.
-
-    def progress(self) -> None:
-        """Move what can be moved."""
-        status = self.library.progress(self._context)
-        if status < 0:
-            raise self.library.error("ucc_context_progress", status)
-
-    def all_to_all(
-        self, out: memoryview, incoming: Sequence[Block], source: memoryview, outgoing: Sequence[Block]
-    ) -> Transfer:
-        """Send block r of ``source``, which is where it begins and its size, to rank r; take rank r's into ``out``."""
-        to_counts, to_places, to_kept = _divided(outgoing)
-        counts, places, kept = _divided(incoming)
-        args = _args(_ALL_TO_ALL_V, _COUNTS_64 | _PLACES_64)
-        args.src.info_v = _InfoV(_address(source), to_counts, to_places, _UINT8, 0)
-        args.dst.info_v = _InfoV(_address(out), counts, places, _UINT8, 0)
-        return self._start(args, (out, source, kept, to_kept))
-
-    def broadcast(self, data: memoryview, root: int) -> Transfer:
-        """Copy the root's ``data`` to all."""
-        args = _args(_BROADCAST, 0)
-        args.src.info = _Info(_address(data), len(data), _UINT8, 0)
-        args.root = root
-        return self._start(args, (data,))
-
-    def _start(self, args: CollectiveArgs, kept: tuple[Any, ...]) -> Transfer:
-        transfer = Transfer(c_void_p(), (args, *kept))
-        self._transfers.add(transfer)
-        self.library.call("ucc_collective_init", byref(args), byref(transfer.handle), self._team)
-        self.library.call("ucc_collective_post", transfer.handle)
-        return transfer
-
-    def finish(self, transfer: Transfer) -> None:
-        """Release what has ended."""
-        self.library.call("ucc_collective_finalize", transfer.handle)
-        self._transfers.remove(transfer)
-
-    @property
-    def is_busy(self) -> bool:
-        """Whether something has been begun and not finished, so that UCC can't be ended."""
-        return bool(self._transfers)
-
-    def destroy_team(self) -> bool:
-        """Go on with ending it, when nothing is under way; whether it has ended."""
-        return self.library.call("ucc_team_destroy", self._team) == OK
-
-    def destroy_context(self) -> None:
-        """The rest, once the team has ended. What this rank has sent is given to the network before."""
-        self.library.call("ucc_context_destroy", self._context)
-        self.library.call("ucc_finalize", self._instance)
-        _open_teams.remove(self)
-
-
-def is_of_parent() -> bool:
-    """Whether this process was forked from one that had a team: UCX's state came along, its threads did not."""
-    return any(team.process != os.getpid() for team in _open_teams)
-
-
-@contextmanager
-def _quiet() -> Iterator[None]:
-    """Have UCC not say that a connection was reset, for each that another rank has closed first; nothing is lost then.
-
-    Its variables are the only way to ask, and are read when a library is opened. A user's come first.
-    """
-    with _environment:
-        if _LOG_VARIABLE in os.environ or "UCC_LOG_LEVEL" in os.environ:
-            yield
-            return
-        os.environ[_LOG_VARIABLE] = "fatal"
-        try:
-            yield
-        finally:
-            del os.environ[_LOG_VARIABLE]
-
-
-def _args(kind: int, flags: int) -> CollectiveArgs:
-    return CollectiveArgs(mask=_ARGS_FLAGS if flags else 0, coll_type=kind, flags=flags)
-
-
-def _divided(blocks: Sequence[Block]) -> tuple[int, int, Any]:
-    """Addresses of the sizes and of the places of blocks, and what keeps them."""
-    table = np.array([[size for _, size in blocks], [place for place, _ in blocks]], np.uint64)
-    start = int(table.ctypes.data)
-    return start, start + table.strides[0], table
-
-
-def _address(data: memoryview) -> int | None:
-    return int(np.frombuffer(data, np.uint8).ctypes.data) if len(data) else None
-
+open_teams: set[Any] = set()
+"""The teams that UCC has not ended, with everything it may read, write or call. Failed ones stay."""
 
 _VARIABLE = "FERRODIST_UCC_LIBRARY"
 _DEFAULT = "libucc.so.1"
@@ -493,14 +245,15 @@ _MAJOR = 1
 
 _loading = threading.Lock()
 _loaded: dict[str, Library | str] = {}
-"""By path: the library, or why it can't be loaded."""
+"""By path: the library, or the reason why it can't be loaded."""
 
 
 def load() -> Library:
-    """UCC, as the variable FERRODIST_UCC_LIBRARY or else the dynamic linker finds it. Loading starts nothing.
+    """Load the UCC library that FERRODIST_UCC_LIBRARY names or else the dynamic linker finds; starts nothing.
 
     Raises:
-        BackendUnavailable: There is none, or not of version 1, or the process that this one was forked from uses it.
+        BackendUnavailable: No UCC library of version 1 is found; or this process was forked from one with
+            open teams, whose UCX state it has, but not the threads.
     """
     path = os.environ.get(_VARIABLE) or _DEFAULT
     with _loading:
@@ -512,7 +265,7 @@ def load() -> Library:
             f"there is no UCC here ({found}): install it, with the UCX it was built with; {_VARIABLE} names the library"
             f" where the dynamic linker does not find {_DEFAULT}"
         )
-    if is_of_parent():
+    if any(team.process != os.getpid() for team in open_teams):
         raise BackendUnavailable(
             "UCC can't be used here: the process that this one was forked from has a group over it. Fork before a group"
             " is made or after all are closed, or start a new process instead (multiprocessing's 'spawn')"
@@ -523,7 +276,7 @@ def load() -> Library:
 def _try(path: str) -> Library | str:
     try:
         library = Library(path)
-    except Exception as error:  # noqa: BLE001 - whatever is wrong with a file that somebody has named
+    except Exception as error:  # noqa: BLE001 - the user may have named any file
         return " ".join(str(error).split()) or type(error).__name__
     if library.version[0] != _MAJOR:
         return f"{path} is {library}, and version {_MAJOR} is needed"
@@ -531,12 +284,12 @@ def _try(path: str) -> Library | str:
 
 
 def is_ucc_available() -> bool:
-    """Whether a UCC library can be loaded here; it looks, which loads it, and starts nothing."""
+    """Return whether a UCC library can be loaded here; this loads it, and starts nothing."""
     return why_no_ucc() is None
 
 
 def why_no_ucc() -> str | None:
-    """Why no UCC library can be loaded, or None if one can."""
+    """The reason why no UCC library can be loaded, or None if one can."""
     try:
         load()
     except BackendUnavailable as error:

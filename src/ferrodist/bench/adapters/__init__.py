@@ -1,6 +1,6 @@
-"""How each library is called: the calls that one who wants its speed would write.
+"""Adapters of the libraries: each makes the calls that a program tuned for speed would make.
 
-Arrays exist before the clock starts, results go into given arrays, and whatever can be computed once is. Each adapter
+Arrays exist before the clock starts, results go into given arrays, and constants are computed once. Each adapter
 imports nothing but the library that it calls: the MPI peers' interpreters have neither torch nor ferrodist.
 """
 

@@ -19,13 +19,20 @@ import torch
 from ferrodist.checkpoint.format.coverage import covers_once
 from ferrodist.checkpoint.format.dtypes import dtype_from_name, dtype_name
 from ferrodist.checkpoint.format.manifest import MAX_DIMS, FileEntry, Manifest, ShardEntry, TensorEntry
-from ferrodist.checkpoint.format.tree import Encoder
+from ferrodist.checkpoint.format.tree import Encoder, map_children, split_node
 from ferrodist.checkpoint.load_plan import LoadPlanner
 from ferrodist.checkpoint.reader import CheckpointReader
 from ferrodist.checkpoint.retention import read_manifest
 from ferrodist.checkpoint.shard_metadata import ShardMetadata
 from ferrodist.checkpoint.storage import open_storage
-from ferrodist.checkpoint.tools.reshard import ROW_BLOCK_BYTES, ProgressCounter, RewriteSource, row_blocks
+from ferrodist.checkpoint.tools.reshard import (
+    ROW_BLOCK_BYTES,
+    ProgressCounter,
+    RewriteOptions,
+    RewriteSource,
+    rewrite,
+    row_blocks,
+)
 from ferrodist.checkpoint.writer import BLOCK_BYTES
 from ferrodist.errors import DistCheckpointError
 from ferrodist.tensor.local_shards import Box
@@ -40,13 +47,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FileShard:
-    """A box of a tensor, row-major in a file.
-
-    Args:
-        box: The elements.
-        file: The file's name.
-        start: The first byte in the file.
-    """
+    """A box of a tensor, row-major in a file."""
 
     box: Box
     file: str
@@ -55,12 +56,7 @@ class FileShard:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LazyShard:
-    """A box of a tensor that is loaded whole when it is needed.
-
-    Args:
-        box: The elements.
-        load: Returns them.
-    """
+    """A box of a tensor that is loaded whole when it is needed."""
 
     box: Box
     load: Callable[[], torch.Tensor]
@@ -68,13 +64,7 @@ class LazyShard:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExternalTensor:
-    """A tensor in files of another format; stands for it in a state.
-
-    Args:
-        shape: The full tensor's shape.
-        dtype: torch's name of its dtype.
-        parts: Shards that cover the tensor, all of one kind.
-    """
+    """A tensor in files of another format; stands for it in a state."""
 
     shape: tuple[int, ...]
     dtype: str
@@ -103,13 +93,20 @@ def _first_line(error: Exception) -> str:
     return str(error).strip().partition("\n")[0] or type(error).__name__
 
 
-def make_rewrite_source(state: Any, storage: Storage) -> RewriteSource:
-    """Return a state that may have `ExternalTensor` leaves as a source for `rewrite`.
+def import_folder(
+    storage: Storage, new_storage: Storage, read_state: Callable[[Storage], Any], options: RewriteOptions | None
+) -> None:
+    """Write the state of a folder in another format as a checkpoint."""
+    try:
+        with conversion_errors(storage.url):
+            source = make_rewrite_source(read_state(storage), storage)
+        rewrite(source, new_storage, options or RewriteOptions())
+    finally:
+        storage.close()
 
-    Raises:
-        TypeError, ValueError: A part of it can't be saved.
-        DistCheckpointError: A tensor's shards don't cover it.
-    """
+
+def make_rewrite_source(state: Any, storage: Storage) -> RewriteSource:
+    """Return a state that may have `ExternalTensor` leaves as a source for `rewrite`."""
     external: dict[int, ExternalTensor] = {}
     encoder = Encoder(0)
     tree = encoder.encode(_with_placeholders(state, external))
@@ -297,17 +294,11 @@ def _mmap_tensor(file: Path, shape: tuple[int, ...], dtype: torch.dtype) -> torc
 
 def _portable_tree(node: Any) -> Any:
     """Replace nodes that other formats don't support."""
-    if isinstance(node, list):
-        return [_portable_tree(each) for each in node]
-    if not isinstance(node, dict):
-        return node
-    ((mark, content),) = node.items()
-    if mark in ("array", "number"):
-        return {"tensor": content} if mark == "array" else content[1]
-    if mark in ("dict", "per_rank"):
-        return {"dict": {key: _portable_tree(each) for key, each in content.items()}}
-    if mark == "pairs":
-        content = [[key, _portable_tree(each)] for key, each in content]
-    elif mark in ("tuple", "set", "frozenset"):
-        content = _portable_tree(content)
-    return {mark: content}
+    mark, content = split_node(node)
+    if mark == "array":
+        return {"tensor": content}
+    if mark == "leaf" and isinstance(node, dict) and "number" in node:
+        return node["number"][1]
+    if mark == "per_rank":
+        node = {"dict": content}
+    return map_children(node, lambda _, each: _portable_tree(each))

@@ -25,7 +25,7 @@ from ferrodist.checkpoint.convert.common import (
     FileShard,
     LazyShard,
     conversion_errors,
-    make_rewrite_source,
+    import_folder,
     materialize,
 )
 from ferrodist.checkpoint.convert.pickle_reader import Global, PickledCall, PickledDict, check_expansion, read_pickle
@@ -36,7 +36,6 @@ from ferrodist.checkpoint.format.tree import check_collisions
 from ferrodist.checkpoint.retention import DCP_METADATA_NAME as METADATA_NAME
 from ferrodist.checkpoint.retention import describe_foreign_format
 from ferrodist.checkpoint.storage import open_storage
-from ferrodist.checkpoint.tools.reshard import RewriteOptions, rewrite
 from ferrodist.errors import DistCheckpointError
 from ferrodist.tensor.local_shards import Box
 from ferrodist.torch_private.tensors import checkpoint_offset
@@ -48,7 +47,7 @@ if TYPE_CHECKING:
     from typing_extensions import Buffer
 
     from ferrodist.checkpoint.storage.base import Storage
-    from ferrodist.checkpoint.tools.reshard import ProgressCallback
+    from ferrodist.checkpoint.tools.reshard import ProgressCallback, RewriteOptions
 
 _METADATA = "torch.distributed.checkpoint.metadata"
 _ALLOWED_GLOBALS = {
@@ -81,15 +80,7 @@ class DcpTensor:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DcpItem:
-    """The position of a chunk or a value.
-
-    Args:
-        name: The name of the tensor or value.
-        file: The file's name.
-        offset: The item's first byte in the file.
-        length: The item's size in bytes.
-        transforms: The names of transforms of its bytes.
-    """
+    """The position of a chunk or a value."""
 
     name: str
     file: str
@@ -100,13 +91,7 @@ class DcpItem:
 
 @dataclass(slots=True, kw_only=True)
 class DcpMetadata:
-    """The contents of a folder.
-
-    Args:
-        tensors: Tensors by name; None for a value.
-        paths: The path of each in the state, where it is known.
-        items: Items by name, and for a chunk its offsets.
-    """
+    """The contents of a folder."""
 
     tensors: dict[str, DcpTensor | None] = field(default_factory=dict)
     paths: dict[str, tuple[str | int, ...]] = field(default_factory=dict)
@@ -114,11 +99,7 @@ class DcpMetadata:
 
 
 def decode_metadata(data: bytes) -> DcpMetadata:
-    """Decode ``.metadata``. Nothing is called or changed by it, and memory is proportional to its size.
-
-    Raises:
-        ValueError: The bytes are something else, or name an unexpected class.
-    """
+    """Decode ``.metadata``. Nothing is called or changed by it, and memory is proportional to its size."""
     try:
         value = read_pickle(io.BytesIO(data), len(data), _check_allowed)
         check_expansion(value, len(data))  # chunks that many tensors share are made for each
@@ -206,7 +187,7 @@ def _str_keyed(node: Any) -> dict[str, Any]:
 
 def _path(node: Any) -> tuple[str | int, ...]:
     if not isinstance(node, tuple) or not node or not all(type(step) in (str, int) for step in node):
-        raise ValueError("it has a path that is none")
+        raise ValueError("it has an invalid path")
     return node
 
 
@@ -221,7 +202,7 @@ def _sizes(node: Any) -> tuple[int, ...]:
 
 def _expect(node: Any, kind: Any) -> Any:
     if not isinstance(node, kind) or isinstance(node, (bool, Global)):
-        raise ValueError(f"it has {with_article(type(node).__name__)} in a place of something else")  # noqa: TRY004 - of the file
+        raise ValueError(f"it has {with_article(type(node).__name__)} in place of something else")  # noqa: TRY004 - of the file
     return node
 
 
@@ -251,7 +232,7 @@ class _View(io.RawIOBase):
     def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
         base = {os.SEEK_SET: 0, os.SEEK_CUR: self._at, os.SEEK_END: self._size_bytes}[whence]
         if base + offset < 0:
-            raise OSError("a place before the beginning of a file")
+            raise OSError("a position before the beginning of a file")
         self._at = base + offset
         return self._at
 
@@ -294,15 +275,14 @@ def import_dcp(
             written.
     """
     storage, new_storage = open_storage(path, storage_options), open_storage(new_path, new_storage_options)
-    try:
-        with conversion_errors(storage.url):
-            if METADATA_NAME not in storage.list_names():
-                what = f"{storage.url} is no folder of torch.distributed.checkpoint: {METADATA_NAME} is missing"
-                raise DistCheckpointError(f"{what}. {other}" if (other := describe_foreign_format(storage)) else what)
-            contents = make_rewrite_source(_DcpReader(storage).state(), storage)
-        rewrite(contents, new_storage, options or RewriteOptions())
-    finally:
-        storage.close()
+    import_folder(storage, new_storage, _read_state, options)
+
+
+def _read_state(storage: Storage) -> Any:
+    if METADATA_NAME not in storage.list_names():
+        what = f"{storage.url} is no folder of torch.distributed.checkpoint: {METADATA_NAME} is missing"
+        raise DistCheckpointError(f"{what}. {other}" if (other := describe_foreign_format(storage)) else what)
+    return _DcpReader(storage).state()
 
 
 class _DcpReader:
@@ -349,7 +329,7 @@ class _DcpReader:
         """Return the position of a value, or of a chunk of a tensor."""
         found = self._metadata.items.get((key, offsets))
         if found is None:
-            raise ValueError("it has no place in a file")
+            raise ValueError("it is in no file")
         name = found.file
         if "/" in name or "\\" in name or name in ("", ".", ".."):
             raise ValueError(f"it is in a file named {name!r}")

@@ -6,11 +6,11 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from ferrodist.checkpoint.convert.common import ExternalTensor, FileShard, conversion_errors, make_rewrite_source
+from ferrodist.checkpoint.convert.common import ExternalTensor, FileShard, conversion_errors, import_folder
 from ferrodist.checkpoint.format.dtypes import from_safetensors
 from ferrodist.checkpoint.format.manifest import INDEX_NAME, LENGTH_BYTES, MANIFEST_NAME, MAX_HEADER_BYTES, SINGLE_NAME
 from ferrodist.checkpoint.format.safetensors import parse_header
-from ferrodist.checkpoint.format.tree import tensor_key
+from ferrodist.checkpoint.format.tree import map_children, split_node, tensor_key
 from ferrodist.checkpoint.reader import CheckpointReader
 from ferrodist.checkpoint.retention import describe_foreign_format, read_manifest
 from ferrodist.checkpoint.storage import open_storage
@@ -55,12 +55,7 @@ def import_hugging_face(
         DistCheckpointError: The folder is missing or damaged, or the checkpoint can't be written.
     """
     storage, new_storage = open_storage(path, storage_options), open_storage(new_path, new_storage_options)
-    try:
-        with conversion_errors(storage.url):
-            contents = make_rewrite_source(_find_tensors(storage), storage)
-        rewrite(contents, new_storage, options or RewriteOptions())
-    finally:
-        storage.close()
+    import_folder(storage, new_storage, _find_tensors, options)
 
 
 def _find_tensors(storage: Storage) -> dict[str, ExternalTensor]:
@@ -126,11 +121,13 @@ def _check_layout(entries: Mapping[str, HeaderEntry], size_bytes: int, where: st
         if start < min(end, stop):
             raise DistCheckpointError(f"{where} is damaged: tensors {last!r} and {name!r} lie in the same bytes")
         if stop > start > end:
-            raise DistCheckpointError(f"{where} is damaged: the bytes before tensor {name!r} are of none")
+            raise DistCheckpointError(f"{where} is damaged: the bytes before tensor {name!r} belong to no tensor")
         if stop > end:
             end, last = stop, name
     if end < size_bytes:
-        raise DistCheckpointError(f"{where} is damaged: its last {counted(size_bytes - end, 'byte')} are of no tensor")
+        raise DistCheckpointError(
+            f"{where} is damaged: its last {counted(size_bytes - end, 'byte')} belong to no tensor"
+        )
 
 
 def export_hugging_face(
@@ -207,16 +204,8 @@ def _find_part(node: Any, part: str | None, where: str) -> Any:
 
 def _rename(node: Any, path: tuple[object, ...], names: dict[str, str]) -> Any:
     """Rename a tree's tensors by their new paths; ``names`` collects the new names."""
-    if isinstance(node, list):
-        return [_rename(each, (*path, place), names) for place, each in enumerate(node)]
-    if not isinstance(node, dict):
-        return node
-    ((mark, content),) = node.items()
+    mark, content = split_node(node)
     if mark in ("tensor", "array"):
         return {mark: names.setdefault(content, tensor_key(path))}
-    if mark in ("dict", "per_rank"):
-        step = "rank" if mark == "per_rank" else ""
-        return {mark: {key: _rename(each, (*path, f"{step}{key}"), names) for key, each in content.items()}}
-    if mark == "pairs":
-        return {mark: [[key, _rename(each, (*path, key), names)] for key, each in content]}
-    return {mark: _rename(content, path, names)} if isinstance(content, list) else node
+    prefix = "rank" if mark == "per_rank" else ""
+    return map_children(node, lambda key, each: _rename(each, (*path, f"{prefix}{key}"), names))

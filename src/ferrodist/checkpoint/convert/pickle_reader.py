@@ -49,14 +49,7 @@ class PickledDict:
 
 @dataclass(slots=True, eq=False)
 class PickledCall:
-    """A call that a pickle requests, and its use of the result.
-
-    Args:
-        function: The class or function.
-        arguments: The arguments of the call.
-        state: The state that BUILD sets; None without BUILD.
-        items: Items that are set as in a dict.
-    """
+    """A call that a pickle requests, and its use of the result."""
 
     function: Global
     arguments: tuple[Any, ...]
@@ -98,11 +91,7 @@ def members_of(value: Any) -> list[Any]:
 
 
 def check_expansion(value: Any, pickle_bytes: int) -> None:
-    """Check that a value is in proportion to the bytes of its pickle when shared members are expanded.
-
-    Raises:
-        ValueError: The value is larger, or contains itself.
-    """
+    """Check that a value is in proportion to the bytes of its pickle when shared members are expanded."""
     check_expanded_size(value, max(_MIN_MEMBERS, _MEMBERS_PER_BYTE * pickle_bytes))
 
 
@@ -111,9 +100,6 @@ def check_expanded_size(value: Any, max_members: int) -> None:
 
     A few bytes of pickle can encode a list of two lists, each of which is the same list of two, and so on. Strings and
     bytes count one more per 8 of them.
-
-    Raises:
-        ValueError: The value has more members, or contains itself.
     """
     sizes: dict[int, int] = {}
     in_progress: set[int] = set()
@@ -156,7 +142,7 @@ class _PickleMachine:
                 operation = _OPERATIONS.get(code)
                 if operation is None:
                     _refuse(f"opcode {code!r} doesn't belong there")
-                operation[0](self, operation[1])
+                operation(self)
             return self._stack.pop()
         except (IndexError, KeyError, AttributeError, TypeError, struct.error) as error:
             raise ValueError(f"it is no pickle: {error}") from error
@@ -172,6 +158,12 @@ class _PickleMachine:
         found: int = form.unpack(self._take(form.size))[0]
         return found
 
+    def _sized(self, form: struct.Struct) -> bytes:
+        return self._take(self._number(form))
+
+    def _skip(self, count: int) -> None:
+        self._take(count)
+
     def _line(self) -> str:
         line = self._file.readline(min(self._left, _MAX_NAME_BYTES))
         self._left -= len(line)
@@ -182,174 +174,109 @@ class _PickleMachine:
     def _push(self, value: Any) -> None:
         self._stack.append(value)
 
+    def _mark(self) -> None:
+        self._below.append(self._stack)
+        self._stack = []
+
+    def _memoize(self, index: int) -> None:
+        self._memo[index] = self._stack[-1]
+
     def _pop_mark(self) -> list[Any]:
         members, self._stack = self._stack, self._below.pop()
         return members
 
-    # Values
-
-    def _protocol(self, _: None) -> None:
+    def _protocol(self) -> None:
         if self._number(_BYTE) > _MAX_PROTOCOL:
             _refuse("it has a protocol that is not known here")
 
-    def _frame(self, _: None) -> None:
-        self._take(8)  # a hint for readers
-
-    def _int(self, form: struct.Struct) -> None:
-        self._push(self._number(form))
-
-    def _bytes(self, form: struct.Struct) -> None:
-        self._push(self._take(self._number(form)))
-
-    def _text(self, form: struct.Struct) -> None:
-        self._push(self._take(self._number(form)).decode())
-
-    def _long(self, _: None) -> None:
-        self._push(int.from_bytes(self._take(self._number(_BYTE)), "little", signed=True))
-
-    def _float(self, _: None) -> None:
-        self._push(_FLOAT.unpack(self._take(_FLOAT.size))[0])
-
-    # Containers
-
-    def _new(self, kind: type) -> None:
-        self._push(kind())
-
-    def _mark(self, _: None) -> None:
-        self._below.append(self._stack)
-        self._stack = []
-
-    def _tuple(self, _: None) -> None:
-        members = tuple(self._pop_mark())
-        self._push(members)
-
-    def _short_tuple(self, count: int) -> None:
-        members = tuple(self._stack[-count:])
-        if len(members) < count:
-            _refuse("its stack is empty")
-        del self._stack[-count:]
-        self._push(members)
-
-    def _append(self, _: None) -> None:
-        value = self._stack.pop()
-        self._list().append(value)
-
-    def _appends(self, _: None) -> None:
-        members = self._pop_mark()
-        self._list().extend(members)
-
-    def _list(self) -> list[Any]:
+    def _append(self, values: list[Any]) -> None:
         target = self._stack[-1]
         if not isinstance(target, list):
-            _refuse("it appends to what is no list")
-        return target
+            _refuse("it appends to a value that is not a list")
+        target.extend(values)
 
-    def _set_item(self, _: None) -> None:
-        value, key = self._stack.pop(), self._stack.pop()
-        self._pairs().append((key, value))
-
-    def _set_items(self, _: None) -> None:
-        members = self._pop_mark()
-        if len(members) % 2:
-            _refuse("it has a key without a value")
-        self._pairs().extend(zip(members[::2], members[1::2], strict=True))
-
-    def _pairs(self) -> list[tuple[Any, Any]]:
+    def _set_items(self, keys_and_values: list[Any]) -> None:
         target = self._stack[-1]
+        if len(keys_and_values) % 2:
+            _refuse("it has a key without a value")
         if isinstance(target, PickledCall):
             target = target.items
         if not isinstance(target, PickledDict):
-            _refuse("it sets items of what is no dict")
-        return target.pairs
+            _refuse("it sets items of a value that is not a dict")
+        target.pairs.extend(zip(keys_and_values[::2], keys_and_values[1::2], strict=True))
 
-    # Memo
-
-    def _put(self, form: struct.Struct) -> None:
-        self._memo[self._number(form)] = self._stack[-1]
-
-    def _memoize(self, _: None) -> None:
-        self._memo[len(self._memo)] = self._stack[-1]
-
-    def _get(self, form: struct.Struct) -> None:
-        self._push(self._memo[self._number(form)])
-
-    # Classes and objects
-
-    def _global(self, _: None) -> None:
-        self._push_global(self._line(), self._line())
-
-    def _stack_global(self, _: None) -> None:
-        name, module = self._stack.pop(), self._stack.pop()
-        self._push_global(module, name)
+    def _pop(self, count: int) -> list[Any]:
+        members = self._stack[-count:]
+        if len(members) < count:
+            _refuse("its stack is empty")
+        del self._stack[-count:]
+        return members
 
     def _push_global(self, module: object, name: object) -> None:
         if not (isinstance(module, str) and isinstance(name, str) and len(module) + len(name) <= _MAX_NAME_BYTES):
-            _refuse("it names a class by what is no name")
+            _refuse("it names a class by an invalid name")
         found = Global(module, name)
         self._check(found)
         self._push(found)
 
-    def _make(self, _: None) -> None:
-        arguments, function = self._stack.pop(), self._stack.pop()
+    def _make(self) -> None:
+        function, arguments = self._pop(2)
         if not isinstance(function, Global) or not isinstance(arguments, tuple) or isinstance(arguments, Global):
-            _refuse("it calls what is no class")
+            _refuse("it calls a value that is not a class")
         self._push(PickledCall(function, arguments))
 
-    def _build(self, _: None) -> None:
+    def _build(self) -> None:
         state = self._stack.pop()
         target = self._stack[-1]
         if not isinstance(target, PickledCall) or target.state is not None:
-            _refuse("it gives a state to what takes none")
+            _refuse("it sets the state of a value that has none")
         target.state = state
-
-    def _persistent(self, _: None) -> None:
-        self._push(PersistentId(self._stack.pop()))
 
 
 def _refuse(why: str) -> NoReturn:
     raise ValueError(why)
 
 
-_OPERATIONS: dict[bytes, tuple[Callable[..., None], Any]] = {
-    b"\x80": (_PickleMachine._protocol, None),
-    b"\x95": (_PickleMachine._frame, None),
-    b"N": (_PickleMachine._push, None),
-    b"\x88": (_PickleMachine._push, True),
-    b"\x89": (_PickleMachine._push, False),
-    b"J": (_PickleMachine._int, _INT),
-    b"K": (_PickleMachine._int, _BYTE),
-    b"M": (_PickleMachine._int, _SHORT),
-    b"\x8a": (_PickleMachine._long, None),
-    b"G": (_PickleMachine._float, None),
-    b"X": (_PickleMachine._text, _WORD),
-    b"\x8c": (_PickleMachine._text, _BYTE),
-    b"\x8d": (_PickleMachine._text, _LONG),
-    b"B": (_PickleMachine._bytes, _WORD),
-    b"C": (_PickleMachine._bytes, _BYTE),
-    b"U": (_PickleMachine._bytes, _BYTE),
-    b"\x8e": (_PickleMachine._bytes, _LONG),
-    b"(": (_PickleMachine._mark, None),
-    b"t": (_PickleMachine._tuple, None),
-    b")": (_PickleMachine._push, ()),
-    b"\x85": (_PickleMachine._short_tuple, 1),
-    b"\x86": (_PickleMachine._short_tuple, 2),
-    b"\x87": (_PickleMachine._short_tuple, 3),
-    b"]": (_PickleMachine._new, list),
-    b"a": (_PickleMachine._append, None),
-    b"e": (_PickleMachine._appends, None),
-    b"}": (_PickleMachine._new, PickledDict),
-    b"s": (_PickleMachine._set_item, None),
-    b"u": (_PickleMachine._set_items, None),
-    b"q": (_PickleMachine._put, _BYTE),
-    b"r": (_PickleMachine._put, _WORD),
-    b"\x94": (_PickleMachine._memoize, None),
-    b"h": (_PickleMachine._get, _BYTE),
-    b"j": (_PickleMachine._get, _WORD),
-    b"c": (_PickleMachine._global, None),
-    b"\x93": (_PickleMachine._stack_global, None),
-    b"R": (_PickleMachine._make, None),
-    b"\x81": (_PickleMachine._make, None),
-    b"b": (_PickleMachine._build, None),
-    b"Q": (_PickleMachine._persistent, None),
+_OPERATIONS: dict[bytes, Callable[[_PickleMachine], None]] = {
+    b"\x80": _PickleMachine._protocol,
+    b"\x95": lambda machine: machine._skip(8),  # a frame's size, a hint for readers
+    b"N": lambda machine: machine._push(None),
+    b"\x88": lambda machine: machine._push(True),
+    b"\x89": lambda machine: machine._push(False),
+    b"J": lambda machine: machine._push(machine._number(_INT)),
+    b"K": lambda machine: machine._push(machine._number(_BYTE)),
+    b"M": lambda machine: machine._push(machine._number(_SHORT)),
+    b"\x8a": lambda machine: machine._push(int.from_bytes(machine._sized(_BYTE), "little", signed=True)),
+    b"G": lambda machine: machine._push(_FLOAT.unpack(machine._take(_FLOAT.size))[0]),
+    b"X": lambda machine: machine._push(machine._sized(_WORD).decode()),
+    b"\x8c": lambda machine: machine._push(machine._sized(_BYTE).decode()),
+    b"\x8d": lambda machine: machine._push(machine._sized(_LONG).decode()),
+    b"B": lambda machine: machine._push(machine._sized(_WORD)),
+    b"C": lambda machine: machine._push(machine._sized(_BYTE)),
+    b"U": lambda machine: machine._push(machine._sized(_BYTE)),
+    b"\x8e": lambda machine: machine._push(machine._sized(_LONG)),
+    b"(": _PickleMachine._mark,
+    b"t": lambda machine: machine._push(tuple(machine._pop_mark())),
+    b")": lambda machine: machine._push(()),
+    b"\x85": lambda machine: machine._push(tuple(machine._pop(1))),
+    b"\x86": lambda machine: machine._push(tuple(machine._pop(2))),
+    b"\x87": lambda machine: machine._push(tuple(machine._pop(3))),
+    b"]": lambda machine: machine._push([]),
+    b"a": lambda machine: machine._append(machine._pop(1)),
+    b"e": lambda machine: machine._append(machine._pop_mark()),
+    b"}": lambda machine: machine._push(PickledDict()),
+    b"s": lambda machine: machine._set_items(machine._pop(2)),
+    b"u": lambda machine: machine._set_items(machine._pop_mark()),
+    b"q": lambda machine: machine._memoize(machine._number(_BYTE)),
+    b"r": lambda machine: machine._memoize(machine._number(_WORD)),
+    b"\x94": lambda machine: machine._memoize(len(machine._memo)),
+    b"h": lambda machine: machine._push(machine._memo[machine._number(_BYTE)]),
+    b"j": lambda machine: machine._push(machine._memo[machine._number(_WORD)]),
+    b"c": lambda machine: machine._push_global(machine._line(), machine._line()),
+    b"\x93": lambda machine: machine._push_global(*machine._pop(2)),
+    b"R": _PickleMachine._make,
+    b"\x81": _PickleMachine._make,
+    b"b": _PickleMachine._build,
+    b"Q": lambda machine: machine._push(PersistentId(*machine._pop(1))),
 }
-"""Methods and their arguments by opcode, for the opcodes that DCP and torch.save write."""
+"""Operations by opcode, for the opcodes that DCP and torch.save write."""

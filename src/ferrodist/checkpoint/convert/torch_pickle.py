@@ -44,22 +44,14 @@ _LATIN_1_NAMES = ("latin1", "latin-1")
 
 
 def load_checked(file: IO[bytes], size_bytes: int, **options: Any) -> Any:
-    """Check a file, then load it with `torch.load` and ``weights_only=True``.
-
-    Raises:
-        ValueError: Loading would take more memory than the file's size.
-    """
+    """Check a file, then load it with `torch.load` and ``weights_only=True``."""
     check_pickles(file, size_bytes)
     file.seek(0)
     return torch.load(file, weights_only=True, **options)
 
 
 def check_pickles(file: IO[bytes], size_bytes: int) -> None:
-    """Check that loading a file takes memory in proportion to its size.
-
-    Raises:
-        ValueError: Loading would take more, or the file is not one of `torch.save`.
-    """
+    """Check that loading a file takes memory in proportion to its size."""
     start = file.read(4)
     file.seek(0)
     if start != b"PK\x03\x04":
@@ -197,7 +189,7 @@ def _check_tensor(arguments: tuple[Any, ...]) -> None:
         sizes = sizes.arguments[0]
     numbers = [offset, *sizes, *strides] if isinstance(sizes, tuple) and isinstance(strides, tuple) else [None]
     if not all(isinstance(each, int) and each >= 0 for each in numbers) or len(sizes) != len(strides):
-        raise ValueError("it has a tensor of a shape that is none")
+        raise ValueError("it has a tensor with an invalid shape")
     last = offset + sum((size - 1) * stride for size, stride in zip(sizes, strides, strict=True))
     if 0 not in sizes and last >= _num_elements(storage, None):
         raise ValueError("it has a tensor with elements outside of its storage")
@@ -210,5 +202,5 @@ def _num_elements(storage: PersistentId, most: int | None) -> int:
         raise ValueError("it refers to a storage by number")  # noqa: TRY004 - of the file
     count = found[4] if isinstance(found, tuple) and len(found) > 4 else None
     if not isinstance(count, int) or count < 0 or (most is not None and count > most):
-        raise ValueError("it has a storage that is longer than the file, or none")
+        raise ValueError("it has a storage that is longer than the file, or has no length")
     return count

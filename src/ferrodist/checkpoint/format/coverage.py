@@ -19,10 +19,6 @@ def covers_once(boxes: Iterable[tuple[Sequence[int], Sequence[int]]], shape: Seq
     and a box weighs the product of its intervals, modulo a prime. Boxes that cover the tensor once weigh as much as it
     does. Other boxes do so with a probability of at most the number of dims in 2**127, by the Schwartz-Zippel lemma,
     since the difference is a non-zero polynomial in the random numbers. The cost is one step per dim and box.
-
-    Args:
-        boxes: The offsets and shape of each box; all lie within the tensor.
-        shape: The tensor's shape.
     """
     places: list[dict[int, int]] = [{} for _ in shape]
 

@@ -36,22 +36,14 @@ _NAMES = {dtype: name for name, dtype in _DTYPES.items()}
 
 
 def dtype_name(dtype: torch.dtype) -> str:
-    """Return a dtype's name in manifests.
-
-    Raises:
-        TypeError: Checkpoints don't support the dtype.
-    """
+    """Return a dtype's name in manifests."""
     if dtype not in _NAMES:
-        raise TypeError(f"checkpoints don't carry {dtype}: convert the tensor, or save what it is made of")
+        raise TypeError(f"checkpoints don't carry {dtype}: convert the tensor, or save its components")
     return _NAMES[dtype]
 
 
 def dtype_from_name(name: str) -> torch.dtype:
-    """Return the dtype of a name.
-
-    Raises:
-        ValueError: The name is unknown.
-    """
+    """Return the dtype of a name."""
     if name not in _DTYPES:
         raise ValueError(f"there is no dtype {name!r}")
     return _DTYPES[name]
@@ -65,11 +57,7 @@ def to_safetensors(name: str, shape: tuple[int, ...]) -> tuple[str, tuple[int, .
 
 
 def from_safetensors(st_dtype: str) -> str:
-    """Return the name in manifests of a dtype of safetensors files.
-
-    Raises:
-        ValueError: Checkpoints don't support the dtype.
-    """
+    """Return the name in manifests of a dtype of safetensors files."""
     names = {**{own: name for name, own in _SAFETENSORS.items()}, **_READ_ONLY}
     if names.get(st_dtype) not in _DTYPES:
         raise ValueError(f"checkpoints don't carry the dtype {st_dtype!r}")

@@ -159,7 +159,7 @@ def decode_manifest(data: bytes, where: str) -> Manifest:
     rest = data[len(start) + 2 * HASH_BYTES : body_at], data[body_at + len(body) :]
     if rest != (_CONTENT_KEY, _SUFFIX) or hash_bytes(body).encode() != expected_hash:
         raise DistCheckpointError(
-            f"{where} is damaged: its bytes don't have the hash that it says. Nothing of this checkpoint can be"
+            f"{where} is damaged: its bytes don't have the hash in it. Nothing of this checkpoint can be"
             " trusted; take another one, or a copy"
         )
     try:

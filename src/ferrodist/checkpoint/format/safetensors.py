@@ -53,11 +53,7 @@ def max_entry_bytes(key: str, num_dims: int) -> int:
 
 
 def parse_header(data: bytes) -> dict[str, HeaderEntry]:
-    """Return the tensors of a header, given with its length field, by name.
-
-    Raises:
-        ValueError: The header is invalid.
-    """
+    """Return the tensors of a header, given with its length field, by name."""
     if len(data) < LENGTH_BYTES or int.from_bytes(data[:LENGTH_BYTES], "little") != len(data) - LENGTH_BYTES:
         raise ValueError("its first 8 bytes are not the length of its header")
     try:

@@ -96,11 +96,7 @@ def check_depth(path: Sequence[object]) -> None:
 
 @dataclass
 class Encoder:
-    """Encodes a state as a node, and collects its tensors.
-
-    Args:
-        rank: This rank.
-    """
+    """Encodes a state as a node, and collects its tensors."""
 
     rank: int
     tensors: dict[str, torch.Tensor] = field(default_factory=dict)
@@ -117,12 +113,7 @@ class Encoder:
     """Whether the current value is within a `PerRank`."""
 
     def encode(self, value: Any, path: tuple[object, ...] = ()) -> Node:
-        """Encode a value.
-
-        Raises:
-            TypeError: A part of it can't be saved; names its path.
-            ValueError: The state is nested too deeply, or two tensors would have one name.
-        """
+        """Encode a value."""
         check_depth(path)
         if isinstance(value, (torch.Tensor, SavedElsewhere)):
             return {"tensor": self._add_tensor(value, path)}
@@ -217,7 +208,7 @@ def check_tensor(tensor: torch.Tensor, path: tuple[object, ...]) -> None:
     if torch.nn.parameter.is_lazy(tensor):
         raise TypeError(f"{where} has no shape yet: run the module once before it is saved")
     if tensor.is_nested:
-        raise TypeError(f"{where} is a nested tensor, which has no one shape: save its parts, tensor.unbind()")
+        raise TypeError(f"{where} is a nested tensor, which has no single shape: save its components, tensor.unbind()")
     if tensor.layout is not torch.strided or tensor.is_quantized:
         raise TypeError(f"{where} is a {tensor.layout} tensor: save to_dense() of it")
     if hasattr(tensor, "__tensor_flatten__"):
@@ -297,11 +288,7 @@ _BRANCHES = frozenset({"dict", "pairs", "tuple", "set", "frozenset", "size", "te
 
 
 def decode_leaf(node: Node, depth: int = 0) -> Any:
-    """Return the value of a leaf node.
-
-    Raises:
-        ValueError: The node is invalid.
-    """
+    """Return the value of a leaf node."""
     if not isinstance(node, dict):
         return node
     if len(node) != 1:
@@ -344,11 +331,7 @@ def _decode_counter(pairs: list[list[Node]], depth: int) -> Counter[Any]:
 
 
 def check_collisions(values: Iterable[Any], where: str = "it") -> list[Any]:
-    """Return hashable values as a list; ``where`` is for messages.
-
-    Raises:
-        ValueError: Many have one hash: a set or dict of them would take quadratic time.
-    """
+    """Return hashable values as a list; ``where`` is for messages."""
     found = list(values)
     if max(Counter(map(hash, found)).values(), default=0) > _MAX_SAME_HASH:
         raise ValueError(f"{where} has more than {_MAX_SAME_HASH} members or keys with one hash")
@@ -374,30 +357,46 @@ _DECODERS: dict[str, Callable[[Any, int], Any]] = {
 }
 
 
-def referenced_keys(node: Any) -> Iterator[str]:
+def split_node(node: Node) -> tuple[str, Any]:
+    """Return a node's mark and content; the mark is ``list`` or ``leaf`` for nodes without one."""
+    if is_leaf_node(node):
+        return "leaf", node
+    return ("list", node) if isinstance(node, list) else next(iter(node.items()))
+
+
+def child_nodes(node: Node) -> list[tuple[Any, Node]]:
+    """Return a node's children with their keys: strings, indices, ranks, or the nodes of other keys."""
+    mark, content = split_node(node)
+    if mark in ("leaf", "tensor", "array"):
+        return []
+    if mark == "pairs":
+        return [(key, each) for key, each in content]
+    return list(content.items() if isinstance(content, dict) else enumerate(content))
+
+
+def map_children(node: Node, function: Callable[[Any, Node], Node]) -> Node:
+    """Return a node with each child replaced by the function's result for its key and itself."""
+    mark = split_node(node)[0]
+    changed = [(key, function(key, each)) for key, each in child_nodes(node)]
+    if mark in ("dict", "per_rank"):
+        return {mark: dict(changed)}
+    if mark == "pairs":
+        return {mark: [list(pair) for pair in changed]}
+    members = [each for _, each in changed]
+    return members if mark == "list" else {mark: members} if mark in ("tuple", "set", "frozenset") else node
+
+
+def referenced_keys(node: Node) -> Iterator[str]:
     """Yield the keys of the tensors in a tree."""
-    if isinstance(node, dict):
-        for mark, content in node.items():
-            if mark in ("tensor", "array"):
-                yield content
-            else:
-                yield from referenced_keys(list(content.values()) if isinstance(content, dict) else content)
-    elif isinstance(node, list):
-        for each in node:
-            yield from referenced_keys(each)
+    mark, content = split_node(node)
+    if mark in ("tensor", "array"):
+        yield content
+    for _, each in child_nodes(node):
+        yield from referenced_keys(each)
 
 
 def check_tree(node: Node, keys: Collection[str], depth: int = 0) -> None:
-    """Check that a tree is as `Encoder` and `merge_trees` make it.
-
-    Args:
-        node: The tree.
-        keys: The keys of known tensors.
-        depth: The depth of the node.
-
-    Raises:
-        ValueError: The tree is invalid.
-    """
+    """Check that a tree is as `Encoder` and `merge_trees` make it."""
     if depth > MAX_DEPTH:
         raise ValueError("a state that is nested too deeply")
     if isinstance(node, dict) and len(node) != 1:
@@ -405,7 +404,7 @@ def check_tree(node: Node, keys: Collection[str], depth: int = 0) -> None:
     if is_leaf_node(node):
         decode_leaf(node)
         return
-    mark, content = ("list", node) if isinstance(node, list) else next(iter(node.items()))
+    mark, content = split_node(node)
     kind, members = _BRANCH_CHECKS[mark]
     if not isinstance(content, kind):
         raise ValueError(f"a {mark} of {str(content)[:100]}")  # noqa: TRY004 - it is no argument
@@ -417,7 +416,7 @@ def check_tree(node: Node, keys: Collection[str], depth: int = 0) -> None:
 
 def _check_pairs(content: list[Any]) -> list[Node]:
     if not all(isinstance(pair, list) and len(pair) == 2 for pair in content):
-        raise ValueError("pairs of a key and a node that are none")
+        raise ValueError("invalid pairs of a key and a node")
     _check_hashable([key for key, _ in content])
     return [node for _, node in content]
 
@@ -438,7 +437,7 @@ def _check_hashable(content: list[Any]) -> list[Node]:
     try:
         hash(decode_leaf({"frozenset": content}))
     except TypeError as error:
-        raise ValueError(f"what can't be a key: {str(content)[:100]}") from error
+        raise ValueError(f"an unhashable value: {str(content)[:100]}") from error
     return []
 
 

@@ -45,11 +45,7 @@ class _OpenFile:
 
 
 class LocalStorage(Storage):
-    """A `Storage` in a local folder: files of a save are in a folder of their own until they are published.
-
-    Args:
-        path: The folder; `begin` creates it and its parents.
-    """
+    """A `Storage` in a local folder: files of a save are in a folder of their own until they are published."""
 
     is_staged = True
     request_bytes = 4 << 20  # what is hashed next is in the cache
@@ -332,11 +328,7 @@ def _is_file(entry: os.DirEntry[str]) -> bool:
 
 
 def open_regular(path: Path) -> int:
-    """Open a regular file for reading, and return its descriptor.
-
-    Raises:
-        OSError: The file can't be opened, or is not a regular file: a FIFO would block, a device may have no end.
-    """
+    """Open a regular file for reading, and return its descriptor."""
     _check_regular(path, path.stat())  # a device or a FIFO may notice that it is opened
     file = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOCTTY)
     try:

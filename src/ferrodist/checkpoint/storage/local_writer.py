@@ -38,15 +38,7 @@ _direct_slots = threading.BoundedSemaphore(2)
 
 
 class LocalWriter(FileWriter):
-    """A `FileWriter` of a local file.
-
-    Args:
-        path: The file; an existing one is overwritten.
-        size_bytes: The final size of the file.
-
-    Raises:
-        OSError: The file can't be created, or the disk lacks space.
-    """
+    """A `FileWriter` of a local file."""
 
     def __init__(self, path: Path, size_bytes: int) -> None:
         self.path = path

@@ -32,14 +32,10 @@ def join_path(path: str, name: str) -> str:
 
 
 def parent_path(path: str) -> str:
-    """Return the parent of a folder.
-
-    Raises:
-        ValueError: The folder has no parent.
-    """
+    """Return the parent of a folder."""
     parent, _, name = path.rpartition("/")
     if not name or parent.endswith(":/"):
-        raise ValueError(f"{path} lies in no folder, in which other checkpoints could be: save to a folder in it")
+        raise ValueError(f"{path} has no parent folder for other checkpoints: save to a folder in it")
     return parent or "/"
 
 
@@ -63,9 +59,7 @@ def open_storage(path: str | os.PathLike[str], options: Mapping[str, Any] | None
         raise ValueError(f"{text!r} was a URL before it was made a Path, which drops a slash: give it as text")
     url = _URL.fullmatch(text)
     if "::" in text and "://" in text:
-        raise ValueError(
-            f"{text!r} is a chain of file systems, which may hold back what is new: name the last one alone"
-        )
+        raise ValueError(f"{text!r} is a chain of file systems, which may cache old contents: name only the last one")
     if url is not None and url[1].lower() not in _LOCAL:
         return _open_remote(text, url[1].lower(), options or {})
     if options:

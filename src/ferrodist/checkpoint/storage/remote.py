@@ -86,17 +86,7 @@ _logger = logging.getLogger(__name__)
 
 
 class RemoteWriter(FileWriter):
-    """A `FileWriter` that sends a file part by part; in object stores the file appears when it is closed.
-
-    Args:
-        fs: The file system.
-        path: The file's path there.
-        where: The file, for messages.
-        part_bytes: The size of a part.
-
-    Raises:
-        OSError: The file system refuses.
-    """
+    """A `FileWriter` that sends a file part by part; in object stores the file appears when it is closed."""
 
     def __init__(self, fs: Any, path: str, where: str, part_bytes: int) -> None:
         self._fs = fs
@@ -127,7 +117,7 @@ class RemoteWriter(FileWriter):
                 self._abort()
         except OSError as error:
             # Raised, it would hide the error that led here. The next save to the folder removes the file.
-            _logger.warning("what was sent of %s can't be removed: %s", self._where, error)
+            _logger.warning("the unfinished upload of %s can't be removed: %s", self._where, error)
 
     def _abort(self) -> None:
         try:

@@ -11,12 +11,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ferrodist.checkpoint.format.dtypes import dtype_from_name
-from ferrodist.checkpoint.format.tree import decode_leaf, is_leaf_node, leaf_text, path_text
+from ferrodist.checkpoint.format.tree import child_nodes, decode_leaf, leaf_text, path_text, split_node
 from ferrodist.checkpoint.reader import CheckpointReader
 from ferrodist.checkpoint.retention import read_manifest
 from ferrodist.checkpoint.storage import open_storage
 from ferrodist.checkpoint.tools.reshard import ROW_BLOCK_BYTES, ProgressCounter, row_blocks
-from ferrodist.wording import counted
+from ferrodist.wording import counted, with_article
 
 if TYPE_CHECKING:
     import os
@@ -128,16 +128,13 @@ class _TreeComparison:
 
     def compare(self, one: Any, two: Any, path: Path) -> Iterator[Difference | tuple[Path, tuple[str, str]]]:
         """Yield differences, and the paths and keys of tensors whose elements may differ."""
-        marks = _node_kind(one), _node_kind(two)
-        if marks[0] != marks[1]:
+        (mark, first), (other_mark, second) = split_node(one), split_node(two)
+        if mark != other_mark or (mark == "leaf" and not _is_same_value(one, two)):
             yield _value_difference(path, one, two)
-        elif marks[0] in ("tensor", "array"):
-            yield from self._compare_tensors(one[marks[0]], two[marks[0]], path)
-        elif marks[0] == "leaf":
-            if not _is_same_value(one, two):
-                yield _value_difference(path, one, two)
+        elif mark in ("tensor", "array"):
+            yield from self._compare_tensors(first, second, path)
         else:
-            yield from self._compare_members(_children(one, marks[0]), _children(two, marks[0]), path)
+            yield from self._compare_members(_children(one), _children(two), path)
 
     def _compare_members(
         self, one: dict[Any, Any], two: dict[Any, Any], path: Path
@@ -162,21 +159,10 @@ class _TreeComparison:
         yield path, (one, two)
 
 
-def _node_kind(node: Any) -> str:
-    """The kind of a node: its mark, ``list`` or ``leaf``."""
-    if isinstance(node, list):
-        return "list"
-    return "leaf" if is_leaf_node(node) else str(next(iter(node)))
-
-
-def _children(node: Any, mark: str) -> dict[Any, Any]:
-    """The children of a node, by key."""
-    content = node if mark == "list" else node[mark]
-    if mark == "pairs":
-        return {decode_leaf(key): each for key, each in content}
-    if isinstance(content, dict):
-        return dict(content)
-    return dict(enumerate(content))
+def _children(node: Any) -> dict[Any, Any]:
+    """Return the children of a node, by key."""
+    has_encoded_keys = split_node(node)[0] == "pairs"
+    return {decode_leaf(key) if has_encoded_keys else key: each for key, each in child_nodes(node)}
 
 
 def _is_same_value(one: Any, two: Any) -> bool:
@@ -191,13 +177,13 @@ def _is_same_value(one: Any, two: Any) -> bool:
 
 
 def _abbreviate(node: Any) -> str:
-    if is_leaf_node(node):
+    mark, content = split_node(node)
+    if mark == "leaf":
         text = leaf_text(node)
+    elif mark in ("tensor", "array", "per_rank"):
+        text = with_article(mark.replace("_", " "))
     else:
-        mark = _node_kind(node)
-        text = "a tensor" if mark == "tensor" else f"{'an' if mark == 'array' else 'a'} {mark.replace('_', ' ')}"
-        if mark in ("dict", "pairs", "list", "tuple", "set", "frozenset", "size"):
-            text = f"a {'dict' if mark == 'pairs' else mark} of {len(_children(node, mark))}"
+        text = f"a {'dict' if mark == 'pairs' else mark} of {len(content)}"
     return text if len(text) <= _MAX_VALUE_LENGTH else f"{text[:_MAX_VALUE_LENGTH]}..."
 
 

@@ -8,7 +8,7 @@ from math import prod
 from typing import TYPE_CHECKING, Any
 
 from ferrodist.checkpoint.format.dtypes import dtype_from_name
-from ferrodist.checkpoint.format.tree import is_leaf_node, leaf_text
+from ferrodist.checkpoint.format.tree import child_nodes, leaf_text, split_node
 from ferrodist.checkpoint.retention import read_manifest
 from ferrodist.checkpoint.storage import open_storage
 from ferrodist.checkpoint.tools.verify import verify
@@ -123,22 +123,17 @@ def inspect_checkpoint(path: str | os.PathLike[str], *, storage_options: Mapping
 
 
 def _entries(manifest: Manifest, node: Any, place: tuple[str, ...]) -> Iterator[StateEntry]:
-    if is_leaf_node(node):
+    mark, content = split_node(node)
+    if mark == "leaf":
         yield StateEntry(place=place, kind="value", value=leaf_text(node)[:_MAX_VALUE_LENGTH])
         return
-    mark: str
-    content: Any
-    mark, content = ("list", node) if isinstance(node, list) else next(iter(node.items()))
     if mark in ("tensor", "array"):
         yield StateEntry(place=place, kind=mark, tensor=_tensor_facts(manifest, content))
         return
-    if mark == "pairs":
-        members = {leaf_text(key): each for key, each in content}
-    else:
-        members = content if isinstance(content, dict) else {str(at): each for at, each in enumerate(content)}
-    yield StateEntry(place=place, kind="dict" if mark == "pairs" else mark, value=str(len(members)))
-    for key, each in members.items():
-        yield from _entries(manifest, each, (*place, f"rank {key}" if mark == "per_rank" else key))
+    yield StateEntry(place=place, kind="dict" if mark == "pairs" else mark, value=str(len(content)))
+    for key, each in child_nodes(node):
+        name = leaf_text(key) if mark == "pairs" else f"rank {key}" if mark == "per_rank" else str(key)
+        yield from _entries(manifest, each, (*place, name))
 
 
 def _tensor_facts(manifest: Manifest, key: str) -> TensorFacts | None:

@@ -18,6 +18,7 @@ import torch
 
 from ferrodist.arguments import check_int
 from ferrodist.checkpoint.format.dtypes import dtype_from_name
+from ferrodist.checkpoint.format.tree import child_nodes, split_node
 from ferrodist.checkpoint.reader import CheckpointReader
 from ferrodist.checkpoint.retention import check_owned, read_manifest
 from ferrodist.checkpoint.save import DEFAULT_FILE_BYTES, commit, make_manifest
@@ -102,14 +103,7 @@ _UPLOAD_BYTES = 32 << 20
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RewriteSource:
-    """The contents of a new checkpoint.
-
-    Args:
-        tree: The state tree.
-        tensors: Shapes and dtype names, by key.
-        source: The source of the elements.
-        world_size: The number of ranks with `PerRank` values in the tree.
-    """
+    """The contents of a new checkpoint."""
 
     tree: Any
     tensors: Mapping[str, tuple[tuple[int, ...], str]]
@@ -244,33 +238,21 @@ def _divide(shape: tuple[int, ...], dim: int, num_ranks: int) -> Iterator[BoxRep
 
 def _has_per_rank(node: Any) -> bool:
     """Return whether a tree has `PerRank` values."""
-    if isinstance(node, list):
-        return any(map(_has_per_rank, node))
-    if not isinstance(node, dict):
-        return False
-    source_state = [list(each.values()) if isinstance(each, dict) else each for each in node.values()]
-    return "per_rank" in node or any(map(_has_per_rank, source_state))
+    return split_node(node)[0] == "per_rank" or any(_has_per_rank(each) for _, each in child_nodes(node))
 
 
 def _per_rank_keys(tree: Any) -> dict[str, int]:
     """Return the keys of tensors within one rank's `PerRank` values, with that rank."""
     found: dict[str, set[int | None]] = {}
 
-    def walk(node: Any, rank: int | None) -> None:
-        if isinstance(node, list):
-            for each in node:
-                walk(each, rank)
-        elif isinstance(node, dict):
-            for mark, content in node.items():
-                if mark in ("tensor", "array"):
-                    found.setdefault(content, set()).add(rank)
-                elif mark == "per_rank" and rank is None:
-                    for number, each in content.items():
-                        walk(each, int(number))
-                else:
-                    walk(list(content.values()) if isinstance(content, dict) else content, rank)
+    def visit(node: Any, rank: int | None) -> None:
+        mark, content = split_node(node)
+        if mark in ("tensor", "array"):
+            found.setdefault(content, set()).add(rank)
+        for key, each in child_nodes(node):
+            visit(each, int(key) if mark == "per_rank" and rank is None else rank)
 
-    walk(tree, None)
+    visit(tree, None)
     return {key: rank for key, ranks in found.items() if len(ranks) == 1 for rank in ranks if rank is not None}
 
 

@@ -159,7 +159,7 @@ class _Verifier:
     def _check_tree(self) -> Iterator[Problem]:
         """Check that the tree refers to all tensors; decoding the manifest has checked that it refers to no others."""
         for key in sorted(set(self._manifest.tensors) - set(referenced_keys(self._manifest.tree))):
-            yield Problem(file=MANIFEST_NAME, tensor=key, what="is among the tensors, but not in the state")
+            yield Problem(file=MANIFEST_NAME, tensor=key, what="is a tensor that the state doesn't refer to")
 
     def _check_file(self, file_index: int, file: FileEntry) -> Iterator[Problem]:
         shards = sorted(self._shards[file_index], key=lambda each: (each[1].start, each[1].stop))
@@ -218,7 +218,7 @@ class _Verifier:
                 yield Problem(file=file.name, tensor=key, what=f"bytes {first} to {last} before or in it are {what}")
             at = max(at, shard.stop)
         if at != file.size_bytes:
-            yield Problem(file=file.name, what=f"bytes {at} to {file.size_bytes} are of no tensor")
+            yield Problem(file=file.name, what=f"bytes {at} to {file.size_bytes} belong to no tensor")
 
     def _check_shard(self, file: FileEntry, key: str, shard: ShardEntry) -> Iterator[Problem]:
         step = self._manifest.block_bytes
@@ -237,7 +237,7 @@ class _Verifier:
         try:
             self._storage.read(file.name, start, into)
         except EOFError:
-            return "are not all there: the file ends before"
+            return "are missing: the file is too short"
         except OSError as error:
             return f"can't be read: {error}"
         self._size_bytes += len(into)
@@ -251,7 +251,7 @@ class _Verifier:
                 yield Problem(file=INDEX_NAME, what="is missing: Hugging Face's tools won't find the tensors")
             return
         if expected is None:
-            yield Problem(file=INDEX_NAME, what="is of another checkpoint: this one needs none")
+            yield Problem(file=INDEX_NAME, what="belongs to another checkpoint: this one needs none")
             return
         try:
             is_same = msgspec.json.decode(self._storage.get(INDEX_NAME)) == msgspec.json.decode(expected)
@@ -259,7 +259,7 @@ class _Verifier:
             yield Problem(file=INDEX_NAME, what=f"can't be read: {error}")
             return
         if not is_same:
-            yield Problem(file=INDEX_NAME, what="doesn't say where the manifest says that tensors are")
+            yield Problem(file=INDEX_NAME, what="doesn't agree with the manifest about the files of tensors")
 
     def _check_others(self) -> Iterator[Problem]:
         """Report leftovers of saves, and files that readers of the folder could take for a part of it."""
@@ -268,8 +268,8 @@ class _Verifier:
             if name.endswith(".safetensors"):
                 yield Problem(file=name, what="is not of this checkpoint: remove it, or save again to remove it")
             elif name.startswith((f".{MANIFEST_NAME}.", f".{INDEX_NAME}.")):
-                yield Problem(file=name, what="was left by a save that was killed: remove it")
+                yield Problem(file=name, what="was left by a killed save: remove it")
         if self._storage.has_leftovers():
             yield Problem(
-                file=self._storage.url, what="has what a save left that was killed, or one is going on: save again"
+                file=self._storage.url, what="has leftovers of a killed save, or a save is in progress: save again"
             )

@@ -1,9 +1,8 @@
-"""The collectives of a group whose backend moves bytes for all ranks at once, as an MPI does: its `data_plane`.
+"""The engine of groups with a `DataPlane`, whose backend moves bytes between all ranks, as MPI and UCC do.
 
-The backend moves, and what is folded is folded here, by `fold` and in rank order: so the bits are those of every other
-backend, in every dtype, and what the backend itself can add does not matter. Chunks and segments are those of
-`reference.py`; the steps are the backend's operations. n is the tensor's bytes, p the number of ranks, and the figures
-are for what follows the agreement:
+The backend only moves bytes; reductions are folded here, by `fold` and in rank order. So the bits are those of every
+other backend, in every dtype. Chunks and segments are those of `reference.py`; the steps are the backend's operations.
+n is the tensor's bytes, p the number of ranks. After the agreement:
 
     operation        up to 108 B   up to 64 KiB             above
     allreduce        nothing       all_gather, (p-1)n       all_to_all a segment, all_gather: 2n(p-1)/p
@@ -14,7 +13,7 @@ are for what follows the agreement:
     reduce_scatter                 all_to_all a segment, n(p-1)/p
     all_to_all                     all_to_all, what is for others
 
-While a segment is folded the next one is on its way.
+While a segment is folded, the next one is in flight.
 """
 
 from __future__ import annotations
@@ -27,12 +26,12 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from ferrodist.backends.collective_op import CollectiveKind
 from ferrodist.backends.request import answer_seconds
 from ferrodist.backends.signature import MAX_PAYLOAD
 from ferrodist.backends.verification import left_reason
 from ferrodist.collectives.arguments import bytes_of, compute_shard_sizes, offsets_of
-from ferrodist.collectives.engines.reference import CollectiveRun, ReferenceEngine, call_of, is_tiny, payload_for
-from ferrodist.collectives.reduce_op import fold
+from ferrodist.collectives.engines.reference import EAGER_ALGORITHMS, CollectiveRun, ReferenceEngine, payload_of
 from ferrodist.deadline import Deadline
 from ferrodist.errors import DistributedError, DistributedTimeoutError
 
@@ -40,186 +39,54 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
     from ferrodist.backends.base import Backend
+    from ferrodist.backends.collective_op import CollectiveOp
     from ferrodist.backends.engine import Block, DataPlane
-    from ferrodist.backends.signature import CollectiveSignature
-    from ferrodist.collectives.reduce_op import Op
+
 
 _ONE_STEP_BYTES = 64 * 1024
 """Up to here one step with more bytes is faster than two with fewer."""
 
 _SEGMENT_BYTES = 1 << 20
-"""What a reduction receives from each rank at once: two of them for each rank are its memory."""
+"""The bytes that a reduction receives from each rank at once; it buffers two segments for each rank."""
 
 _COUNT = struct.Struct("<q")
 
 
 class DataPlaneEngine(ReferenceEngine):
-    """`Collectives` of a group with a `data_plane`.
+    """A `HostEngine` of a group with a `data_plane`.
 
-    They run one after the other, in the order of their positions, whatever threads call them.
+    Collectives run one after the other, in the order of their positions, whatever threads call them.
 
     Args:
         group: The group.
     """
 
     def await_turn(self, sequence: int) -> None:
-        """Return when all before have ended, or the group has."""
+        """Return when all earlier collectives have ended, or the group has failed."""
         _data_plane_of(self._group).sequencer.wait(sequence, math.inf)
 
-    def allreduce(self, out: torch.Tensor, source: torch.Tensor, op: Op, *, timeout: float, sequence: int) -> None:
-        """Fold ``source`` over the ranks into every rank's ``out``, which may be ``source``."""
-        tiny = is_tiny(source, op)
-        call = call_of("allreduce", source, op=op)
-        with self._turn(call, payload_for(source if tiny else None, op), timeout, sequence) as run:
-            if tiny:
-                out.copy_(fold(op, run.tensors(source.dtype, [source.numel()] * run.world_size), run.factors(op)))
-            elif source.nbytes <= _ONE_STEP_BYTES or run.world_size == 1:
-                out.copy_(fold(op, run.collect(source), run.factors(op)))
+    def run(self, op: CollectiveOp, sequence: int) -> list[bytes] | None:
+        """Run a collective."""
+        if op.device is None:
+            return super().run(op, sequence)
+        payload, is_eager = payload_of(op, self._group.rank)
+        if op.kind is CollectiveKind.ALL_TO_ALL:
+            payload = _encode_counts(op.counts)
+        with self._turn(op, payload if len(payload) <= MAX_PAYLOAD else b"", sequence) as run:
+            if is_eager:
+                EAGER_ALGORITHMS[op.kind](run)
             else:
-                counts = compute_shard_sizes(source.numel(), run.world_size)
-                run.fold_chunks(torch.split(out, counts)[run.rank], source, counts, op)
-                run.move(lambda plane: plane.all_gather(bytes_of(out), _in_bytes(counts, out)))
-
-    def reduce(
-        self,
-        out: torch.Tensor | None,
-        source: torch.Tensor,
-        op: Op,
-        root: int,
-        *,
-        timeout: float,
-        sequence: int,
-    ) -> None:
-        """Fold ``source`` over the ranks into the root's ``out``, which may be its ``source``; None elsewhere."""
-        tiny = is_tiny(source, op)
-        call = call_of("reduce", source, op=op, root=root)
-        with self._turn(call, payload_for(source if tiny else None, op), timeout, sequence) as run:
-            if tiny or source.nbytes <= _ONE_STEP_BYTES or run.world_size == 1:
-                counts = [source.numel()] * run.world_size
-                inputs = run.tensors(source.dtype, counts) if tiny else run.collect(source)
-                if out is not None:
-                    out.copy_(fold(op, inputs, run.factors(op)))
-                return
-            counts = compute_shard_sizes(source.numel(), run.world_size)
-            own = source.new_empty(counts[run.rank]) if out is None else torch.split(out, counts)[run.rank]
-            run.fold_chunks(own, source, counts, op)
-            data = own if out is None else out
-            run.move(lambda plane: plane.gather(bytes_of(data), _in_bytes(counts, data), root))
-
-    def broadcast(self, tensor: torch.Tensor, root: int, *, timeout: float, sequence: int) -> None:
-        """Copy the root's ``tensor`` into every rank's."""
-        tiny = tensor.nbytes <= MAX_PAYLOAD
-        mine = self._group.rank == root
-        payload = payload_for(tensor if tiny and mine else None)
-        with self._turn(call_of("broadcast", tensor, root=root), payload, timeout, sequence) as run:
-            if not tiny:
-                run.move(lambda plane: plane.broadcast(bytes_of(tensor), root))
-            elif not mine:
-                tensor.copy_(run.tensor(root, tensor.dtype, tensor.numel()))
-
-    def all_gather(
-        self,
-        out: torch.Tensor,
-        source: torch.Tensor,
-        counts: Sequence[int],
-        *,
-        dim: int,
-        timeout: float,
-        sequence: int,
-    ) -> None:
-        """Copy every rank's ``source`` into every ``out``, one after the other; ``counts[r]`` is rank r's size."""
-        tiny = max(counts) * source.element_size() <= MAX_PAYLOAD
-        payload = payload_for(source if tiny else None)
-        with self._turn(call_of("all_gather", out, dim=dim), payload, timeout, sequence) as run:
-            chunks = torch.split(out, list(counts))
-            if tiny:
-                for chunk, tensor in zip(chunks, run.tensors(source.dtype, counts), strict=True):
-                    chunk.copy_(tensor)
-                return
-            chunks[run.rank].copy_(source)
-            run.move(lambda plane: plane.all_gather(bytes_of(out), _in_bytes(counts, out)))
-
-    def gather(
-        self,
-        out: torch.Tensor | None,
-        source: torch.Tensor,
-        counts: Sequence[int],
-        root: int,
-        *,
-        timeout: float,
-        sequence: int,
-    ) -> None:
-        """Copy every rank's ``source`` into the root's ``out``; None elsewhere."""
-        with self._turn(call_of("gather", source, root=root, count=sum(counts)), b"", timeout, sequence) as run:
-            if out is not None:
-                torch.split(out, list(counts))[root].copy_(source)
-            data = source if out is None else out
-            run.move(lambda plane: plane.gather(bytes_of(data), _in_bytes(counts, data), root))
-
-    def scatter(
-        self,
-        out: torch.Tensor,
-        source: torch.Tensor | None,
-        counts: Sequence[int],
-        root: int,
-        *,
-        timeout: float,
-        sequence: int,
-    ) -> None:
-        """Copy part r of the root's ``source``, of ``counts[r]`` elements, into rank r's ``out``."""
-        with self._turn(call_of("scatter", out, root=root, count=sum(counts)), b"", timeout, sequence) as run:
-            if source is not None:
-                out.copy_(torch.split(source, list(counts))[root])
-            data = out if source is None else source
-            run.move(lambda plane: plane.scatter(bytes_of(data), _in_bytes(counts, data), root))
-
-    def reduce_scatter(
-        self,
-        out: torch.Tensor,
-        source: torch.Tensor,
-        counts: Sequence[int],
-        op: Op,
-        *,
-        dim: int,
-        timeout: float,
-        sequence: int,
-    ) -> None:
-        """Fold part r of every rank's ``source`` into rank r's ``out``."""
-        call = call_of("reduce_scatter", source, op=op, dim=dim)
-        with self._turn(call, payload_for(None, op), timeout, sequence) as run:
-            run.fold_chunks(out, source, counts, op)
-
-    def all_to_all(
-        self,
-        out: torch.Tensor,
-        source: torch.Tensor,
-        send_counts: Sequence[int],
-        receive_counts: Sequence[int],
-        *,
-        unit: int,
-        timeout: float,
-        sequence: int,
-    ) -> None:
-        """Send part r of ``source`` to rank r, and collect what the ranks sent here in ``out``."""
-        said = b"".join(map(_COUNT.pack, send_counts))
-        travels = len(said) <= MAX_PAYLOAD
-        with self._turn(call_of("all_to_all", source, count=unit), said if travels else b"", timeout, sequence) as run:
-            run.check_counts(said, receive_counts, unit, travels=travels)
-            rank = run.rank
-            torch.split(out, list(receive_counts))[rank].copy_(torch.split(source, list(send_counts))[rank])
-            incoming, outgoing = run.blocks(receive_counts, out), run.blocks(send_counts, source)
-            run.move(lambda plane: plane.all_to_all(bytes_of(out), incoming, bytes_of(source), outgoing))
+                _ALGORITHMS[op.kind](run)
+        return None
 
     @contextmanager
-    def _turn(
-        self, call: CollectiveSignature, payload: bytes, timeout: float, sequence: int
-    ) -> Iterator[_DataPlaneRun]:
-        """The group's data plane to ourselves, once all ranks have made the call."""
-        deadline = Deadline(timeout)
-        call = call.with_payload(payload)
-        with _data_plane_of(self._group).sequencer.hold(sequence, timeout):  # without a turn the agreement says so
-            payloads = self._group.agreement.reach(call, deadline.remaining(), sequence)
-            run = _DataPlaneRun(self._group, call, sequence, deadline, payloads)
+    def _turn(self, op: CollectiveOp, payload: bytes, sequence: int) -> Iterator[_DataPlaneRun]:
+        """Use the group's data plane exclusively, once all ranks have made the call."""
+        deadline = Deadline(op.timeout)
+        call = op.signature(payload=payload)
+        with _data_plane_of(self._group).sequencer.hold(sequence, op.timeout):  # without a turn the agreement raises
+            payloads = self._group.verifier.verify(call, deadline.remaining(), sequence)
+            run = _DataPlaneRun(self._group, op, call, sequence, deadline, payloads)
             try:
                 yield run
             except DistributedError:
@@ -231,16 +98,14 @@ class DataPlaneEngine(ReferenceEngine):
 
 
 class _DataPlaneRun(CollectiveRun):
-    """One collective that all ranks have agreed on, and that the group's data plane moves."""
+    """One collective in progress, on which all ranks have agreed, over the data plane."""
 
-    def __init__(
-        self, group: Backend, call: CollectiveSignature, sequence: int, deadline: Deadline, payloads: list[bytes]
-    ) -> None:
-        super().__init__(group, call, sequence, deadline, payloads)
-        self._data_plane = _data_plane_of(group)
+    @property
+    def _data_plane(self) -> DataPlane:
+        return _data_plane_of(self._group)
 
     def move(self, start: Callable[[DataPlane], list[Any]]) -> None:
-        """One step: ``start(data_plane)`` begins it."""
+        """Run one step, which ``start(data_plane)`` starts."""
         if self.world_size > 1:
             self._wait(start(self._data_plane))
 
@@ -257,79 +122,86 @@ class _DataPlaneRun(CollectiveRun):
         self.guard(wait)
 
     def collect(self, source: torch.Tensor) -> list[torch.Tensor]:
-        """Every rank's ``source``, by rank."""
+        """Gather every rank's ``source``, by rank."""
         table = source.new_empty((self.world_size, source.numel()))
         table[self.rank].copy_(source)
         self.move(lambda plane: plane.all_gather(bytes_of(table), [source.nbytes] * self.world_size))
         return list(table)
 
     def blocks(self, counts: Sequence[int], tensor: torch.Tensor) -> list[Block]:
-        """Where each rank's part of a tensor begins, and its size, in bytes; this rank's is not moved."""
+        """Offset and size of each rank's part of a tensor, in bytes; the size of this rank's is 0."""
         sizes = _in_bytes(counts, tensor)
-        places = [0, *accumulate(sizes)]
-        return [(places[rank], size if rank != self.rank else 0) for rank, size in enumerate(sizes)]
+        offsets = [0, *accumulate(sizes)]
+        return [(offsets[rank], size if rank != self.rank else 0) for rank, size in enumerate(sizes)]
 
-    def check_counts(self, said: bytes, receive_counts: Sequence[int], unit: int, *, travels: bool) -> None:
-        """Raise when a rank sends this one another number of elements than it expects."""
-        if travels:
-            place = self.rank * _COUNT.size
-            coming = [_COUNT.unpack_from(self.payload(rank, len(said)), place)[0] for rank in range(self.world_size)]
+    def check_counts(self) -> None:
+        """Raise if a rank sends another number of elements than this one expects."""
+        op = self.op
+        sent = _encode_counts(op.counts)
+        if len(sent) <= MAX_PAYLOAD:  # they came with the calls
+            offset = self.rank * _COUNT.size
+            incoming = [_COUNT.unpack_from(self.payload(rank, len(sent)), offset)[0] for rank in range(self.world_size)]
         else:
-            places = [(rank * _COUNT.size, _COUNT.size) for rank in range(self.world_size)]
-            table = bytearray(len(said))
-            self.move(lambda plane: plane.all_to_all(memoryview(table), places, memoryview(said), places))
-            coming = [count for (count,) in _COUNT.iter_unpack(table)]
+            blocks = [(rank * _COUNT.size, _COUNT.size) for rank in range(self.world_size)]
+            table = bytearray(len(sent))
+            self.move(lambda plane: plane.all_to_all(memoryview(table), blocks, memoryview(sent), blocks))
+            incoming = [count for (count,) in _COUNT.iter_unpack(table)]
         for peer in self.peers:
-            if coming[peer] != receive_counts[peer]:
-                error = self.unmet(peer, receive_counts[peer] // unit)
+            if incoming[peer] != op.recv_counts[peer]:
+                error = self.unmet(peer, op.recv_counts[peer] // op.unit)
                 self._group.abort(error)
                 raise (self._group.failure or error).fresh()
 
-    def fold_chunks(self, out: torch.Tensor, source: torch.Tensor, counts: Sequence[int], op: Op) -> None:
+    def fold_chunks(self, out: torch.Tensor, counts: Sequence[int]) -> None:
         """Fold chunk ``rank`` of every rank's ``source`` into ``out``, segment by segment.
 
         ``out`` may be this rank's chunk of ``source``: a segment is folded from it before it is written, and no other
         rank needs it.
         """
-        factors = self.factors(op)
+        source = self.op.source
         starts, item, mine = offsets_of(counts), source.element_size(), counts[self.rank]
         step = max(1, _SEGMENT_BYTES // item)
         data = bytes_of(source)
         tables = [source.new_empty((self.world_size, min(step, mine))) for _ in range(2)]
 
-        def start(number: int) -> list[Any]:
-            begin = number * step
+        def start(index: int) -> list[Any]:
+            begin = index * step
             outgoing = [
                 ((starts[rank] + min(begin, counts[rank])) * item, _length(counts[rank], begin, step) * item)
                 for rank in range(self.world_size)
             ]
             outgoing[self.rank] = (0, 0)
-            table = tables[number % 2]
+            table = tables[index % 2]
             size = _length(mine, begin, step) * item
             incoming = [(rank * table.shape[1] * item, size) for rank in range(self.world_size)]
             incoming[self.rank] = (0, 0)
             return self._data_plane.all_to_all(bytes_of(table), incoming, data, outgoing) if self.world_size > 1 else []
 
         num_segments = -(-max(counts) // step)
-        coming = start(0) if num_segments else []
+        pending = start(0) if num_segments else []
         try:
-            for number in range(num_segments):
-                waited, coming = coming, []
+            for index in range(num_segments):
+                waited, pending = pending, []
                 self._wait(waited)
-                if number + 1 < num_segments:
-                    coming = start(number + 1)
-                begin, length = number * step, _length(mine, number * step, step)
+                if index + 1 < num_segments:
+                    pending = start(index + 1)
+                begin, length = index * step, _length(mine, index * step, step)
                 if length:
                     own = source[starts[self.rank] + begin : starts[self.rank] + begin + length]
-                    table = tables[number % 2]
+                    table = tables[index % 2]
                     inputs = [own if rank == self.rank else table[rank, :length] for rank in range(self.world_size)]
-                    out[begin : begin + length].copy_(fold(op, inputs, factors))
+                    out[begin : begin + length].copy_(self.fold(inputs))
         finally:
-            self._data_plane.abandon(coming)
+            self._data_plane.abandon(pending)
+
+
+def _data_plane_of(group: Backend) -> DataPlane:
+    assert group.data_plane is not None
+    return group.data_plane
 
 
 def _length(count: int, begin: int, step: int) -> int:
-    """Elements of a chunk's segment that begins at ``begin``."""
+    """The number of elements of a chunk's segment that begins at ``begin``."""
     return max(0, min(step, count - begin))
 
 
@@ -337,6 +209,80 @@ def _in_bytes(counts: Sequence[int], tensor: torch.Tensor) -> list[int]:
     return [count * tensor.element_size() for count in counts]
 
 
-def _data_plane_of(group: Backend) -> DataPlane:
-    assert group.data_plane is not None
-    return group.data_plane
+def _encode_counts(counts: Sequence[int]) -> bytes:
+    return b"".join(map(_COUNT.pack, counts))
+
+
+def _allreduce(run: _DataPlaneRun) -> None:
+    out, source = run.op.out, run.op.source
+    if source.nbytes <= _ONE_STEP_BYTES or run.world_size == 1:
+        out.copy_(run.fold(run.collect(source)))
+        return
+    counts = compute_shard_sizes(source.numel(), run.world_size)
+    run.fold_chunks(torch.split(out, counts)[run.rank], counts)
+    run.move(lambda plane: plane.all_gather(bytes_of(out), _in_bytes(counts, out)))
+
+
+def _reduce(run: _DataPlaneRun) -> None:
+    out, source, root = run.op.out, run.op.source, run.op.root
+    if source.nbytes <= _ONE_STEP_BYTES or run.world_size == 1:
+        inputs = run.collect(source)
+        if out is not None:
+            out.copy_(run.fold(inputs))
+        return
+    counts = compute_shard_sizes(source.numel(), run.world_size)
+    own = source.new_empty(counts[run.rank]) if out is None else torch.split(out, counts)[run.rank]
+    run.fold_chunks(own, counts)
+    data = own if out is None else out
+    run.move(lambda plane: plane.gather(bytes_of(data), _in_bytes(counts, data), root))
+
+
+def _broadcast(run: _DataPlaneRun) -> None:
+    op = run.op
+    run.move(lambda plane: plane.broadcast(bytes_of(op.out), op.root))
+
+
+def _all_gather(run: _DataPlaneRun) -> None:
+    op = run.op
+    torch.split(op.out, list(op.counts))[run.rank].copy_(op.source)
+    run.move(lambda plane: plane.all_gather(bytes_of(op.out), _in_bytes(op.counts, op.out)))
+
+
+def _gather(run: _DataPlaneRun) -> None:
+    op = run.op
+    if op.out is not None:
+        torch.split(op.out, list(op.counts))[op.root].copy_(op.source)
+    data = op.source if op.out is None else op.out
+    run.move(lambda plane: plane.gather(bytes_of(data), _in_bytes(op.counts, data), op.root))
+
+
+def _scatter(run: _DataPlaneRun) -> None:
+    op = run.op
+    if op.source is not None:
+        op.out.copy_(torch.split(op.source, list(op.counts))[op.root])
+    data = op.out if op.source is None else op.source
+    run.move(lambda plane: plane.scatter(bytes_of(data), _in_bytes(op.counts, data), op.root))
+
+
+def _reduce_scatter(run: _DataPlaneRun) -> None:
+    run.fold_chunks(run.op.out, run.op.counts)
+
+
+def _all_to_all(run: _DataPlaneRun) -> None:
+    op, rank = run.op, run.rank
+    run.check_counts()
+    torch.split(op.out, list(op.recv_counts))[rank].copy_(torch.split(op.source, list(op.counts))[rank])
+    incoming, outgoing = run.blocks(op.recv_counts, op.out), run.blocks(op.counts, op.source)
+    run.move(lambda plane: plane.all_to_all(bytes_of(op.out), incoming, bytes_of(op.source), outgoing))
+
+
+_ALGORITHMS: dict[CollectiveKind, Callable[[_DataPlaneRun], None]] = {
+    CollectiveKind.ALLREDUCE: _allreduce,
+    CollectiveKind.REDUCE: _reduce,
+    CollectiveKind.BROADCAST: _broadcast,
+    CollectiveKind.ALL_GATHER: _all_gather,
+    CollectiveKind.GATHER: _gather,
+    CollectiveKind.SCATTER: _scatter,
+    CollectiveKind.REDUCE_SCATTER: _reduce_scatter,
+    CollectiveKind.ALL_TO_ALL: _all_to_all,
+}

@@ -1,14 +1,12 @@
-"""The collectives of tensors on GPUs over the group's own engine on the host.
+"""Collectives and point-to-point of tensors on GPUs, staged through the host's memory and the group's host engine.
 
 [Note: two groups]
-An operation that fits into one segment is one call of the group's own engine, at the place that was reserved for it. A
-larger one is many calls, and nobody knew how many when places were reserved. The first of them, at its place, says what
-the whole operation is, so that ranks which disagree are told of that and not of segments. The segments go over a group
-of their own with the same ranks, whose places are taken only by the operation whose turn it is.
+A collective that fits into one segment is one call of the group's host engine, at its reserved position. A larger one
+is several calls, whose number is not known when positions are reserved. The first, at the reserved position, compares
+the whole collective, so that errors name it and not a segment. The segments run in a group of their own with the same
+ranks, in which only the collective whose turn it is reserves positions.
 
-The bits are those of the whole in one call: every reduction folds element by element, in rank order.
-
-Tensors on GPUs from rank to rank, through the host's memory.
+The bits are those of a single call: every reduction folds element by element, in rank order.
 """
 
 from __future__ import annotations
@@ -18,10 +16,11 @@ import math
 import struct
 import threading
 import weakref
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 
+from ferrodist.backends.collective_op import CollectiveKind, CollectiveOp
 from ferrodist.backends.cuda import streams_of
 from ferrodist.backends.sequencer import Sequencer
 from ferrodist.backends.signature import CollectiveSignature
@@ -29,10 +28,10 @@ from ferrodist.backends.subgroup import SubBackend
 from ferrodist.backends.verification import left_reason
 from ferrodist.collectives.arguments import writing_to
 from ferrodist.collectives.cuda import SEGMENT_BYTES, CopyPipeline, NotReachedError, wait_until_passed
-from ferrodist.collectives.engines.gpu_staged_plan import Partition, StagedOp
+from ferrodist.collectives.engines.gpu_staged_plan import StagedOp
 from ferrodist.collectives.engines.host import host_engine_of
-from ferrodist.collectives.facts import dtype_text, read_facts
-from ferrodist.collectives.reduce_op import DTYPES, Op, ReduceOp
+from ferrodist.collectives.payloads import dtype_text, unpack_payloads
+from ferrodist.collectives.reduce_op import DTYPES, ReduceOp
 from ferrodist.collectives.symmetric_memory import empty_symmetric
 from ferrodist.collectives.tensor_protocol import Recv, Send, batch_on_host
 from ferrodist.deadline import Deadline, Elapsed
@@ -43,14 +42,12 @@ if TYPE_CHECKING:
 
     from ferrodist.backends.base import Backend
     from ferrodist.backends.cuda import Streams
-    from ferrodist.collectives.engines.base import HostEngine
-    from ferrodist.collectives.engines.gpu_staged_plan import ChunkRange
 
 _KEY = "collectives.staged"
 
-# What ranks say of a large operation: dtype's place in DTYPES, number of the reduction or -1, root, dim, count; and
-# elements of their own largest part.
-_HEAD = struct.Struct("<Bbihqq")
+# A large collective: dtype's index in DTYPES, index of the reduction or -1, root, dim, count; and the number of
+# elements of the rank's largest part.
+_SIGNATURE = struct.Struct("<Bbihqq")
 _NUM_COMPARED = 5
 
 _CLOSE_SECONDS = 1.0
@@ -58,12 +55,12 @@ _CLOSE_SECONDS = 1.0
 
 
 class HostStagedEngine:
-    """`HostEngine` of tensors on GPUs, each of which returns when the host has done its part.
+    """A `HostEngine` of tensors on GPUs, whose calls return when the host has done its part.
 
     Args:
         group: Any backend whose engine carries tensors on the CPU.
         find_streams: The streams of a device.
-        segment_bytes: How much is worked on at once, at most; the same on all ranks.
+        segment_bytes: The maximum size of a segment; the same on all ranks.
     """
 
     def __init__(
@@ -76,238 +73,94 @@ class HostStagedEngine:
         self._find_streams = find_streams
         self._segment_bytes = segment_bytes
         self._sequencer = Sequencer(lambda: group.failure is not None)
-        self._lanes: dict[torch.device, CopyPipeline] = {}
+        self._pipelines: dict[torch.device, CopyPipeline] = {}
         self._inner: SubBackend | None = None
         self._has_shared = False
         group.on_synchronize(self._synchronize)
-        group.on_close(self._drop_lanes)
+        group.on_close(self._free_pipelines)
 
     def reserve(self) -> int:
         """Take the next position among the group's collectives."""
         return self._sequencer.reserve(host_engine_of(self._group).reserve)
 
     def await_turn(self, sequence: int) -> None:
-        """Return when all before have ended, or the group has."""
+        """Return when all earlier collectives have ended, or the group has failed."""
         if not self._sequencer.wait(sequence, math.inf):
-            return  # the group has failed: the operation raises it
+            return  # the group has failed: the collective raises it
         host_engine_of(self._group).await_turn(sequence)
 
-    def share(self, operation: str, payload: bytes, *, timeout: float, sequence: int) -> list[bytes]:
-        """Give every rank the bytes of each, in rank order."""
-        with self._sequencer.releasing(sequence):
-            return host_engine_of(self._group).share(operation, payload, timeout=timeout, sequence=sequence)
-
-    def barrier(self, *, timeout: float, sequence: int) -> None:
-        """Return when all ranks have called."""
-        with self._sequencer.releasing(sequence):
-            host_engine_of(self._group).barrier(timeout=timeout, sequence=sequence)
-
-    def allreduce(self, out: torch.Tensor, source: torch.Tensor, op: Op, *, timeout: float, sequence: int) -> None:
-        """Fold ``source`` over the ranks into every rank's ``out``, which may be ``source``."""
-
-        def work(engine: HostEngine, near: torch.Tensor, *_: object, **place: Any) -> None:
-            engine.allreduce(near, near, op, **place)
-
-        call = _call("allreduce", source, source.numel(), op=op)
-        self._run(_by_elements(call, source, out, work, number=op.number), timeout, sequence)
-
-    def reduce(
-        self,
-        out: torch.Tensor | None,
-        source: torch.Tensor,
-        op: Op,
-        root: int,
-        *,
-        timeout: float,
-        sequence: int,
-    ) -> None:
-        """Fold ``source`` over the ranks into the root's ``out``, which may be its ``source``; None elsewhere."""
-
-        def work(engine: HostEngine, near: torch.Tensor, *_: object, **place: Any) -> None:
-            engine.reduce(None if out is None else near, near, op, root, **place)
-
-        call = _call("reduce", source, source.numel(), op=op, root=root)
-        self._run(_by_elements(call, source, out, work, number=op.number), timeout, sequence)
-
-    def broadcast(self, tensor: torch.Tensor, root: int, *, timeout: float, sequence: int) -> None:
-        """Copy the root's ``tensor`` into every rank's."""
-
-        def work(engine: HostEngine, near: torch.Tensor, *_: object, **place: Any) -> None:
-            engine.broadcast(near, root, **place)
-
-        call = _call("broadcast", tensor, tensor.numel(), root=root)
-        source, out = (tensor, None) if self._group.rank == root else (None, tensor)
-        self._run(_by_elements(call, source, out, work), timeout, sequence)
-
-    def all_gather(
-        self,
-        out: torch.Tensor,
-        source: torch.Tensor,
-        counts: Sequence[int],
-        *,
-        dim: int,
-        timeout: float,
-        sequence: int,
-    ) -> None:
-        """Copy every rank's ``source`` into every ``out``, one after the other; ``counts[r]`` is rank r's size."""
-
-        def work(engine: HostEngine, near: torch.Tensor, far: torch.Tensor, window: ChunkRange, **place: Any) -> None:
-            engine.all_gather(far, near, window.sizes(counts), dim=dim, **place)
-
-        call = _call("all_gather", out, out.numel(), dim=dim)
-        self._run(
-            _by_parts(call, source, Partition(source, [source.numel()]), Partition(out, counts), work),
-            timeout,
-            sequence,
-        )
-
-    def gather(
-        self,
-        out: torch.Tensor | None,
-        source: torch.Tensor,
-        counts: Sequence[int],
-        root: int,
-        *,
-        timeout: float,
-        sequence: int,
-    ) -> None:
-        """Copy every rank's ``source`` into the root's ``out``; None elsewhere."""
-
-        def work(engine: HostEngine, near: torch.Tensor, far: torch.Tensor, window: ChunkRange, **place: Any) -> None:
-            engine.gather(None if out is None else far, near, window.sizes(counts), root, **place)
-
-        call = _call("gather", source, sum(counts), root=root)
-        self._run(
-            _by_parts(call, source, Partition(source, [source.numel()]), Partition(out, counts), work),
-            timeout,
-            sequence,
-        )
-
-    def scatter(
-        self,
-        out: torch.Tensor,
-        source: torch.Tensor | None,
-        counts: Sequence[int],
-        root: int,
-        *,
-        timeout: float,
-        sequence: int,
-    ) -> None:
-        """Copy part r of the root's ``source``, of ``counts[r]`` elements, into rank r's ``out``."""
-
-        def work(engine: HostEngine, near: torch.Tensor, far: torch.Tensor, window: ChunkRange, **place: Any) -> None:
-            engine.scatter(far, None if source is None else near, window.sizes(counts), root, **place)
-
-        call = _call("scatter", out, sum(counts), root=root)
-        self._run(
-            _by_parts(call, out, Partition(source, counts), Partition(out, [out.numel()]), work), timeout, sequence
-        )
-
-    def reduce_scatter(
-        self,
-        out: torch.Tensor,
-        source: torch.Tensor,
-        counts: Sequence[int],
-        op: Op,
-        *,
-        dim: int,
-        timeout: float,
-        sequence: int,
-    ) -> None:
-        """Fold part r of every rank's ``source`` into rank r's ``out``."""
-
-        def work(engine: HostEngine, near: torch.Tensor, far: torch.Tensor, window: ChunkRange, **place: Any) -> None:
-            engine.reduce_scatter(far, near, window.sizes(counts), op, dim=dim, **place)
-
-        call = _call("reduce_scatter", source, source.numel(), op=op, dim=dim)
-        parts = Partition(source, counts), Partition(out, [out.numel()])
-        self._run(_by_parts(call, out, *parts, work, number=op.number), timeout, sequence)
-
-    def all_to_all(
-        self,
-        out: torch.Tensor,
-        source: torch.Tensor,
-        send_counts: Sequence[int],
-        receive_counts: Sequence[int],
-        *,
-        unit: int,
-        timeout: float,
-        sequence: int,
-    ) -> None:
-        """Send part r of ``source`` to rank r, and collect what the ranks sent here in ``out``."""
-
-        def work(engine: HostEngine, near: torch.Tensor, far: torch.Tensor, window: ChunkRange, **place: Any) -> None:
-            engine.all_to_all(far, near, window.sizes(send_counts), window.sizes(receive_counts), unit=unit, **place)
-
-        call = _call("all_to_all", source, unit)
-        parts = Partition(source, send_counts), Partition(out, receive_counts)
-        self._run(_by_parts(call, out, *parts, work, differs=True), timeout, sequence)
-
-    def _run(self, plan: StagedOp, timeout: float, sequence: int) -> None:
-        """Do an operation; what fails in the middle ends the group, for its ranks are out of step then."""
-        group, deadline = self._group, Deadline(timeout)
+    def run(self, op: CollectiveOp, sequence: int) -> list[bytes] | None:
+        """Run a collective; an error in the middle ends the group, whose ranks are out of step then."""
+        if op.device is None:
+            with self._sequencer.releasing(sequence):
+                return host_engine_of(self._group).run(op, sequence)
+        group, deadline = self._group, Deadline(op.timeout)
         try:
             with self._sequencer.releasing(sequence):
-                self._do(plan, deadline, sequence)
+                self._run_segments(StagedOp(op, group.rank), op.device, deadline, sequence)
         except GroupClosedError:
             raise
         except NotReachedError:
-            late = self._late(plan, deadline, "the GPU is still busy with what came before it in the current stream")
+            late = self._late(op, deadline, "the GPU is still busy with what came before it in the current stream")
             group.abort(late)
             raise (group.failure or late).fresh() from None
         except DistributedError as error:
             group.abort(error)
             raise (group.failure or error).fresh() from None
         except BaseException as failure:
-            group.abort(left_reason(group.rank, plan.call, failure))
+            group.abort(left_reason(group.rank, op.signature(), failure))
             raise
+        return None
 
-    def _do(self, plan: StagedOp, deadline: Deadline, sequence: int) -> None:
+    def _run_segments(self, staged: StagedOp, device: torch.device, deadline: Deadline, sequence: int) -> None:
+        op = staged.op
         self._check_alive()
         if not self._sequencer.wait(sequence, deadline.remaining()):
             self._check_alive()
-            raise self._late(plan, deadline, "what this rank started before it has not ended")
-        device = plan.like.device
-        lane = self._lanes.get(device)
-        if lane is None:
-            lane = self._lanes[device] = CopyPipeline(self._find_streams(device), self._segment_bytes)
+            raise self._late(op, deadline, "what this rank started before it has not ended")
+        pipeline = self._pipelines.get(device)
+        if pipeline is None:
+            pipeline = self._pipelines[device] = CopyPipeline(self._find_streams(device), self._segment_bytes)
         engine = host_engine_of(self._group)
-        windows = plan.windows(plan.largest, self._segment_bytes)
-        if len(windows) == 1 and not plan.differs:
-            only = plan.segment(windows[0], engine, lambda: (deadline.remaining(), sequence))
-            lane.run([only], plan.like.dtype, deadline, self._check_alive)
+        windows = staged.windows(staged.largest, self._segment_bytes)
+        # Ranks may differ in the parts of an all_to_all, and so in the number of segments.
+        if len(windows) == 1 and op.kind is not CollectiveKind.ALL_TO_ALL:
+            only = staged.segment(windows[0], engine, lambda: (deadline.remaining(), sequence))
+            pipeline.run([only], op.tensor.dtype, deadline, self._check_alive)
             return
-        windows = plan.windows(self._agree(plan, deadline, sequence), self._segment_bytes)
+        windows = staged.windows(self._agree(staged, deadline, sequence), self._segment_bytes)
         inner = self._inner_group()
         if not self._has_shared:
-            self._share_memory(inner, lane, deadline)
+            self._share_memory(inner, pipeline, deadline)
         engine = host_engine_of(inner)
         segments = [
-            plan.segment(window, engine, lambda: (deadline.remaining(), engine.reserve())) for window in windows
+            staged.segment(window, engine, lambda: (deadline.remaining(), engine.reserve())) for window in windows
         ]
-        lane.run(segments, plan.like.dtype, deadline, self._check_alive)
+        pipeline.run(segments, op.tensor.dtype, deadline, self._check_alive)
 
     def _check_alive(self) -> None:
         if self._group.failure is not None:
             raise self._group.failure.fresh()
 
-    def _agree(self, plan: StagedOp, deadline: Deadline, sequence: int) -> int:
-        """Compare the operation with the other ranks'; returns the elements of the largest part on any."""
-        call = plan.call
-        place = DTYPES.index(plan.like.dtype)
-        head = _HEAD.pack(place, plan.number, call.root, call.dim, call.count, plan.largest)
-        engine = host_engine_of(self._group)
-        name = f"{call.operation} on GPUs"
-        payloads = engine.share(name, head, timeout=deadline.remaining(), sequence=sequence)
-        heads = read_facts(_HEAD, payloads, self._group, name)
-        if len({said[:_NUM_COMPARED] for said in heads}) > 1:
-            raise self._group.agreement.mismatch_error(
-                [_call_of(call.operation, said[:_NUM_COMPARED], sequence) for said in heads]
+    def _agree(self, staged: StagedOp, deadline: Deadline, sequence: int) -> int:
+        """Compare a large collective; returns the number of elements of the largest part on any rank."""
+        op = staged.op
+        number = -1 if op.op is None else op.op.number
+        payload = _SIGNATURE.pack(
+            DTYPES.index(op.tensor.dtype), number, op.root, op.dim, op.signature().count, staged.largest
+        )
+        name = f"{op.kind} on GPUs"
+        share = CollectiveOp(kind=CollectiveKind.SHARE, name=name, payload=payload, timeout=deadline.remaining())
+        payloads = host_engine_of(self._group).run(share, sequence) or []
+        signatures = unpack_payloads(_SIGNATURE, payloads, self._group, name)
+        if len({each[:_NUM_COMPARED] for each in signatures}) > 1:
+            raise self._group.verifier.mismatch_error(
+                [_decode_signature(op.kind.value, each[:_NUM_COMPARED], sequence) for each in signatures]
             )
-        return int(max(said[_NUM_COMPARED] for said in heads))
+        return int(max(each[_NUM_COMPARED] for each in signatures))
 
     def _inner_group(self) -> SubBackend:
-        """The group of the segments; see [Note: two groups]."""
+        """The group of the segments: [Note: two groups]."""
         if self._inner is None:
             group = self._group
             inner = self._inner = SubBackend(
@@ -316,28 +169,27 @@ class HostStagedEngine:
             group.on_close(inner.close)
         return self._inner
 
-    def _share_memory(self, inner: SubBackend, lane: CopyPipeline, deadline: Deadline) -> None:
-        """Have the first device's slots in symmetric memory, where there is any: then nothing is copied aside.
+    def _share_memory(self, inner: SubBackend, pipeline: CopyPipeline, deadline: Deadline) -> None:
+        """Put the first device's slots into symmetric memory, if there is any, on which the host engine copies nothing.
 
-        All ranks come to this in the same operation. Where a rank's other devices take turns with the first, the engine
-        copies aside.
+        A collective, within the same one on all ranks. For a rank's other devices the host engine copies as usual.
         """
         self._has_shared = True
         if inner.engine("cpu") is None:
             return
         try:
-            memory = empty_symmetric((lane.shared_bytes,), torch.uint8, group=inner, timeout=deadline.remaining())
+            memory = empty_symmetric((pipeline.shared_bytes,), torch.uint8, group=inner, timeout=deadline.remaining())
         except BackendUnavailable:  # on all ranks
             return
-        release = lane.share(memory)
+        release = pipeline.share(memory)
         if release is not None:
-            # It may be collected without being closed; and at exit the driver goes by itself.
-            weakref.finalize(lane, release).atexit = False
+            # The engine may be collected without being closed; at exit the driver frees the memory itself.
+            weakref.finalize(pipeline, release).atexit = False
 
-    def _late(self, plan: StagedOp, deadline: Deadline, why: str) -> DistributedTimeoutError:
+    def _late(self, op: CollectiveOp, deadline: Deadline, why: str) -> DistributedTimeoutError:
         return DistributedTimeoutError(
-            f"{plan.call} on group {self._group.name!r}: {why}, after {Elapsed.of(deadline)}. Pass a larger timeout."
-            f" Reported by rank {self._group.rank}.",
+            f"{op.signature()} on group {self._group.name!r}: {why}, after {Elapsed.of(deadline)}."
+            f" Pass a larger timeout. Reported by rank {self._group.rank}.",
             ranks=(self._group.rank,),
         )
 
@@ -345,8 +197,8 @@ class HostStagedEngine:
         deadline = Deadline(timeout)
         try:
             self._wait_until_idle(deadline)
-            for lane in list(self._lanes.values()):
-                lane.synchronize(deadline)
+            for pipeline in list(self._pipelines.values()):
+                pipeline.synchronize(deadline)
         except (NotReachedError, TimeoutError) as error:
             if isinstance(error, DistributedError):  # the group's failure
                 raise
@@ -360,19 +212,19 @@ class HostStagedEngine:
             self._check_alive()
             raise TimeoutError
 
-    def _drop_lanes(self) -> None:
-        """Free their memory, unless a device that does not come to its end may still copy from it."""
-        for device, lane in list(self._lanes.items()):
-            with contextlib.suppress(Exception):  # of a device that has failed, too
-                lane.synchronize(Deadline(_CLOSE_SECONDS))
-                del self._lanes[device]
+    def _free_pipelines(self) -> None:
+        """Free the slots' memory, unless a device that hangs may still copy from it."""
+        for device, pipeline in list(self._pipelines.items()):
+            with contextlib.suppress(Exception):  # also of a device that has failed
+                pipeline.synchronize(Deadline(_CLOSE_SECONDS))
+                del self._pipelines[device]
 
 
 _making = threading.Lock()
 
 
 def host_staged_engine_of(group: Backend) -> HostStagedEngine:
-    """The staged collectives of a group, made when first needed."""
+    """The staged engine of a group, made when first needed."""
     found = group.attachments.get(_KEY)
     if found is None:
         with _making:
@@ -383,71 +235,13 @@ def host_staged_engine_of(group: Backend) -> HostStagedEngine:
     return found
 
 
-def _by_elements(
-    call: CollectiveSignature, source: torch.Tensor | None, out: torch.Tensor | None, work: Any, *, number: int = -1
-) -> StagedOp:
-    """An operation whose result takes the place of its input, element by element."""
-    like = out if source is None else source
-    assert like is not None
-    counts = [like.numel()]
-    return StagedOp(
-        call=call,
-        number=number,
-        like=like,
-        source=Partition(source, counts),
-        out=Partition(out, counts),
-        in_place=True,
-        share=1,
-        largest=like.numel(),
-        work=work,
-    )
-
-
-def _by_parts(
-    call: CollectiveSignature,
-    like: torch.Tensor,
-    source: Partition,
-    out: Partition,
-    work: Any,
-    *,
-    number: int = -1,
-    differs: bool = False,
-) -> StagedOp:
-    """An operation on a part for each rank, on one side or both."""
-    return StagedOp(
-        call=call,
-        number=number,
-        like=like,
-        source=source,
-        out=out,
-        in_place=False,
-        share=max(len(source.counts), len(out.counts)),
-        largest=max(*source.counts, *out.counts),
-        differs=differs,
-        work=work,
-    )
-
-
-def _call(
-    operation: str, tensor: torch.Tensor, count: int, *, op: Op | None = None, root: int = -1, dim: int = -1
-) -> CollectiveSignature:
-    return CollectiveSignature(
-        operation=operation,
-        dtype=str(tensor.dtype).removeprefix("torch."),
-        reduce_op="" if op is None else str(op),
-        root=root,
-        dim=dim,
-        count=count,
-    )
-
-
-def _call_of(operation: str, said: tuple[int, ...], sequence: int) -> CollectiveSignature:
-    """What a rank said of its operation, in words."""
-    place, number, root, dim, count = said
+def _decode_signature(operation: str, fields: tuple[int, ...], sequence: int) -> CollectiveSignature:
+    """The signature of a rank's large collective, for the error."""
+    dtype_index, number, root, dim, count = fields
     ops = [*map(str, ReduceOp), "premultiplied_sum"]
     return CollectiveSignature(
         operation=operation,
-        dtype=dtype_text(place),
+        dtype=dtype_text(dtype_index),
         reduce_op="" if number < 0 else ops[number] if number < len(ops) else f"reduction {number}",
         root=root,
         dim=dim,
@@ -457,7 +251,7 @@ def _call_of(operation: str, said: tuple[int, ...], sequence: int) -> Collective
 
 
 class HostStagedP2P:
-    """`DeviceP2P` over a group's own messages: tensors are on their way when the device has come to them.
+    """A `DeviceP2P` over the group's own messages, which are sent once the device has written the tensors.
 
     Args:
         group: Any backend whose messages carry tensors on the CPU.
@@ -469,10 +263,10 @@ class HostStagedP2P:
         self._find_streams = find_streams
 
     def exchange(self, operations: Sequence[Send | Recv], *, timeout: float) -> list[int]:
-        """Do all of these at the same time; returns the other rank of each."""
+        """Run all sends and receives at the same time; returns the peer of each."""
         deadline = Deadline(timeout)
         streams = self._find_streams(operations[0].tensor.device)
-        # Fresh memory each time: messages may stay in it when the call has raised.
+        # Fresh memory each time: messages may still use it after the call has raised.
         on_host = [_Pinned(streams, operation.tensor) for operation in operations]
         self._fill(
             [pair for pair in zip(operations, on_host, strict=True) if isinstance(pair[0], Send)], deadline, timeout
@@ -494,7 +288,7 @@ class HostStagedP2P:
         return peers
 
     def on_host(self, tensor: torch.Tensor, *, timeout: float) -> torch.Tensor:
-        """A copy of a tensor's elements, flat; waits for the device as `exchange` does, and raises the same."""
+        """A flat copy of a tensor on the host; waits for the device as `exchange` does."""
         pinned = _Pinned(self._find_streams(tensor.device), tensor)
         self._fill([(Send(tensor, 0), pinned)], Deadline(timeout), timeout)
         return pinned.flat
@@ -521,7 +315,7 @@ class HostStagedP2P:
 
 
 class _Pinned:
-    """Host memory for the elements of a tensor: ``flat``, and in the tensor's shape."""
+    """Pinned memory for the elements of a tensor: ``flat``, and ``shaped`` as the tensor."""
 
     def __init__(self, streams: Streams, like: torch.Tensor) -> None:
         memory = streams.pinned(like.nbytes) if like.numel() else torch.empty(0, dtype=torch.uint8, device="cpu")

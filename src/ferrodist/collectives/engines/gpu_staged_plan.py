@@ -1,10 +1,12 @@
-"""An operation on tensors on a GPU as a value that can be divided into segments."""
+"""A collective on tensors on a GPU, divided into segments that each are a collective on the host."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from functools import cached_property
+from typing import TYPE_CHECKING
 
+from ferrodist.backends.collective_op import CollectiveKind
 from ferrodist.collectives.arguments import offsets_of
 from ferrodist.collectives.cuda import Segment
 
@@ -13,35 +15,38 @@ if TYPE_CHECKING:
 
     import torch
 
-    from ferrodist.backends.signature import CollectiveSignature
-    from ferrodist.collectives.engines.base import HostEngine
+    from ferrodist.backends.collective_op import CollectiveOp
+    from ferrodist.backends.engine import HostEngine
+
+_IN_PLACE = {CollectiveKind.ALLREDUCE, CollectiveKind.REDUCE, CollectiveKind.BROADCAST}
+"""Collectives whose result replaces their input, element by element."""
 
 
 @dataclass(frozen=True, slots=True)
 class ChunkRange:
-    """What a segment takes of every part: the elements from ``begin`` to before ``end``."""
+    """The range of elements that a segment takes of every part, from ``begin`` to before ``end``."""
 
     begin: int
     end: int
 
     def sizes(self, counts: Sequence[int]) -> list[int]:
-        """How many of its elements parts of so many elements have."""
+        """How many elements of each part are in the range; ``counts`` are the parts' sizes."""
         return [max(0, min(count, self.end) - self.begin) for count in counts]
 
 
 @dataclass(frozen=True, slots=True)
 class Partition:
-    """A tensor whose parts, of ``counts`` elements, lie one after the other; or None, of which nothing is copied."""
+    """A tensor that consists of parts of ``counts`` elements; None where nothing is copied."""
 
     tensor: torch.Tensor | None
     counts: Sequence[int]
 
     def count_within(self, window: ChunkRange) -> int:
-        """How many elements a window shows."""
+        """The number of elements in a range of every part."""
         return sum(window.sizes(self.counts))
 
     def within(self, window: ChunkRange) -> list[torch.Tensor]:
-        """What a window shows of each part, which may be nothing."""
+        """The elements of each part in a range; some may be empty."""
         if self.tensor is None:
             return []
         sizes = window.sizes(self.counts)
@@ -52,67 +57,79 @@ class Partition:
         ]
 
 
-class StagedCall(Protocol):
-    """One call of an engine on the host: ``near`` holds what came down, and ``far`` takes what goes up."""
-
-    def __call__(
-        self,
-        engine: HostEngine,
-        near: torch.Tensor,
-        far: torch.Tensor,
-        window: ChunkRange,
-        *,
-        timeout: float,
-        sequence: int,
-    ) -> None:
-        """Run the call on one window."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class StagedOp:
-    """An operation.
+    """A collective on tensors on a GPU.
 
     Args:
-        call: What ranks compare.
-        number: Of the reduction, or -1.
-        like: One of its tensors.
-        source: What comes down.
-        out: What goes up.
-        in_place: Whether the result takes the place of the input: then ``far`` is empty, and ``near`` goes up.
-        share: How many parts there are for each segment to have some of.
-        largest: Elements of the largest part on any rank; of what this rank knows where ranks differ.
-        differs: Whether ranks may differ in it.
-        work: What is done with each segment.
+        op: The collective.
+        rank: This rank.
     """
 
-    call: CollectiveSignature
-    number: int
-    like: torch.Tensor
-    source: Partition
-    out: Partition
-    in_place: bool
-    share: int
-    largest: int
-    differs: bool = False
-    work: StagedCall
+    def __init__(self, op: CollectiveOp, rank: int) -> None:
+        self.op = op
+        self._in_place = op.kind in _IN_PLACE
+        is_root = rank == op.root
+        if op.kind is CollectiveKind.BROADCAST:
+            tensors = (op.out, None) if is_root else (None, op.out)
+        else:
+            tensors = (op.source, op.out)
+        source_counts, out_counts = self._counts()
+        self._source, self._out = Partition(tensors[0], source_counts), Partition(tensors[1], out_counts)
+
+    def _counts(self) -> tuple[Sequence[int], Sequence[int]]:
+        """The sizes of the parts of ``source``, and of ``out``."""
+        op = self.op
+        match op.kind:
+            case CollectiveKind.ALL_GATHER | CollectiveKind.GATHER:
+                return [op.source.numel()], op.counts
+            case CollectiveKind.SCATTER | CollectiveKind.REDUCE_SCATTER:
+                return op.counts, [op.out.numel()]
+            case CollectiveKind.ALL_TO_ALL:
+                return op.counts, op.recv_counts
+        return [op.tensor.numel()], [op.tensor.numel()]
+
+    @cached_property
+    def largest(self) -> int:
+        """The number of elements of the largest part; of an all_to_all, as far as this rank knows."""
+        return max(*self._source.counts, *self._out.counts)
 
     def windows(self, largest: int, segment_bytes: int) -> list[ChunkRange]:
-        """The windows that show all of the parts, of at most ``largest`` elements: at least one."""
-        step = max(1, segment_bytes // self.like.element_size() // self.share)
+        """The segments' ranges, at least one, for parts of at most ``largest`` elements."""
+        num_parts = max(len(self._source.counts), len(self._out.counts))
+        step = max(1, segment_bytes // self.op.tensor.element_size() // num_parts)
         return [ChunkRange(begin, begin + step) for begin in range(0, max(largest, 1), step)]
 
-    def segment(self, window: ChunkRange, engine: HostEngine, place: Callable[[], tuple[float, int]]) -> Segment:
-        """What a window shows. ``place()`` says in which time and at which place the engine is called."""
+    def segment(self, window: ChunkRange, engine: HostEngine, position: Callable[[], tuple[float, int]]) -> Segment:
+        """One segment of the collective.
 
-        def work(near: torch.Tensor, far: torch.Tensor) -> None:
-            timeout, sequence = place()
-            self.work(engine, near, far, window, timeout=timeout, sequence=sequence)
+        Args:
+            window: The range of elements.
+            engine: The engine that runs it.
+            position: Called when the segment is run, for the seconds that it may take and its sequence number.
+        """
 
+        def work(host_in: torch.Tensor, host_out: torch.Tensor) -> None:
+            timeout, sequence = position()
+            engine.run(self._on_host(window, host_in, host_out, timeout), sequence)
+
+        source, out = self._source, self._out
         return Segment(
-            down=self.source.within(window),
-            near_count=0 if self.source.tensor is None and not self.in_place else self.source.count_within(window),
-            far_count=0 if self.out.tensor is None or self.in_place else self.out.count_within(window),
+            inputs=source.within(window),
+            in_count=source.count_within(window) if self._in_place or source.tensor is not None else 0,
+            out_count=out.count_within(window) if not self._in_place and out.tensor is not None else 0,
             work=work,
-            up=self.out.within(window),
-            is_far=not self.in_place,
+            outputs=out.within(window),
+            in_place=self._in_place,
+        )
+
+    def _on_host(
+        self, window: ChunkRange, host_in: torch.Tensor, host_out: torch.Tensor, timeout: float
+    ) -> CollectiveOp:
+        op = self.op
+        return op.replace(
+            source=None if op.source is None else host_in,
+            out=None if op.out is None else host_in if self._in_place else host_out,
+            counts=window.sizes(op.counts),
+            recv_counts=window.sizes(op.recv_counts),
+            timeout=timeout,
         )

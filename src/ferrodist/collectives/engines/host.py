@@ -4,18 +4,19 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from ferrodist.backends.collective_op import CollectiveKind, CollectiveOp
 from ferrodist.collectives.engines.data_plane import DataPlaneEngine
 from ferrodist.collectives.engines.reference import ReferenceEngine
 
 if TYPE_CHECKING:
     from ferrodist.backends.base import Backend
-    from ferrodist.collectives.engines.base import HostEngine
+    from ferrodist.backends.engine import HostEngine
 
 _KEY = "collectives.reference"
 
 
 def host_engine_of(group: Backend) -> HostEngine:
-    """The engine of a group: its own when it offers one, else ours over its mover, or else over its messages."""
+    """The group's own engine if it has one, else ours over its data plane, or else over its messages."""
     engine: HostEngine | None = group.engine("cpu")
     if engine is not None:
         return engine
@@ -25,3 +26,20 @@ def host_engine_of(group: Backend) -> HostEngine:
         found = group.attachments.setdefault(_KEY, made)
     assert isinstance(found, ReferenceEngine)
     return found
+
+
+def share_bytes(group: Backend, name: str, payload: bytes, timeout: float) -> list[bytes]:
+    """Give every rank a few bytes of each; a collective.
+
+    Args:
+        group: The group, on all of whose ranks this is called.
+        name: The call's name, which ranks compare; at most 24 ASCII characters.
+        payload: This rank's bytes, at most `MAX_PAYLOAD`.
+        timeout: Seconds that it may take.
+
+    Returns:
+        The ranks' payloads, by rank.
+    """
+    engine = host_engine_of(group)
+    op = CollectiveOp(kind=CollectiveKind.SHARE, name=name, payload=payload, timeout=timeout)
+    return engine.run(op, engine.reserve()) or []

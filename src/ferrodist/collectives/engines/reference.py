@@ -1,10 +1,9 @@
-"""The collectives of any backend, over its ``isend`` and ``irecv``: what every engine's result is compared with.
+"""The reference engine: collectives over any backend's ``isend`` and ``irecv``, with which other engines are compared.
 
-Words: a *chunk* is the part of a tensor that one rank owns in a collective, a *segment* a piece of a chunk that
-moves at once. n is the tensor's bytes, p the number of ranks. Every operation begins with an agreement ([Note:
-agreement] in `backends/verification.py`: 2 steps, 192 bytes up and 192*p down for each rank), and tiny ones end with
-it, for their elements travel along. The figures below are for the steps after it: bytes are those that the busiest
-rank sends.
+A *chunk* is the part of a tensor that one rank owns in a collective, a *segment* a part of a chunk that moves at once.
+n is the tensor's bytes, p the number of ranks. Every collective begins with an agreement ([Note: agreement] in
+`backends/verification.py`: 2 steps, 192 bytes up and 192*p down for each rank), and tiny ones end with it, for their
+elements travel with the call. The figures below are for the steps after it, and the bytes that the busiest rank sends.
 
     operation        up to 108 B   up to 64 KiB                    above
     allreduce        0 steps       1 step, (p-1)n                  2 steps a segment, 2n(p-1)/p
@@ -15,8 +14,8 @@ rank sends.
     reduce_scatter                 1 step a segment, n(p-1)/p
     all_to_all                     1 step, what is for others
 
-A step is `_exchange`: all receives are posted, then all sends started, then all waited for. No rank waits for a send
-before its receives are posted, so no order of arrival and no size of socket buffers can block it.
+A step is `exchange`: all receives are posted, then all sends started, then all waited for. No rank waits for a send
+before its receives are posted, so it can't deadlock for any order of arrival and any size of socket buffers.
 """
 
 from __future__ import annotations
@@ -26,11 +25,12 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from ferrodist.backends.collective_op import CollectiveKind
 from ferrodist.backends.request import wait_all
-from ferrodist.backends.signature import MAX_PAYLOAD, CollectiveSignature
+from ferrodist.backends.signature import MAX_PAYLOAD
 from ferrodist.backends.tags import Channel, channel_tag
 from ferrodist.collectives.arguments import bytes_of, compute_shard_sizes, offsets_of
-from ferrodist.collectives.reduce_op import Op, PremultipliedSum, fold
+from ferrodist.collectives.reduce_op import PremultipliedSum, fold
 from ferrodist.deadline import Deadline, Elapsed
 from ferrodist.errors import (
     DistributedError,
@@ -45,19 +45,21 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
 
     from ferrodist.backends.base import Backend
+    from ferrodist.backends.collective_op import CollectiveOp
     from ferrodist.backends.request import Request
+    from ferrodist.backends.signature import CollectiveSignature
 
 _ONE_STEP_BYTES = 64 * 1024
-"""Up to here one step with more bytes is faster than two with fewer."""
+"""Up to this size one step with more bytes is faster than two with fewer."""
 
 _SEGMENT_BYTES = 4 << 20
-"""What a reduction receives from each rank before it folds: bounds its memory to p segments."""
+"""The bytes that a reduction receives from each rank before it folds: bounds its memory to p segments."""
 
 _FACTOR = struct.Struct("<d")
 
 
 class ReferenceEngine:
-    """`Collectives` over a group's point-to-point messages.
+    """A `HostEngine` over a group's point-to-point messages.
 
     Args:
         group: Any backend.
@@ -68,208 +70,55 @@ class ReferenceEngine:
 
     def reserve(self) -> int:
         """Take the next position among the group's collectives."""
-        return self._group.agreement.reserve()
+        return self._group.verifier.reserve()
 
     def await_turn(self, sequence: int) -> None:
-        """See `Collectives`: here collectives don't wait for each other."""
+        """Return at once: these collectives don't wait for each other."""
 
-    def share(self, operation: str, payload: bytes, *, timeout: float, sequence: int) -> list[bytes]:
-        """Give every rank the `MAX_PAYLOAD` or fewer bytes of each; the agreement is all of it."""
-        return self._group.agreement.reach(CollectiveSignature(operation=operation, payload=payload), timeout, sequence)
+    def run(self, op: CollectiveOp, sequence: int) -> list[bytes] | None:
+        """Run a collective."""
+        deadline = Deadline(op.timeout)
+        payload, is_eager = payload_of(op, self._group.rank)
+        call = op.signature(payload=payload)
+        payloads = self._group.verifier.verify(call, op.timeout, sequence)
+        if op.kind is CollectiveKind.SHARE:
+            return payloads
+        if op.kind is not CollectiveKind.BARRIER:
+            run = CollectiveRun(self._group, op, call, sequence, deadline, payloads)
+            (EAGER_ALGORITHMS if is_eager else _ALGORITHMS)[op.kind](run)
+        return None
 
-    def barrier(self, *, timeout: float, sequence: int) -> None:
-        """Return when all ranks have called; the agreement is all of it."""
-        self._group.agreement.reach(CollectiveSignature(operation="barrier"), timeout, sequence)
 
-    def allreduce(self, out: torch.Tensor, source: torch.Tensor, op: Op, *, timeout: float, sequence: int) -> None:
-        """Fold ``source`` over the ranks into every rank's ``out``, which may be ``source``."""
-        tiny = is_tiny(source, op)
-        run = self._enter(
-            call_of("allreduce", source, op=op), payload_for(source if tiny else None, op), timeout, sequence
-        )
-        if tiny:
-            out.copy_(fold(op, run.tensors(source.dtype, [source.numel()] * run.world_size), run.factors(op)))
-        elif run.world_size == 1:
-            out.copy_(fold(op, [source], run.factors(op)))
-        elif source.nbytes <= _ONE_STEP_BYTES:
-            inputs = [source if rank == run.rank else torch.empty_like(source) for rank in range(run.world_size)]
-            run.exchange([(peer, source) for peer in run.peers], [(peer, inputs[peer]) for peer in run.peers])
-            out.copy_(fold(op, inputs, run.factors(op)))
-        else:
-            counts = compute_shard_sizes(source.numel(), run.world_size)
-            chunks = torch.split(out, counts)
-            run.fold_chunks(chunks[run.rank], source, counts, op)
-            run.exchange([(peer, chunks[run.rank]) for peer in run.peers], [(peer, chunks[peer]) for peer in run.peers])
-
-    def reduce(
-        self,
-        out: torch.Tensor | None,
-        source: torch.Tensor,
-        op: Op,
-        root: int,
-        *,
-        timeout: float,
-        sequence: int,
-    ) -> None:
-        """Fold ``source`` over the ranks into the root's ``out``, which may be its ``source``; None elsewhere."""
-        tiny = is_tiny(source, op)
-        call = call_of("reduce", source, op=op, root=root)
-        run = self._enter(call, payload_for(source if tiny else None, op), timeout, sequence)
-        if tiny or run.world_size == 1:
-            inputs = run.tensors(source.dtype, [source.numel()] * run.world_size) if tiny else [source]
-            if out is not None:
-                out.copy_(fold(op, inputs, run.factors(op)))
-        elif source.nbytes <= _ONE_STEP_BYTES:
-            if out is None:
-                run.exchange([(root, source)], [])
-                return
-            inputs = [source if rank == run.rank else torch.empty_like(source) for rank in range(run.world_size)]
-            run.exchange([], [(peer, inputs[peer]) for peer in run.peers])
-            out.copy_(fold(op, inputs, run.factors(op)))
-        else:
-            counts = compute_shard_sizes(source.numel(), run.world_size)
-            if out is None:
-                own = source.new_empty(counts[run.rank])
-                run.fold_chunks(own, source, counts, op)
-                run.exchange([(root, own)], [])
-            else:
-                chunks = torch.split(out, counts)
-                run.fold_chunks(chunks[run.rank], source, counts, op)
-                run.exchange([], [(peer, chunks[peer]) for peer in run.peers])
-
-    def broadcast(self, tensor: torch.Tensor, root: int, *, timeout: float, sequence: int) -> None:
-        """Copy the root's ``tensor`` into every rank's."""
-        tiny = tensor.nbytes <= MAX_PAYLOAD
-        mine = self._group.rank == root
-        payload = payload_for(tensor if tiny and mine else None)
-        run = self._enter(call_of("broadcast", tensor, root=root), payload, timeout, sequence)
-        if mine and (tiny or run.world_size == 1):
-            return
-        if tiny:
-            tensor.copy_(run.tensor(root, tensor.dtype, tensor.numel()))
-        elif tensor.nbytes <= _ONE_STEP_BYTES:
-            run.send_down_tree(tensor, root)
-        else:
-            chunks = torch.split(tensor, compute_shard_sizes(tensor.numel(), run.world_size))
-            if mine:
-                run.exchange([(peer, chunks[peer]) for peer in run.peers], [])
-                run.exchange([(peer, chunks[root]) for peer in run.peers], [])
-            else:
-                run.exchange([], [(root, chunks[run.rank])])
-                others = [peer for peer in run.peers if peer != root]
-                run.exchange(
-                    [(peer, chunks[run.rank]) for peer in others],
-                    [(peer, chunks[peer]) for peer in run.peers],
-                )
-
-    def all_gather(
-        self,
-        out: torch.Tensor,
-        source: torch.Tensor,
-        counts: Sequence[int],
-        *,
-        dim: int,
-        timeout: float,
-        sequence: int,
-    ) -> None:
-        """Copy every rank's ``source`` into every ``out``, one after the other; ``counts[r]`` is rank r's size."""
-        tiny = max(counts) * source.element_size() <= MAX_PAYLOAD
-        run = self._enter(call_of("all_gather", out, dim=dim), payload_for(source if tiny else None), timeout, sequence)
-        chunks = torch.split(out, list(counts))
-        if tiny:
-            for chunk, tensor in zip(chunks, run.tensors(source.dtype, counts), strict=True):
-                chunk.copy_(tensor)
-            return
-        chunks[run.rank].copy_(source)
-        run.exchange([(peer, source) for peer in run.peers], [(peer, chunks[peer]) for peer in run.peers])
-
-    def gather(
-        self,
-        out: torch.Tensor | None,
-        source: torch.Tensor,
-        counts: Sequence[int],
-        root: int,
-        *,
-        timeout: float,
-        sequence: int,
-    ) -> None:
-        """Copy every rank's ``source`` into the root's ``out``; None elsewhere."""
-        run = self._enter(call_of("gather", source, root=root, count=sum(counts)), b"", timeout, sequence)
-        if out is None:
-            run.exchange([(root, source)], [])
-            return
-        chunks = torch.split(out, list(counts))
-        chunks[root].copy_(source)
-        run.exchange([], [(peer, chunks[peer]) for peer in run.peers])
-
-    def scatter(
-        self,
-        out: torch.Tensor,
-        source: torch.Tensor | None,
-        counts: Sequence[int],
-        root: int,
-        *,
-        timeout: float,
-        sequence: int,
-    ) -> None:
-        """Copy part r of the root's ``source``, of ``counts[r]`` elements, into rank r's ``out``."""
-        run = self._enter(call_of("scatter", out, root=root, count=sum(counts)), b"", timeout, sequence)
-        if source is None:
-            run.exchange([], [(root, out)])
-            return
-        chunks = torch.split(source, list(counts))
-        out.copy_(chunks[root])
-        run.exchange([(peer, chunks[peer]) for peer in run.peers], [])
-
-    def reduce_scatter(
-        self,
-        out: torch.Tensor,
-        source: torch.Tensor,
-        counts: Sequence[int],
-        op: Op,
-        *,
-        dim: int,
-        timeout: float,
-        sequence: int,
-    ) -> None:
-        """Fold part r of every rank's ``source`` into rank r's ``out``."""
-        call = call_of("reduce_scatter", source, op=op, dim=dim)
-        run = self._enter(call, payload_for(None, op), timeout, sequence)
-        run.fold_chunks(out, source, counts, op)
-
-    def all_to_all(
-        self,
-        out: torch.Tensor,
-        source: torch.Tensor,
-        send_counts: Sequence[int],
-        receive_counts: Sequence[int],
-        *,
-        unit: int,
-        timeout: float,
-        sequence: int,
-    ) -> None:
-        """Send part r of ``source`` to rank r, and collect what the ranks sent here in ``out``."""
-        run = self._enter(call_of("all_to_all", source, count=unit), b"", timeout, sequence)
-        outgoing, incoming = torch.split(source, list(send_counts)), torch.split(out, list(receive_counts))
-        incoming[run.rank].copy_(outgoing[run.rank])
-        run.exchange_uneven(
-            [(peer, outgoing[peer]) for peer in run.peers], [(peer, incoming[peer]) for peer in run.peers], unit
-        )
-
-    def _enter(self, call: CollectiveSignature, payload: bytes, timeout: float, sequence: int) -> CollectiveRun:
-        deadline = Deadline(timeout)
-        call = call.with_payload(payload)
-        return CollectiveRun(
-            self._group, call, sequence, deadline, self._group.agreement.reach(call, timeout, sequence)
-        )
+def payload_of(op: CollectiveOp, rank: int) -> tuple[bytes, bool]:
+    """The payload of a rank's call, and whether it is all of the data, as for tiny tensors."""
+    match op.kind:
+        case CollectiveKind.SHARE:
+            return op.payload, True
+        case CollectiveKind.ALLREDUCE | CollectiveKind.REDUCE | CollectiveKind.REDUCE_SCATTER:
+            if isinstance(op.op, PremultipliedSum):  # whose factor takes the room
+                return _FACTOR.pack(op.op.factor), False
+            if op.kind is not CollectiveKind.REDUCE_SCATTER and op.source.nbytes <= MAX_PAYLOAD:
+                return bytes(bytes_of(op.source)), True
+        case CollectiveKind.BROADCAST if op.out.nbytes <= MAX_PAYLOAD:
+            return bytes(bytes_of(op.out)) if rank == op.root else b"", True
+        case CollectiveKind.ALL_GATHER if max(op.counts) * op.source.element_size() <= MAX_PAYLOAD:
+            return bytes(bytes_of(op.source)), True
+    return b"", False
 
 
 class CollectiveRun:
-    """One collective that all ranks have agreed on, under way."""
+    """One collective in progress, on which all ranks have agreed."""
 
-    def __init__(
-        self, group: Backend, call: CollectiveSignature, sequence: int, deadline: Deadline, payloads: list[bytes]
+    def __init__(  # noqa: PLR0917 - what `reach` has and gives
+        self,
+        group: Backend,
+        op: CollectiveOp,
+        call: CollectiveSignature,
+        sequence: int,
+        deadline: Deadline,
+        payloads: list[bytes],
     ) -> None:
+        self.op = op
         self.rank = group.rank
         self.world_size = group.world_size
         self.peers = _peers_of(group.rank, group.world_size)
@@ -279,26 +128,31 @@ class CollectiveRun:
         self.deadline = deadline
         self._payloads = payloads
         self._tag = channel_tag(Channel.DATA, sequence)
+        self._factors = self._read_factors()
 
     def tensor(self, rank: int, dtype: torch.dtype, count: int) -> torch.Tensor:
-        """The elements that came with a rank's call."""
+        """The elements in the payload of a rank's call."""
         payload = self.payload(rank, count * dtype.itemsize)
         if not payload:
             return torch.empty(0, dtype=dtype, device="cpu")
         return torch.frombuffer(bytearray(payload), dtype=torch.uint8).view(dtype)
 
     def tensors(self, dtype: torch.dtype, counts: Sequence[int]) -> list[torch.Tensor]:
-        """The elements that came with every rank's call."""
+        """The elements in the payload of every rank's call."""
         return [self.tensor(rank, dtype, count) for rank, count in enumerate(counts)]
 
-    def factors(self, op: Op) -> list[float] | None:
+    def fold(self, inputs: Sequence[torch.Tensor]) -> torch.Tensor:
+        """Fold one tensor a rank by the call's reduction."""
+        return fold(self.op.op, inputs, self._factors)
+
+    def _read_factors(self) -> list[float] | None:
         """Every rank's factor of a premultiplied sum."""
-        if not isinstance(op, PremultipliedSum):
+        if not isinstance(self.op.op, PremultipliedSum):
             return None
         return [_FACTOR.unpack(self.payload(rank, _FACTOR.size))[0] for rank in range(self.world_size)]
 
     def payload(self, rank: int, size_bytes: int) -> bytes:
-        """The bytes that came with a rank's call, which must be so many."""
+        """The payload of a rank's call; aborts the group unless it has ``size_bytes``."""
         payload = self._payloads[rank]
         if len(payload) != size_bytes:
             error = ProtocolError(
@@ -315,7 +169,7 @@ class CollectiveRun:
         sends: Iterable[tuple[int, torch.Tensor]],
         receives: Iterable[tuple[int, torch.Tensor]],
     ) -> None:
-        """One step: receive each (rank, tensor) and send each, all at once."""
+        """Run one step: all these receives and sends of (rank, tensor) at the same time."""
         self.guard(
             lambda: wait_all(
                 self._start(
@@ -329,7 +183,7 @@ class CollectiveRun:
     def exchange_uneven(
         self, sends: Iterable[tuple[int, torch.Tensor]], receives: Sequence[tuple[int, torch.Tensor]], unit: int
     ) -> None:
-        """`exchange` between ranks that may expect other sizes: empty messages go out too, so that none waits."""
+        """`exchange` between ranks that may expect other sizes: empty messages are sent, too, so that no rank waits."""
 
         def start_and_wait() -> None:
             pending = self._start(sends, receives)
@@ -360,7 +214,7 @@ class CollectiveRun:
         return pending
 
     def unmet(self, peer: int, num_rows: int) -> SizeMismatchError:
-        """The error of a rank that sends another number of rows than this one expects."""
+        """The error of a peer that sends another number of rows than this rank expects."""
         return SizeMismatchError(
             f"{self._call} on group {self._group.name!r}, operation {self._sequence}: rank {self.rank} expects"
             f" {num_rows} {'row' if num_rows == 1 else 'rows'} from rank {peer} (recv_counts[{peer}]), which sends it"
@@ -368,14 +222,14 @@ class CollectiveRun:
             ranks=(peer,),
         )
 
-    def fold_chunks(self, out: torch.Tensor, source: torch.Tensor, counts: Sequence[int], op: Op) -> None:
+    def fold_chunks(self, out: torch.Tensor, counts: Sequence[int]) -> None:
         """Fold chunk ``rank`` of every rank's ``source`` into ``out``, segment by segment.
 
         ``out`` may be this rank's chunk of ``source``: a segment is folded from it before it is written.
         """
+        source = self.op.source
         starts = offsets_of(counts)
         step = max(1, _SEGMENT_BYTES // source.element_size())
-        factors = self.factors(op)
         for begin in range(0, max(counts), step):
             segments = [
                 source[starts[rank] + min(begin, counts[rank]) : starts[rank] + min(begin + step, counts[rank])]
@@ -387,23 +241,23 @@ class CollectiveRun:
                 [(peer, segments[peer]) for peer in self.peers], [(peer, inputs[peer]) for peer in self.peers]
             )
             if own.numel():
-                out[begin : begin + own.numel()].copy_(fold(op, inputs, factors))
+                out[begin : begin + own.numel()].copy_(self.fold(inputs))
 
     def send_down_tree(self, tensor: torch.Tensor, root: int) -> None:
-        """Broadcast along a binomial tree: rank v (counted from the root) receives from v without its highest bit."""
-        place = (self.rank - root) % self.world_size
+        """Broadcast along a binomial tree: rank v (relative to the root) receives from v without its highest bit."""
+        position = (self.rank - root) % self.world_size
         distance = 1
-        if place:
-            distance = 1 << place.bit_length()
-            self.exchange([], [((place - (distance >> 1) + root) % self.world_size, tensor)])
+        if position:
+            distance = 1 << position.bit_length()
+            self.exchange([], [((position - (distance >> 1) + root) % self.world_size, tensor)])
         children = []
-        while place + distance < self.world_size:
-            children.append((place + distance + root) % self.world_size)
+        while position + distance < self.world_size:
+            children.append((position + distance + root) % self.world_size)
             distance <<= 1
         self.exchange([(child, tensor) for child in children], [])
 
     def guard(self, action: Callable[[], None]) -> None:
-        """Run a step; what fails in the middle of a collective ends the group, for its ranks are out of step now."""
+        """Run a step; an error in the middle of a collective ends the group, whose ranks are out of step then."""
         try:
             action()
         except GroupClosedError:
@@ -424,7 +278,7 @@ class CollectiveRun:
 
 
 def _has_other_size(receive: Request) -> bool:
-    """Whether a receive, of a step that has failed, ended because its message has another size."""
+    """True if a receive of a failed step ended because its message has another size."""
     try:
         receive.wait(0)
     except DistributedError as error:
@@ -433,37 +287,140 @@ def _has_other_size(receive: Request) -> bool:
 
 
 def _peers_of(rank: int, world_size: int) -> list[int]:
-    """The other ranks, beginning after this one, so that not all ranks send to the same one first."""
+    """The other ranks, starting after this one, so that not all ranks send to the same one first."""
     return [(rank + i) % world_size for i in range(1, world_size)]
 
 
-def call_of(
-    operation: str,
-    tensor: torch.Tensor,
-    *,
-    op: Op | None = None,
-    root: int = -1,
-    dim: int = -1,
-    count: int | None = None,
-) -> CollectiveSignature:
-    """What other ranks see of a collective on a tensor."""
-    return CollectiveSignature(
-        operation=operation,
-        dtype=str(tensor.dtype).removeprefix("torch."),
-        reduce_op="" if op is None else str(op),
-        root=root,
-        dim=dim,
-        count=tensor.numel() if count is None else count,
+def _fold_eager(run: CollectiveRun) -> None:
+    """Allreduce and reduce: every element has come with the calls."""
+    op = run.op
+    if op.out is not None:
+        op.out.copy_(run.fold(run.tensors(op.source.dtype, [op.source.numel()] * run.world_size)))
+
+
+def _broadcast_eager(run: CollectiveRun) -> None:
+    op = run.op
+    if run.rank != op.root:
+        op.out.copy_(run.tensor(op.root, op.out.dtype, op.out.numel()))
+
+
+def _all_gather_eager(run: CollectiveRun) -> None:
+    op = run.op
+    for chunk, tensor in zip(torch.split(op.out, list(op.counts)), run.tensors(op.out.dtype, op.counts), strict=True):
+        chunk.copy_(tensor)
+
+
+EAGER_ALGORITHMS: dict[CollectiveKind, Callable[[CollectiveRun], None]] = {
+    CollectiveKind.ALLREDUCE: _fold_eager,
+    CollectiveKind.REDUCE: _fold_eager,
+    CollectiveKind.BROADCAST: _broadcast_eager,
+    CollectiveKind.ALL_GATHER: _all_gather_eager,
+}
+"""The rest of a collective whose data has come with the calls."""
+
+
+def _allreduce(run: CollectiveRun) -> None:
+    out, source = run.op.out, run.op.source
+    if run.world_size == 1:
+        out.copy_(run.fold([source]))
+    elif source.nbytes <= _ONE_STEP_BYTES:
+        inputs = [source if rank == run.rank else torch.empty_like(source) for rank in range(run.world_size)]
+        run.exchange([(peer, source) for peer in run.peers], [(peer, inputs[peer]) for peer in run.peers])
+        out.copy_(run.fold(inputs))
+    else:
+        counts = compute_shard_sizes(source.numel(), run.world_size)
+        chunks = torch.split(out, counts)
+        run.fold_chunks(chunks[run.rank], counts)
+        run.exchange([(peer, chunks[run.rank]) for peer in run.peers], [(peer, chunks[peer]) for peer in run.peers])
+
+
+def _reduce(run: CollectiveRun) -> None:
+    out, source, root = run.op.out, run.op.source, run.op.root
+    if run.world_size == 1:
+        out.copy_(run.fold([source]))
+    elif source.nbytes <= _ONE_STEP_BYTES:
+        if out is None:
+            run.exchange([(root, source)], [])
+            return
+        inputs = [source if rank == run.rank else torch.empty_like(source) for rank in range(run.world_size)]
+        run.exchange([], [(peer, inputs[peer]) for peer in run.peers])
+        out.copy_(run.fold(inputs))
+    else:
+        counts = compute_shard_sizes(source.numel(), run.world_size)
+        if out is None:
+            own = source.new_empty(counts[run.rank])
+            run.fold_chunks(own, counts)
+            run.exchange([(root, own)], [])
+        else:
+            chunks = torch.split(out, counts)
+            run.fold_chunks(chunks[run.rank], counts)
+            run.exchange([], [(peer, chunks[peer]) for peer in run.peers])
+
+
+def _broadcast(run: CollectiveRun) -> None:
+    tensor, root = run.op.out, run.op.root
+    if run.world_size == 1:
+        return
+    if tensor.nbytes <= _ONE_STEP_BYTES:
+        run.send_down_tree(tensor, root)
+        return
+    chunks = torch.split(tensor, compute_shard_sizes(tensor.numel(), run.world_size))
+    if run.rank == root:
+        run.exchange([(peer, chunks[peer]) for peer in run.peers], [])
+        run.exchange([(peer, chunks[root]) for peer in run.peers], [])
+    else:
+        run.exchange([], [(root, chunks[run.rank])])
+        others = [peer for peer in run.peers if peer != root]
+        run.exchange([(peer, chunks[run.rank]) for peer in others], [(peer, chunks[peer]) for peer in run.peers])
+
+
+def _all_gather(run: CollectiveRun) -> None:
+    source = run.op.source
+    chunks = torch.split(run.op.out, list(run.op.counts))
+    chunks[run.rank].copy_(source)
+    run.exchange([(peer, source) for peer in run.peers], [(peer, chunks[peer]) for peer in run.peers])
+
+
+def _gather(run: CollectiveRun) -> None:
+    op = run.op
+    if op.out is None:
+        run.exchange([(op.root, op.source)], [])
+        return
+    chunks = torch.split(op.out, list(op.counts))
+    chunks[op.root].copy_(op.source)
+    run.exchange([], [(peer, chunks[peer]) for peer in run.peers])
+
+
+def _scatter(run: CollectiveRun) -> None:
+    op = run.op
+    if op.source is None:
+        run.exchange([], [(op.root, op.out)])
+        return
+    chunks = torch.split(op.source, list(op.counts))
+    op.out.copy_(chunks[op.root])
+    run.exchange([(peer, chunks[peer]) for peer in run.peers], [])
+
+
+def _reduce_scatter(run: CollectiveRun) -> None:
+    run.fold_chunks(run.op.out, run.op.counts)
+
+
+def _all_to_all(run: CollectiveRun) -> None:
+    op = run.op
+    outgoing, incoming = torch.split(op.source, list(op.counts)), torch.split(op.out, list(op.recv_counts))
+    incoming[run.rank].copy_(outgoing[run.rank])
+    run.exchange_uneven(
+        [(peer, outgoing[peer]) for peer in run.peers], [(peer, incoming[peer]) for peer in run.peers], op.unit
     )
 
 
-def is_tiny(source: torch.Tensor, op: Op) -> bool:
-    """Whether the elements travel with the call; the room is taken by the factor of a premultiplied sum."""
-    return source.nbytes <= MAX_PAYLOAD and not isinstance(op, PremultipliedSum)
-
-
-def payload_for(tensor: torch.Tensor | None, op: Op | None = None) -> bytes:
-    """What travels with a call: the elements of a tiny tensor, or the factor of a premultiplied sum."""
-    if isinstance(op, PremultipliedSum):
-        return _FACTOR.pack(op.factor)
-    return b"" if tensor is None else bytes(bytes_of(tensor))
+_ALGORITHMS: dict[CollectiveKind, Callable[[CollectiveRun], None]] = {
+    CollectiveKind.ALLREDUCE: _allreduce,
+    CollectiveKind.REDUCE: _reduce,
+    CollectiveKind.BROADCAST: _broadcast,
+    CollectiveKind.ALL_GATHER: _all_gather,
+    CollectiveKind.GATHER: _gather,
+    CollectiveKind.SCATTER: _scatter,
+    CollectiveKind.REDUCE_SCATTER: _reduce_scatter,
+    CollectiveKind.ALL_TO_ALL: _all_to_all,
+}

@@ -1,4 +1,4 @@
-"""Which engine carries a tensor: that depends on where the tensor is."""
+"""Selects the engine of a call by the device of its tensors."""
 
 from __future__ import annotations
 
@@ -14,40 +14,41 @@ if TYPE_CHECKING:
     import torch
 
     from ferrodist.backends.base import Backend
-    from ferrodist.collectives.engines.base import CollectiveEngine, DeviceP2P
+    from ferrodist.backends.engine import CollectiveEngine, DeviceP2P
 
 FALLBACK_VARIABLE = "FERRODIST_ENABLE_GPU_FALLBACK"
-"""1 lets tensors on GPUs go through the host's memory in groups that have no engine for them; read at each call."""
+"""The environment variable that, set to 1, lets tensors on GPUs be staged through the host in groups without an engine
+for them; read at each call."""
 
 
 def engine_of(group: Backend, device: torch.device) -> CollectiveEngine:
     """The engine of a group for tensors on a device.
 
     Raises:
-        UnsupportedOpError: The group carries no tensors there; what to do is said. Or a CUDA graph is being captured.
+        UnsupportedOpError: The group has no engine for the device, or a CUDA graph is being captured.
     """
     if device.type == "cpu":
         return host_engine_of(group)
-    engine: CollectiveEngine | None = group.engine(device.type)
+    engine = group.engine(device.type)
     _check_gpu(group, device, has_engine=engine is not None)
     return host_staged_engine_of(group) if engine is None else engine
 
 
-def messages_of(group: Backend, device: torch.device) -> DeviceP2P | None:
-    """What takes a group's tensors from rank to rank on a device; None on the CPU, where the group's own messages do.
+def device_p2p_of(group: Backend, device: torch.device) -> DeviceP2P | None:
+    """The point-to-point engine of a group for tensors on a device; None on the CPU, where the group sends bytes.
 
     Raises:
         UnsupportedOpError: As for `engine_of`.
     """
     if device.type == "cpu":
         return None
-    messages: DeviceP2P | None = group.p2p(device.type)
+    messages = group.p2p(device.type)
     _check_gpu(group, device, has_engine=messages is not None)
     return HostStagedP2P(group) if messages is None else messages
 
 
 def _check_gpu(group: Backend, device: torch.device, *, has_engine: bool) -> None:
-    """Raise UnsupportedOpError unless tensors on a GPU may go by an engine, or through the host's memory, here."""
+    """Raise UnsupportedOpError unless the group has an engine for a GPU, or staging through the host is enabled."""
     if not has_engine and os.environ.get(FALLBACK_VARIABLE) != "1":
         raise UnsupportedOpError(
             f"group {group.name!r} has no engine for tensors on {device}: make the group with backend 'hybrid' or"

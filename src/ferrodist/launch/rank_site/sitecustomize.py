@@ -1,11 +1,10 @@
-"""Stacks on demand and after a crash, for a rank's interpreter, whatever program it runs.
+"""A ``sitecustomize`` for ranks' interpreters: stacks on SIGUSR1 and after a crash, whatever the program.
 
 Python's ``site`` imports this before the program, since `rank_environment` puts the folder first in PYTHONPATH. It
 registers the handlers, takes the folder out of PYTHONPATH and `sys.path` again, and runs the ``sitecustomize`` that it
-stands before, if there is one. So neither the program nor what it starts sees any of this.
+hides, if there is one. So neither the program nor its children see any of this.
 
-SIGUSR1 prints the stacks of all threads, and the program goes on. A program that sets a handler of its own replaces
-this one.
+SIGUSR1 prints the stacks of all threads, and the program continues. A program's own handler replaces this one.
 """
 
 import contextlib

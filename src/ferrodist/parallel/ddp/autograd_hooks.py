@@ -21,7 +21,7 @@ ranks is that value again, but it costs messages.
 A backward that fails leaves its round open. The engine then drops its callbacks, which the next round notices. If no
 bucket had started, the round is discarded. If one had, the other ranks count on the rest, and the group is aborted: an
 error on all ranks in place of mixed-up buckets. A failure of the reduction itself (a sparse gradient, an interruption)
-ends the round at once, in the same two ways.
+ends the round at once, with the same two outcomes.
 """
 
 from __future__ import annotations
@@ -115,7 +115,7 @@ class ParameterHooks:
         return missed
 
     def clear_pending(self) -> None:
-        """Forget gradients between the two calls, after a backward that failed."""
+        """Forget gradients between the two callbacks, after a backward that failed."""
         self._pending.clear()
 
     def foreign_owner(self) -> tuple[int, ParameterHooks] | None:
@@ -178,16 +178,16 @@ class BackwardRound:
 
     @property
     def is_open(self) -> bool:
-        """Whether a backward is under way, or has failed."""
+        """True if a backward is under way, or has failed."""
         return self._end_callback is not None
 
     @property
     def has_failed(self) -> bool:
-        """Whether the backward that opened the round has ended without closing it."""
+        """True if the backward that opened the round has ended without closing it."""
         return self._end_callback is not None and self._end_callback() is None
 
     def enter(self, on_end: Callable[[], None]) -> bool:
-        """Note autograd at work; True if this opens the round. ``on_end`` is called at the end of its backward."""
+        """Open the round unless it is open, with a callback at the end of the backward; True if this opened it."""
         backward_id = current_backward_id()
         if self._end_callback is not None:
             self._is_nested |= backward_id != self._backward_id

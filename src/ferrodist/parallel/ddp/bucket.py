@@ -128,15 +128,7 @@ def bucket_fingerprint(model_id: int, bucket_index: int) -> tuple[float, float]:
 
 
 def verify_fingerprints(fingerprints: list[complex], group: Backend) -> None:
-    """Compare the fingerprints of all ranks after the mean.
-
-    Args:
-        fingerprints: The ranks' fingerprints end to end, ``world_size * FINGERPRINT_SIZE`` numbers.
-        group: The group.
-
-    Raises:
-        CollectiveMismatchError: On every rank, when two differ, naming both. The group has failed.
-    """
+    """Compare the fingerprints of all ranks after the mean."""
     if fingerprints == fingerprints[:FINGERPRINT_SIZE] * group.world_size:
         return
     senders: dict[str, list[int]] = {}
@@ -221,7 +213,7 @@ class GradientBucket:
         self._grad_mask: list[complex] = []
 
     def matches_parameters(self) -> bool:
-        """Whether each parameter still has the dtype, device and shape of its view."""
+        """True if each parameter still has the dtype, device and shape of its view."""
         return all(
             parameter.dtype is view.dtype and parameter.device == view.device and parameter.shape == view.shape
             for parameter, view in zip(self.parameters, self.gradients, strict=True)
@@ -238,7 +230,7 @@ class GradientBucket:
                 )
 
     def copy_in(self, slot: int) -> None:
-        """Copy a gradient that has just arrived into the bucket; see [Note: memory of buckets]."""
+        """Copy a gradient that has just arrived; see [Note: memory of buckets]."""
         gradient = self.parameters[slot].grad
         if self._as_views and gradient is not None and gradient.layout is torch.strided:
             self._copy_gradient(slot, gradient)
@@ -251,7 +243,7 @@ class GradientBucket:
             self._install_view(slot)
 
     def _is_installed(self, slot: int, gradient: torch.Tensor | None) -> bool:
-        """Whether a gradient is the view that `_install_view` made, still with its memory."""
+        """True if a gradient is the view that `_install_view` made, still with its memory."""
         return (
             gradient is not None and gradient is self._views[slot] and gradient.data_ptr() == self._view_addresses[slot]
         )
@@ -265,7 +257,7 @@ class GradientBucket:
 
     @torch.no_grad()
     def start(self, hook: CommHook | None, *, is_idle: bool, timeout: float | None = None) -> None:
-        """Complete the memory and start the reduction of all of it.
+        """Fill the bucket and start its reduction.
 
         Args:
             hook: Communication hook that replaces the allreduce.
@@ -363,7 +355,7 @@ class GradientBucket:
 
 
 def _is_writable(gradient: torch.Tensor) -> bool:
-    """Whether copy_ works: not on expanded tensors, nor on those made under inference_mode."""
+    """True if copy_ works: not on expanded tensors, nor on those made under inference_mode."""
     return not gradient.is_inference() and (gradient.is_contiguous() or not elements_overlap(gradient))
 
 
@@ -382,16 +374,7 @@ def make_buckets(
     as_views: bool,
     is_symmetric: bool,
 ) -> tuple[GradientBucket, ...]:
-    """Make all buckets of an assignment in one allocation.
-
-    Args:
-        specs: The result of `compute_bucket_assignment` for ``parameters``.
-        parameters: The parameters by name, in the assigned order.
-        group: The group.
-        model_id: The model's id in the group.
-        as_views: Whether gradients become views of the buckets.
-        is_symmetric: Use symmetric memory if the system provides it. Then every rank must call.
-    """
+    """Make all buckets of an assignment in one allocation."""
     names, tensors = tuple(parameters), tuple(parameters.values())
     counts = [
         sum(tensors[position].numel() for position in spec.members)

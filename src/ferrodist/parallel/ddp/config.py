@@ -49,7 +49,7 @@ class Options:
 
     @property
     def allows_unused(self) -> bool:
-        """Whether a parameter may have a gradient on some ranks only."""
+        """True if a parameter may have a gradient on some ranks only."""
         return self.find_unused_parameters or self.static_graph
 
     def describe(self) -> list[str]:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import warnings
-import weakref
+from functools import partial
 from typing import TYPE_CHECKING, Any, Generic, NoReturn
 
 import torch
@@ -25,7 +25,7 @@ from ferrodist.parallel.ddp.config import Options
 from ferrodist.parallel.ddp.join import Event, Join
 from ferrodist.parallel.ddp.model_sync import broadcast_tensors, check_supported, verify_module
 from ferrodist.parallel.ddp.reducer import Reducer
-from ferrodist.parallel.module_guard import ModuleGuard, current_backward_id, find_outputs
+from ferrodist.parallel.module_guard import ModuleGuard, current_backward_id, find_outputs, weak_method
 from ferrodist.parallel.wrapped_names import TransparentWrapper, WrappedModule, strip_module_prefix
 from ferrodist.torch_private.autograd import version_of
 from ferrodist.torch_private.compilers import disable_dynamo
@@ -177,11 +177,11 @@ class DDP(TransparentWrapper, Generic[WrappedModule]):
         if self.training and self._options.broadcast_buffers and not in_backward:
             if not self._in_no_sync:
                 root = 0 if self._join is None else self._join.announce(Event.FORWARD)
-                self._broadcast_buffers(root)
+                self._broadcast_buffers("Before forward", root)
             self._buffers_may_differ = True
         return reducer
 
-    def _broadcast_buffers(self, root: int, when: str = "Before forward") -> None:
+    def _broadcast_buffers(self, when: str, root: int) -> None:
         # `.data` leaves autograd's version counters alone, so that several forwards may precede one backward: autograd
         # saves batch norm's running statistics without using them. So a buffer that backward does use, and that differs
         # from rank 0's when a second forward begins, goes unnoticed, too.
@@ -197,7 +197,7 @@ class DDP(TransparentWrapper, Generic[WrappedModule]):
         """Broadcast the buffers of rank 0 after a forward that has no backward."""
         if self._options.broadcast_buffers and not self._in_no_sync and current_backward_id() == -1:
             root = 0 if self._join is None else self._join.announce(Event.FORWARD)
-            self._broadcast_buffers(root, "After forward")
+            self._broadcast_buffers("After forward", root)
 
     def _mark_buffers_equal(self) -> None:
         self._buffers_may_differ = False
@@ -279,7 +279,7 @@ class DDP(TransparentWrapper, Generic[WrappedModule]):
         self._join = Join(
             self._group,
             self._title(),
-            broadcast_buffers=self._broadcast_buffers,
+            broadcast_buffers=partial(self._broadcast_buffers, "Before forward"),
             shadow_round=lambda: self._refresh_reducer().reduce(is_idle=True),
             broadcast_model=self.broadcast_parameters,
             divides_by_all=divide_by_initial_world_size,
@@ -346,7 +346,7 @@ class DDP(TransparentWrapper, Generic[WrappedModule]):
 
     @property
     def saves_buffers(self) -> bool:
-        """Whether this rank's buffers are saved: those that forward broadcasts."""
+        """True if this rank's buffers are saved: those that forward broadcasts."""
         return self._group.rank == 0
 
     def __getstate__(self) -> dict[str, Any]:
@@ -354,7 +354,7 @@ class DDP(TransparentWrapper, Generic[WrappedModule]):
         state = dict(self.__dict__)
         for name in _GROUP_ATTRIBUTES:
             state.pop(name, None)
-        return {**state, "_reducer": None, "_unjoined_group": None}
+        return {**state, "_reducer": None, "_pending_group": None}
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
         copied = type(self).__new__(type(self))
@@ -381,14 +381,8 @@ class DDP(TransparentWrapper, Generic[WrappedModule]):
     def _make_reducer(self) -> Reducer:
         trainable = {name: parameter for name, parameter in self.module.named_parameters() if parameter.requires_grad}
         reducer = Reducer(trainable, self._group, self._options, model_id=self._model_id)
-        reference, self_options = weakref.ref(self), self._options
-
-        def broadcast_buffers(root: int) -> None:
-            ddp = reference()
-            if ddp is not None and self_options.broadcast_buffers:
-                ddp._broadcast_buffers(root, "After backward")  # noqa: SLF001 - a bound method would hold the DDP
-
-        reducer.after_round = broadcast_buffers
+        if self._options.broadcast_buffers:
+            reducer.after_round = weak_method(self, DDP._broadcast_buffers, "After backward")
         return reducer
 
     def _get_reducer(self) -> Reducer:
@@ -423,7 +417,7 @@ class DDP(TransparentWrapper, Generic[WrappedModule]):
             )
 
 
-_GROUP_ATTRIBUTES = ("_group", "_members", "_join", "_is_skipping", "_number")
+_GROUP_ATTRIBUTES = ("_group", "_guard", "_join", "_in_no_sync", "_model_id")
 
 
 def _insert_module_prefix(ddp: DDP, state_dict: dict[str, Any], prefix: str, *_rest: object) -> None:

@@ -65,7 +65,7 @@ def _find_dtensor(module: torch.nn.Module, maker: str) -> str | None:
     for name, tensor in [*module.named_parameters(), *module.named_buffers()]:
         if isinstance(tensor, DTensor):
             return (
-                f"{name!r} is a DTensor, of which this rank has a part, as parallelize() makes them, and {maker} takes"
+                f"{name!r} is a DTensor, as parallelize() makes them, and {maker} takes"
                 " plain tensors: use FSDP with strategy=ShardingStrategy.NO_SHARD over another axis of the mesh"
             )
     return None
@@ -87,12 +87,7 @@ def _describe_tensor(name: str, tensor: torch.Tensor) -> str:
 
 
 def check_supported(module: torch.nn.Module, group: Backend, *, maker: str = "DDP") -> None:
-    """Raise for a parameter or buffer that can't be sent; all ranks do, where their modules are the same.
-
-    Raises:
-        UnsupportedOpError: Naming the first such tensor.
-        ValueError: Naming a lazy one.
-    """
+    """Raise for a parameter or buffer that can't be sent; all ranks do, where their modules are the same."""
     tensors: list[tuple[str, torch.Tensor]] = [
         (f"parameter {name!r}", parameter) for name, parameter in module.named_parameters()
     ]
@@ -127,15 +122,7 @@ def check_supported(module: torch.nn.Module, group: Backend, *, maker: str = "DD
 def broadcast_tensors(
     tensors: Sequence[torch.Tensor], root: int, group: Backend, *, max_bytes: float, deadline: Deadline
 ) -> None:
-    """Overwrite every rank's tensors with the root's, in messages of about ``max_bytes`` of one dtype each.
-
-    Args:
-        tensors: Tensors of equal shapes and dtypes on all ranks, with any strides; autograd doesn't record the copy.
-        root: The source rank.
-        group: The group, on all of whose ranks this is called.
-        max_bytes: Limit for the memory that is needed beside the tensors.
-        deadline: Deadline of all messages together.
-    """
+    """Overwrite every rank's tensors with the root's, in messages of about ``max_bytes`` of one dtype each."""
     if group.world_size == 1:
         return
     with torch.no_grad():
@@ -143,8 +130,8 @@ def broadcast_tensors(
             timeout = deadline.remaining()
             with coalesce(group):
                 pending = [
-                    async_broadcast(tensors[place], root, group=group, out=tensors[place], timeout=timeout)
-                    for place in bucket.members
+                    async_broadcast(tensors[position], root, group=group, out=tensors[position], timeout=timeout)
+                    for position in bucket.members
                 ]
             for broadcast in pending:
                 broadcast.wait()

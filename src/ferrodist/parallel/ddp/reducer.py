@@ -21,8 +21,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-import weakref
-from typing import TYPE_CHECKING, Concatenate, ParamSpec
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -39,7 +38,7 @@ from ferrodist.errors import (
 )
 from ferrodist.parallel.ddp.autograd_hooks import BackwardRound, ParameterHooks
 from ferrodist.parallel.ddp.bucket import compute_bucket_assignment, make_buckets, model_title
-from ferrodist.parallel.module_guard import current_backward_id, hook_gradients
+from ferrodist.parallel.module_guard import current_backward_id, hook_gradients, weak_method
 from ferrodist.torch_private.autograd import version_of
 from ferrodist.wording import counted
 
@@ -48,8 +47,6 @@ if TYPE_CHECKING:
 
     from ferrodist.backends.base import Backend
     from ferrodist.parallel.ddp.config import Options
-
-P = ParamSpec("P")
 
 _FIRST_BYTES = 1 << 20
 """Size limit of the first bucket, which starts first."""
@@ -64,12 +61,6 @@ class Reducer:
     """Average the gradients of some parameters over a group, in buckets, during backward; see [Note: round].
 
     The hooks go when the reducer is collected, so that a module can be wrapped again.
-
-    Args:
-        parameters: The parameters that require grad, each once, by name; the same on all ranks.
-        group: The group. In a group of one rank nothing is done.
-        options: The options of the DDP.
-        model_id: The model's id in the group, from `register_model`.
     """
 
     def __init__(
@@ -77,7 +68,7 @@ class Reducer:
     ) -> None:
         self.parameters = tuple(parameters.values())
         self.is_syncing = options.overlap_comm
-        """Whether backward averages gradients; otherwise only `reduce` does."""
+        """True if backward averages gradients; otherwise only `reduce` does."""
         self.before_round: Callable[[], tuple[int, float]] | None = None
         """In `DDP.join`: announces a round, and returns a rank that has a batch and the factor for averages."""
         self.after_round: Callable[[int], None] | None = None
@@ -97,8 +88,8 @@ class Reducer:
         self._positions = list(range(len(self._ordered)))  # by param_id
         self._hooks = ParameterHooks(
             self._ordered,
-            _weak_method(self, Reducer.on_accumulated),
-            _weak_method(self, Reducer.on_ready),
+            weak_method(self, Reducer.on_accumulated),
+            weak_method(self, Reducer.on_ready),
             title=self._title,
         )
 
@@ -121,16 +112,10 @@ class Reducer:
         self._round = BackwardRound([index for index, _ in self._locations], is_static=self._options.static_graph)
 
     def reduce(self, timeout: float | None = None, *, one_by_one: bool = False, is_idle: bool = False) -> None:
-        """Close the round, or run a whole one: on return every gradient is the mean over the ranks.
+        """Close the round, or run a complete one: on return every gradient is the mean over the ranks.
 
-        Args:
-            timeout: Seconds for each bucket; None uses the group's.
-            one_by_one: Start a bucket when the one before it has ended.
-            is_idle: This rank has no batch, and only helps the others.
-
-        Raises:
-            CollectiveMismatchError: Some ranks have a gradient that others lack. The group stays usable.
-            DistributedError: A bucket's reduction failed, and with it the group; gradients may be partly averaged.
+        With ``one_by_one`` a bucket starts when the one before it has ended. An ``is_idle`` rank has no batch, and only
+        helps the others.
         """
         self._count_missed()
         with self._abort_on_error():
@@ -174,37 +159,26 @@ class Reducer:
             )
 
     def watch_outputs(self, outputs: Sequence[torch.Tensor], unused: frozenset[int]) -> None:
-        """Hook a forward's outputs that require grad, so that the round opens where their gradients begin to flow.
-
-        Args:
-            outputs: The outputs.
-            unused: `id` of the parameters that they don't depend on.
-        """
+        """Hook a forward's outputs that require grad, so that the round opens where their gradients begin to flow."""
         if not self._ordered:
             return
         if not self._round.is_open:
             positions = frozenset(position for position, owner in enumerate(self._ordered) if id(owner) in unused)
             self._round.unused = positions & self._round.unused if self._has_forwards else positions
             self._has_forwards = True
-        reference = weakref.ref(self)
-
-        def hook(_: torch.Tensor) -> None:
-            reducer = reference()
-            if reducer is not None and reducer.is_syncing:
-                reducer.enter_round()
-
+        hook = weak_method(self, Reducer._on_output_gradient)
         hook_gradients([output for output in outputs if not output.is_leaf], hook)
 
+    def _on_output_gradient(self, _: torch.Tensor) -> None:
+        if self.is_syncing:
+            self.enter_round()
+
     def matches_parameters(self) -> bool:
-        """Whether the parameters still have the dtypes, devices and shapes of the buckets."""
+        """True if the parameters still have the dtypes, devices and shapes of the buckets."""
         return all(bucket.matches_parameters() for bucket in self.buckets)
 
     def discard_failed_round(self) -> None:
-        """Outside of a backward, discard a round that a failed backward left open.
-
-        Raises:
-            GroupAbortedError: Some of its buckets had started, so the ranks are out of step.
-        """
+        """Outside of a backward, discard a round that a failed backward left open."""
         if self._round.is_open and current_backward_id() == -1:
             self._fail_round()
 
@@ -253,7 +227,7 @@ class Reducer:
             self._root, self._scale = (0, 1.0) if self.before_round is None else self.before_round()
         while self._num_started < end:
             index = self._num_started
-            self._num_started += 1  # before the start, which may be interrupted
+            self._num_started += 1  # before the start, which an interrupt may end
             self.buckets[index].start(self._options.comm_hook, is_idle=is_idle, timeout=timeout)
 
     @contextlib.contextmanager
@@ -383,7 +357,7 @@ class Reducer:
         self._count_missed()
         if self._round.counts:
             self.reduce()
-        else:  # torch.autograd.grad, which leaves the parameters' gradients alone
+        else:  # torch.autograd.grad, which accumulates no gradients of parameters
             self._reset_round(is_complete=False)
 
     def _fail_round(self) -> None:
@@ -404,15 +378,3 @@ class Reducer:
         self._has_forwards = False
         self._hooks.clear_pending()
         self._round.close(is_complete=is_complete)
-
-
-def _weak_method(reducer: Reducer, method: Callable[Concatenate[Reducer, P], None]) -> Callable[P, None]:
-    """Bind a method without holding the reducer, which itself holds the hooked objects."""
-    reference = weakref.ref(reducer)
-
-    def call(*arguments: P.args, **keywords: P.kwargs) -> None:
-        owner = reference()
-        if owner is not None:
-            method(owner, *arguments, **keywords)
-
-    return call

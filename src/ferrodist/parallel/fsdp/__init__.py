@@ -1,4 +1,4 @@
-"""Sharded data parallelism: every rank has a part of the model and a part of each batch."""
+"""Fully sharded data parallelism: every rank has a shard of the model and a share of each batch."""
 
 from __future__ import annotations
 

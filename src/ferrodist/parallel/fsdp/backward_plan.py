@@ -1,18 +1,15 @@
-"""What a backward does, as data: a pure function of what the forward did.
+"""The plan of a backward as data: a pure function of its forward's trace.
 
 [Note: plan]
-A forward is recorded as a *trace*: which unit's call began and ended, in order. The backward goes through the trace
+A forward is recorded as a *trace* of the calls of units that began and ended, in order. The backward follows the trace
 from its end. Where a call ended, its unit is needed (USE); where a unit's first call began, all its gradients are there
 (REDUCE), and it is freed (FREE). Gathering (GATHER) is moved forward by the number of units to prefetch.
 
-Every rank runs the steps in the plan's order, whatever the order in which autograd reaches the units there and whether
-it reaches them all: a rank that leaves a unit out still gathers and reduces it with the others. Events only say how far
-a rank may go. When autograd comes to a call, all steps up to its USE are due, for the engine of one thread takes the
-operations that forward recorded last first: whatever was recorded after that call and is needed has run. REDUCE may
-come sooner, when all gradients of the unit are there; FREE may not, for a frozen layer's weight can be needed after
-them.
-
-A forward as it was, and the backward of it that is under way.
+Every rank executes the steps in the plan's order, whatever the order in which autograd reaches the units there and
+whether it reaches them all: a rank that skips a unit still gathers and reduces it with the others. Events only say how
+far a rank may go. When autograd reaches a call, all steps up to its USE are due, since the engine of one thread runs
+the latest operations first: all that were recorded after that call and are needed have run. REDUCE may come sooner,
+when all gradients of the unit are there; FREE may not, since a frozen layer's weight can be needed after them.
 """
 
 from __future__ import annotations
@@ -28,27 +25,21 @@ if TYPE_CHECKING:
 
 
 class Action(enum.Enum):
-    """What a step does to a unit."""
+    """The effect of a step on a unit."""
 
     GATHER = "gather"
-    """Begin to gather it."""
+    """Start gathering it."""
     USE = "use"
-    """Have it gathered."""
+    """Finish gathering it."""
     REDUCE = "reduce"
-    """Begin to average its gradients, those that there are."""
+    """Start averaging the gradients that it has."""
     FREE = "free"
-    """Give up all but the shards."""
+    """Free all but the shards."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Event:
-    """A call of a unit in a forward.
-
-    Args:
-        unit: The unit's number.
-        call: The call's number in its trace.
-        begins: Whether the call begins here, or ends.
-    """
+class CallEvent:
+    """The beginning or end of a call of a unit, by the indices of both."""
 
     unit: int
     call: int
@@ -57,13 +48,7 @@ class Event:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Step:
-    """One step of a backward.
-
-    Args:
-        action: What it does.
-        unit: The unit's number.
-        call: For USE: the call's number in the trace; else -1.
-    """
+    """One step of a backward; ``call`` is the index of the call for USE, otherwise -1."""
 
     action: Action
     unit: int
@@ -73,14 +58,8 @@ class Step:
         return f"{self.action.value} {self.unit}"
 
 
-def plan_backward(trace: Sequence[Event], prefetch: int, trainable: Collection[int]) -> list[Step]:
-    """The steps of the backward of a forward.
-
-    Args:
-        trace: The forward; calls that did not end, for they raised, are left out.
-        prefetch: How many units to gather before they are needed.
-        trainable: The units that have gradients.
-    """
+def plan_backward(trace: Sequence[CallEvent], prefetch: int, trainable: Collection[int]) -> list[Step]:
+    """The steps of the backward of a forward."""
     ended = {event.call for event in trace if not event.begins}
     events = [event for event in trace if event.call in ended]
     first_calls: dict[int, int] = {}
@@ -107,65 +86,60 @@ def plan_backward(trace: Sequence[Event], prefetch: int, trainable: Collection[i
 
 
 class ForwardTrace:
-    """A forward, as it was: the calls of units, and which values their parameters had."""
+    """The calls of units in a forward, and the versions of their shards."""
 
     def __init__(self) -> None:
-        self.events: list[Event] = []
+        self.events: list[CallEvent] = []
         self.order: list[int] = []
-        """The units, as their calls began."""
+        """The units in the order in which their calls began."""
         self.versions: dict[int, tuple[int, ...]] = {}
-        """Version counters of each unit's pieces, by the unit's number."""
+        """Version counters of each unit's shards."""
 
     def begin_call(self, unit: int) -> int:
-        """Note that a unit's call begins; returns the call's number."""
+        """Record that a unit's call begins; returns the call's index."""
         call = len(self.order)
         self.order.append(unit)
-        self.events.append(Event(unit=unit, call=call, begins=True))
+        self.events.append(CallEvent(unit=unit, call=call, begins=True))
         return call
 
     def end_call(self, unit: int, call: int) -> None:
-        """Note that it has ended well."""
-        self.events.append(Event(unit=unit, call=call, begins=False))
+        """Record that a unit's call has ended without an error."""
+        self.events.append(CallEvent(unit=unit, call=call, begins=False))
 
     def last_ended(self, count: int) -> set[int]:
-        """The ``count`` units, but for the outermost, whose calls ended last."""
+        """The ``count`` units, without the outermost, whose calls ended last."""
         ended = dict.fromkeys(event.unit for event in reversed(self.events) if not event.begins and event.unit)
         return set(list(ended)[:count])
 
 
 class BackwardRun:
-    """The steps of a backward's plan, and how many were done.
-
-    Args:
-        trace: The forward.
-        steps: Its plan.
-    """
+    """The steps of a plan, and the number that are done."""
 
     def __init__(self, trace: ForwardTrace, steps: Sequence[Step]) -> None:
         self.trace = trace
         self.steps = steps
         self.num_done = 0
-        self.backward = current_backward_id()
+        self.backward_id = current_backward_id()
         self._used: set[int] = set()
 
     @property
     def next_step(self) -> Step | None:
-        """What is to do next; None when all is done."""
+        """The next step; None when all are done."""
         return self.steps[self.num_done] if self.num_done < len(self.steps) else None
 
-    def take_step(self) -> Step:
-        """The next step, which counts as done."""
+    def advance(self) -> Step:
+        """Count the next step as done, and return it."""
         step = self.steps[self.num_done]
         self.num_done += 1
         self._used.add(step.call)
         return step
 
-    def is_past(self, call: int) -> bool:
-        """Whether the use of a call was done."""
+    def was_used(self, call: int) -> bool:
+        """True if the USE of a call is done."""
         return call in self._used
 
     def recomputed_call(self, unit: int, *, is_gathered: bool) -> int:
-        """Which call of a unit is computed again: the last that backward has not left; -1 if there is none."""
+        """The call of a unit that is recomputed: the last that backward has not passed; -1 if there is none."""
         uses = [step.action is Action.USE and step.unit == unit for step in self.steps]
         coming = [step.call for step, uses_it in zip(self.steps, uses, strict=True) if uses_it][
             sum(uses[: self.num_done]) :

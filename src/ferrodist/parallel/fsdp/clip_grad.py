@@ -1,4 +1,4 @@
-"""What is asked of all gradients together, of which each rank has a part: their norm, and whether they are finite."""
+"""Global gradient norm and inf check over sharded gradients."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 from ferrodist.collectives.reduce import allreduce
 from ferrodist.collectives.reduce_op import ReduceOp
 from ferrodist.errors import add_error_context
-from ferrodist.parallel.fsdp.dtensor_params import count_copies
+from ferrodist.parallel.fsdp.dtensor_params import count_replicas
 from ferrodist.torch_private.modules import found_infinities
 from ferrodist.torch_private.tensors import plain_functions
 
@@ -31,21 +31,21 @@ def clip_gradients(
     *,
     error_if_nonfinite: bool,
 ) -> torch.Tensor:
-    """Scale the gradients of pieces so that the norm of all ranks' together is at most ``max_norm``.
+    """Scale the gradients of shards so that the norm of all ranks' together is at most ``max_norm``.
 
     Each rank adds the powers of its elements in float64; one allreduce of 8 bytes adds those of the ranks, in rank
-    order, so that all scale by the same factor. Where parameters are distributed, one more over the group of their mesh
-    comes before it, in which elements that several of its ranks have count as parts of one. See `FSDP.clip_grad_norm_`.
+    order, so that all scale by the same factor. Where parameters are DTensors, another one over the group of their mesh
+    precedes it, in which elements that several ranks have are counted in shares. See `FSDP.clip_grad_norm_`.
     """
     if not max_norm >= 0:
         raise ValueError(f"max_norm must be a number from 0, not {max_norm}")
     if not norm_type > 0:
         raise ValueError(f"norm_type must be above 0, not {norm_type}")
-    gradients = [piece.grad for flat in flats for piece in flat.parameters if piece.grad is not None]
+    gradients = [shard.grad for flat in flats for shard in flat.parameters if shard.grad is not None]
     is_largest = math.isinf(norm_type)
-    doing = f"Rank {axes.whole.rank} was adding up norms in clip_grad_norm_()."
-    with plain_functions(), add_error_context(lambda: doing, "Every rank must call it."):
-        total = _add_powers(flats, axes, norm_type)
+    context = f"Rank {axes.world.rank} was adding up norms in clip_grad_norm_()."
+    with plain_functions(), add_error_context(lambda: context, "Every rank must call it."):
+        total = _sum_powers(flats, axes, norm_type)
     if not is_largest:
         total = total ** (1 / norm_type)
     if error_if_nonfinite and not bool(torch.isfinite(total)):
@@ -54,28 +54,28 @@ def clip_gradients(
     if factor != 1.0:
         for gradient in gradients:
             gradient.mul_(factor)
-    return total.to(_narrow(gradients))
+    return total.to(_norm_dtype(gradients))
 
 
-def _add_powers(flats: Sequence[FlatParameters], axes: ShardAxes, norm_type: float) -> torch.Tensor:
-    """The sum of the powers of all gradients' elements, or the largest, on every rank."""
+def _sum_powers(flats: Sequence[FlatParameters], axes: ShardAxes, norm_type: float) -> torch.Tensor:
+    """The sum of the powers of all gradients' elements, or the largest element, on every rank."""
     is_largest = math.isinf(norm_type)
     op = ReduceOp.MAX if is_largest else ReduceOp.SUM
-    # Plain parameters are equal on all ranks of another mesh: counted there, they give all of them the same bits.
-    default = axes.others[0] if axes.others else None
+    # Plain parameters are equal on all ranks of another mesh: counted there, they give all its ranks the same bits.
+    default = axes.other_groups[0] if axes.other_groups else None
     device = flats[0].shard.device if flats else torch.device("cpu")
     powers: dict[Backend | None, torch.Tensor] = {
-        group: torch.zeros((), dtype=torch.float64, device=device) for group in axes.others or (None,)
+        group: torch.zeros((), dtype=torch.float64, device=device) for group in axes.other_groups or (None,)
     }
     for flat in flats:
-        for piece, layout in zip(flat.parameters, flat.distributed, strict=True):
-            if piece.grad is None or not piece.grad.numel():
+        for shard, spec in zip(flat.parameters, flat.dtensor_specs, strict=True):
+            if shard.grad is None or not shard.grad.numel():
                 continue
-            norm = torch.linalg.vector_norm(piece.grad, norm_type, dtype=_wide(piece.grad.dtype)).double()
-            if layout is None or layout.mesh.size == 1:
+            norm = torch.linalg.vector_norm(shard.grad, norm_type, dtype=_accumulation_dtype(shard.grad.dtype)).double()
+            if spec is None or spec.mesh.size == 1:
                 group, num_copies = default, 1 if default is None else default.world_size
             else:
-                group, num_copies = layout.mesh.group, count_copies(layout)
+                group, num_copies = spec.mesh.group, count_replicas(spec)
             power = norm if is_largest else norm**norm_type / num_copies
             powers[group] = _fold(powers[group], power, is_largest=is_largest)
     total = torch.zeros((), dtype=torch.float64, device=device)
@@ -92,25 +92,25 @@ def _fold(one: torch.Tensor, other: torch.Tensor, *, is_largest: bool) -> torch.
 def unscale_gradients(
     scaler: torch.amp.GradScaler, optimizer: torch.optim.Optimizer, axes: ShardAxes, device: torch.device
 ) -> None:
-    """Unscale this rank's gradients, and have all ranks find infinities where one does. See `FSDP.unscale_`."""
+    """Unscale this rank's gradients, and let all ranks find infinities of any rank. See `FSDP.unscale_`."""
     scaler.unscale_(optimizer)
     if not scaler.is_enabled():
         return
     found = found_infinities(scaler, optimizer)
     flag = found.setdefault(device, torch.zeros(1, device=device))
     with add_error_context(
-        lambda: f"Rank {axes.whole.rank} was looking for infinities in unscale_().", "Every rank must call it."
+        lambda: f"Rank {axes.world.rank} was looking for infinities in unscale_().", "Every rank must call it."
     ):
-        for group in (axes.whole, *axes.others):
+        for group in (axes.world, *axes.other_groups):
             allreduce(flag, ReduceOp.MAX, group=group, out=flag)
 
 
-def _wide(dtype: torch.dtype) -> torch.dtype:
+def _accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.complex128 if dtype.is_complex else torch.float64
 
 
-def _narrow(gradients: Sequence[torch.Tensor]) -> torch.dtype:
-    """The dtype of the norm that torch would return."""
+def _norm_dtype(gradients: Sequence[torch.Tensor]) -> torch.dtype:
+    """The dtype of the norm in torch."""
     kinds = {gradient.dtype for gradient in gradients}
     dtype = kinds.pop() if len(kinds) == 1 else torch.float32
     return dtype if dtype.is_floating_point else torch.float32

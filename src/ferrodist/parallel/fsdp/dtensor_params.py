@@ -1,10 +1,10 @@
-"""Parameters and buffers that lie over another mesh already, as tensor parallelism divides them.
+"""Parameters and buffers that are DTensors already, over another axis of a mesh, as in tensor parallelism.
 
-[Note: parts]
-Of a distributed tensor this rank has a *part*. FSDP divides parts: all ranks of its group have the same part of each
-tensor, those of other groups have the others. So shapes, flat tensors and pieces are those of parts, plain tensors.
-Only while a unit is gathered does the module see distributed parameters again, whose parts lie in the unit's memory.
-What is one for the whole model (norms, whole states) goes over the groups of the other mesh too.
+[Note: sharded DTensors]
+FSDP shards local tensors of DTensors: all ranks of its group have the same local tensor, those of other groups have the
+others. So shapes, flat tensors and shards are those of local tensors, which are plain. Only while a unit is gathered
+does the module see DTensors again, whose local tensors are in the unit's memory. Values for the whole model (norms,
+full states) are reduced over the groups of the other axis too.
 """
 
 from __future__ import annotations
@@ -24,84 +24,84 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
 
     from ferrodist.backends.base import Backend
-    from ferrodist.parallel.fsdp.wrap import UnitPlan
+    from ferrodist.parallel.fsdp.wrap import UnitSpec
 
 
-def layout_of(tensor: torch.Tensor) -> DTensorSpec | None:
-    """How a distributed tensor lies; None for a plain one."""
-    return tensor._spec if isinstance(tensor, DTensor) else None  # noqa: SLF001 - to look at one is no operator
+def spec_of(tensor: torch.Tensor) -> DTensorSpec | None:
+    """A DTensor's spec; None for a plain tensor."""
+    return tensor._spec if isinstance(tensor, DTensor) else None  # noqa: SLF001 - reading it must not dispatch
 
 
-def lie_alike(one: torch.Tensor, other: torch.Tensor) -> bool:
-    """Whether two tensors of one shape have the same parts on each rank."""
-    first, second = layout_of(one), layout_of(other)
+def same_placements(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """True if two tensors of one shape have the same local tensor on each rank."""
+    first, second = spec_of(one), spec_of(other)
     return first is second or (first is not None and second is not None and first.placements == second.placements)
 
 
-def part_of(tensor: torch.Tensor) -> torch.Tensor:
-    """This rank's part of a distributed tensor, outside of autograd, or the tensor itself if it is a plain one."""
+def local_tensor(tensor: torch.Tensor) -> torch.Tensor:
+    """A DTensor's local tensor, outside of autograd; a plain tensor itself."""
     return tensor._local if isinstance(tensor, DTensor) else tensor  # noqa: SLF001 - to_local() is differentiable
 
 
-def wrap_part(part: torch.Tensor, layout: DTensorSpec) -> DTensor:
-    """The distributed tensor of which this rank has a part, in the part's dtype."""
-    lies = DTensorSpec.make(layout.mesh, layout.placements, layout.shape, part.dtype)
-    return DTensor._wrap(part, lies)  # noqa: SLF001 - from_local() is differentiable, and would keep the part's history
+def wrap_local(local: torch.Tensor, spec: DTensorSpec) -> DTensor:
+    """Wrap a local tensor as a DTensor, in its own dtype."""
+    local_spec = DTensorSpec.make(spec.mesh, spec.placements, spec.shape, local.dtype)
+    return DTensor._wrap(local, local_spec)  # noqa: SLF001 - from_local() is differentiable, and would hold the history
 
 
-def join_parts(part: torch.Tensor, layout: DTensorSpec | None) -> torch.Tensor:
-    """The whole tensor; every rank of the layout's mesh calls this. None: the part is all of it."""
-    return part if layout is None else wrap_part(part, layout).full_tensor()
+def full_tensor(local: torch.Tensor, spec: DTensorSpec | None) -> torch.Tensor:
+    """The full tensor of a local one; every rank of the spec's mesh calls this. Without a spec the tensor itself."""
+    return local if spec is None else wrap_local(local, spec).full_tensor()
 
 
-def cut_part(whole: torch.Tensor, layout: DTensorSpec | None) -> torch.Tensor:
-    """This rank's part of a whole tensor that all ranks have; nothing is sent."""
-    if layout is None:
-        return whole
-    return redistribute_local(whole.detach(), layout.replicated, layout)
+def slice_local(full: torch.Tensor, spec: DTensorSpec | None) -> torch.Tensor:
+    """Slice this rank's local tensor from a full tensor that all ranks have; nothing is sent."""
+    if spec is None:
+        return full
+    return redistribute_local(full.detach(), spec.replicated, spec)
 
 
-def describe_part(layout: DTensorSpec) -> str:
-    """Which part this rank has, of what, as a text that states are compared by."""
-    return f"{layout} of {layout.mesh.shape} ranks, at {layout.mesh.coordinate}"
+def describe_local(spec: DTensorSpec) -> str:
+    """A text about this rank's local tensor, by which saved states are compared."""
+    return f"{spec} of {spec.mesh.shape} ranks, at {spec.mesh.coordinate}"
 
 
-def count_copies(layout: DTensorSpec) -> int:
-    """How many ranks of its mesh have each element of a tensor that is not partial."""
-    places = zip(layout.placements, layout.mesh.shape, strict=True)
-    return prod(num_ranks for placement, num_ranks in places if isinstance(placement, Replicate))
+def count_replicas(spec: DTensorSpec) -> int:
+    """Number of ranks of its mesh that have each element of a tensor that is not partial."""
+    axes = zip(spec.placements, spec.mesh.shape, strict=True)
+    return prod(num_ranks for placement, num_ranks in axes if isinstance(placement, Replicate))
 
 
-def find_groups(layouts: Iterable[DTensorSpec | None]) -> tuple[Backend, ...]:
-    """The groups over which tensors lie, each once, where these have more than one rank."""
-    groups = dict.fromkeys(layout.mesh.group for layout in layouts if layout is not None)
+def mesh_groups(specs: Iterable[DTensorSpec | None]) -> tuple[Backend, ...]:
+    """The groups of the specs' meshes, each once, without those of one rank."""
+    groups = dict.fromkeys(spec.mesh.group for spec in specs if spec is not None)
     return tuple(group for group in groups if group.world_size > 1)
 
 
 @contextlib.contextmanager
-def as_parts(plans: Sequence[UnitPlan]) -> Iterator[dict[str, DTensorSpec]]:
-    """Put this rank's parts in the places of distributed parameters, in plans and modules; see [Note: parts].
+def use_local_params(units: Sequence[UnitSpec]) -> Iterator[dict[str, DTensorSpec]]:
+    """Replace DTensors by parameters with their local tensors, in units and modules; see [Note: sharded DTensors].
 
-    When the block raises, modules have their distributed parameters again, unchanged.
+    When the block raises, modules have their DTensors again, unchanged.
 
     Yields:
-        How the parameters lie, by name.
+        The specs of the DTensors by name.
     """
     before: list[tuple[torch.nn.Module, str, torch.nn.Parameter]] = []
-    layouts: dict[str, DTensorSpec] = {}
+    specs: dict[str, DTensorSpec] = {}
     try:
-        for plan in plans:
-            for name, parameter in plan.parameters.items():
-                layout = layout_of(parameter)
-                if layout is None:
+        for unit in units:
+            for name, parameter in unit.parameters.items():
+                spec = spec_of(parameter)
+                if spec is None:
                     continue
-                layouts[name] = layout
-                part = torch.nn.Parameter(part_of(parameter), requires_grad=parameter.requires_grad)
-                plan.parameters[name] = part
-                for module, attribute in plan.places[name]:
+                specs[name] = spec
+                local = torch.nn.Parameter(local_tensor(parameter), requires_grad=parameter.requires_grad)
+                unit.parameters[name] = local
+                for module, attribute in unit.slots[name]:
                     before.append((module, attribute, parameter))
-                    setattr(module, attribute, part)
-        yield layouts
+                    setattr(module, attribute, local)
+        yield specs
     except BaseException:
         for module, attribute, parameter in before:
             setattr(module, attribute, parameter)

@@ -1,32 +1,33 @@
-"""Where each element of a unit's parameters lies: pure arithmetic, the same on all ranks.
+"""Layout of a unit's parameters in a flat tensor and of its shards: pure arithmetic, the same on all ranks.
 
 [Note: flat units]
-The parameters of a unit that have one dtype lie end to end in one flat tensor (row-major, or in the order of dims in
-which a channels-last weight lies), which is cut into as many equal shards
-as there are ranks to divide it, wherever the cuts fall. So a unit is gathered by one all_gather straight to where its
-parameters are used, with no copy after it, and no shape or number of ranks is special: padding makes up at most a few
-elements a unit. A parameter that a cut goes through has a *piece* on two or more ranks; a rank's piece may be empty.
+The parameters of a unit that have one dtype lie end to end in one flat tensor (row-major, or in the dim order of a
+channels-last weight), which is cut into as many equal shards as there are ranks to divide it, wherever the cuts fall.
+So a unit is gathered by one all_gather straight to where its parameters are used, without a copy, and no shape or
+number of ranks is special: padding is at most a few elements a unit. A parameter that a cut goes through has a local
+shard on two or more ranks; a rank's local shard may be empty.
 
-Gradients travel in *rows*, one for each rank that divides the unit: the rank's shard, and behind it one element for
-each parameter, its *presence*: 1 from a rank that has a gradient for it, else 0. So what no rank has stays None, as in
-one process, and optimizers skip it.
+Gradients travel in *rows*, one for each rank that divides the unit: the rank's shard, and behind it a gradient mask
+with one element for each parameter: 1 from a rank that has a gradient for it, else 0. So a gradient that no rank has
+stays None, as in one process, and optimizers skip it.
 
-[Note: names]
-Ranks whose forwards took different ways must not compute with each other's parameters. Each collective compares its
-count of elements and the dim that it joins along, always; both serve as names here, and no message is added. Flats of
-one size are joined along different dims, of which all but the last of a flat have size 1, so that the elements lie as
-they do along dim 0. From the 32nd on they have the same dim, and each gathering is followed by a token of the flat's
-own size, as that of shards that are used where they lie. Rows have sizes of their own, made by padding. A shard's size
-depends on nothing but the unit's shapes and the number of ranks, so that a state that was saved fits a model that is
-made later.
+[Note: ids of layouts]
+Ranks whose forwards took different branches must not compute with each other's parameters. Each collective always
+compares its number of elements and the dim of concatenation; both serve as ids here, without another message. Flat
+tensors of one size are concatenated along different dims, of which all but the last of a flat tensor have size 1, so
+that the elements lie as along dim 0. From the 32nd on they share a dim, and each gathering is followed by a token whose
+size is the layout's own, as it is for shards that are used in shared memory. Rows have sizes of their own, by padding.
+A shard's size depends on nothing but the unit's shapes and the number of ranks, so that a saved state fits a model that
+is made later.
 
-Names are given back when all ranks have found their layouts gone, which they ask each other when they make the next
-FSDP: the garbage collector comes to each rank at another time.
+Ids are released when all ranks have found their layouts collected, which they ask each other when they make the next
+FSDP: garbage collection happens at a different time on each rank.
 """
 
 from __future__ import annotations
 
 import weakref
+from collections import defaultdict
 from dataclasses import dataclass
 from math import prod
 from typing import TYPE_CHECKING
@@ -42,28 +43,28 @@ if TYPE_CHECKING:
     from ferrodist.backends.base import Backend
 
 _ALIGNMENT = 16
-"""Elements: parameters begin at multiples of 64 bytes or more, if float32, as they would in memory of their own."""
+"""Elements: float32 parameters begin at multiples of 64 bytes, as in memory of their own."""
 
 _PAGE_BYTES, _SMALL_BYTES = 4096, 65536
-"""Shards that are not small are whole pages, so that they can be mapped one behind the other."""
+"""Shards from the second size on are whole pages, so that they can be mapped one behind the other."""
 
 _NUM_DIMS = 32
-"""Half of what torch allows."""
+"""Half of the number that torch allows."""
 
-_KEY = "parallel.sharded.names"
+_ATTACHMENT = "parallel.sharded.names"
 
 _CHANNELS_LAST = {4: torch.channels_last, 5: torch.channels_last_3d}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Piece:
-    """The part of a parameter that one rank holds.
+class ShardRange:
+    """A rank's range of a parameter's elements.
 
     Args:
-        rank: That rank, among those that divide the unit.
-        start: Where it begins in the parameter, in elements.
-        offset: Where it begins in the rank's shard.
-        size: Its elements; may be 0.
+        rank: The rank among those that divide the unit.
+        start: First element in the parameter.
+        offset: First element in the rank's shard.
+        size: Number of elements; may be 0.
     """
 
     rank: int
@@ -73,16 +74,16 @@ class Piece:
 
 
 class FlatLayout:
-    """Places of some parameters in a flat tensor, and of its shards; see [Note: flat units].
+    """Offsets of some parameters in a flat tensor, and of its shards; see [Note: flat units].
 
     Args:
         shapes: The parameters' shapes.
-        orders: For each the order of dims in which its elements lie, from `order_of`; None for row-major.
         num_shards: Number of equal shards.
-        group: Has its flats told apart; see [Note: names].
-        kept: The dtype of the shards.
-        gathered: The dtype in which they are gathered.
-        reduced: The dtype in which their gradients are averaged.
+        group: The group among whose layouts this one gets ids; see [Note: ids of layouts].
+        dim_orders: For each parameter the order of its dims in memory, from `dim_order`; None for row-major.
+        shard_dtype: Dtype of the shards.
+        param_dtype: Dtype in which they are gathered.
+        reduce_dtype: Dtype in which their gradients are averaged.
     """
 
     def __init__(
@@ -91,74 +92,71 @@ class FlatLayout:
         num_shards: int,
         group: Backend,
         *,
-        orders: Sequence[tuple[int, ...] | None] | None = None,
-        kept: torch.dtype,
-        gathered: torch.dtype,
-        reduced: torch.dtype,
+        dim_orders: Sequence[tuple[int, ...] | None] | None = None,
+        shard_dtype: torch.dtype,
+        param_dtype: torch.dtype,
+        reduce_dtype: torch.dtype,
     ) -> None:
         self.shapes = tuple(shapes)
-        self.orders = tuple(orders) if orders is not None else (None,) * len(self.shapes)
+        self.dim_orders = tuple(dim_orders) if dim_orders is not None else (None,) * len(self.shapes)
         self.numels = tuple(prod(shape) for shape in shapes)
         self.offsets = tuple(offsets_of([_align(numel) for numel in self.numels])[:-1])
         self.num_shards = num_shards
         needed = max(1, -(-sum(_align(numel) for numel in self.numels) // num_shards))
-        is_small = needed * kept.itemsize < _SMALL_BYTES
-        self.shard_size = _align(needed, _ALIGNMENT if is_small else _PAGE_BYTES // kept.itemsize)
-        claims = _claims_of(group)
-        names = claims.begin(self)
-        place = names.claim(f"{gathered}[{self.shard_size}]", 0)
-        self.dim = min(place, _NUM_DIMS - 1)
-        """Along which it is joined."""
-        self.shares_dim = place >= _NUM_DIMS - 1
-        """Whether others of its size may be joined along this dim."""
-        self.number = names.claim("flats", 0)
-        """Among all of the group."""
-        self.row_size = names.claim(f"rows of {reduced}", _align(self.shard_size + len(shapes)), step=_ALIGNMENT)
+        is_small = needed * shard_dtype.itemsize < _SMALL_BYTES
+        self.shard_size = _align(needed, _ALIGNMENT if is_small else _PAGE_BYTES // shard_dtype.itemsize)
+        ids = _ids_of(group)
+        ids.begin(self)
+        position = ids.claim(f"{param_dtype}[{self.shard_size}]", 0)
+        self.dim = min(position, _NUM_DIMS - 1)
+        """Dim of concatenation."""
+        self.needs_disambiguation_token = position >= _NUM_DIMS - 1
+        """True if other layouts of its size may share the dim."""
+        self.index = ids.claim("flats", 0)
+        """Index among all layouts of the group."""
+        self.row_size = ids.claim(f"rows of {reduce_dtype}", _align(self.shard_size + len(shapes)), step=_ALIGNMENT)
 
     @property
     def total_size(self) -> int:
         """Elements of the flat tensor, with its padding."""
         return self.num_shards * self.shard_size
 
-    def piece(self, parameter: int, rank: int) -> Piece:
-        """What a rank holds of a parameter."""
+    def shard_range(self, parameter: int, rank: int) -> ShardRange:
+        """A rank's range of a parameter, given by its index."""
         first = self.offsets[parameter]
         last = first + self.numels[parameter]
         begin = min(max(first, rank * self.shard_size), last)
         end = max(min(last, (rank + 1) * self.shard_size), begin)
         offset = min(max(begin - rank * self.shard_size, 0), self.shard_size)
-        return Piece(rank=rank, start=begin - first, offset=offset, size=end - begin)
+        return ShardRange(rank=rank, start=begin - first, offset=offset, size=end - begin)
 
-    def pieces(self, parameter: int) -> list[Piece]:
-        """The pieces of a parameter that have elements, in their order."""
-        return [piece for rank in range(self.num_shards) if (piece := self.piece(parameter, rank)).size]
+    def shard_ranges(self, parameter: int) -> list[ShardRange]:
+        """The ranges of a parameter that have elements, by rank."""
+        return [found for rank in range(self.num_shards) if (found := self.shard_range(parameter, rank)).size]
 
     def flatten(self, parameter: int, value: torch.Tensor) -> torch.Tensor:
-        """A whole parameter's elements as they lie in the flat tensor; a view of them where they lie so already."""
-        order = self.orders[parameter]
+        """A full parameter's elements in the order of the flat tensor; a view where possible."""
+        order = self.dim_orders[parameter]
         return value.reshape(-1) if order is None else value.permute(order).reshape(-1)
 
     def unflatten(self, parameter: int, elements: torch.Tensor) -> torch.Tensor:
-        """The opposite: a whole parameter, as a view."""
-        shape, order = self.shapes[parameter], self.orders[parameter]
+        """A full parameter as a view of elements in the order of the flat tensor."""
+        shape, order = self.shapes[parameter], self.dim_orders[parameter]
         if order is None:
             return elements.view(shape)
         return elements.view([shape[dim] for dim in order]).permute(invert_order(order))
 
-    def shape_piece(self, parameter: int, elements: torch.Tensor) -> torch.Tensor:
-        """Elements of a piece in the shape in which optimizers see it.
-
-        It has as many dims as the parameter, for rules go by them.
-        """
+    def shape_shard(self, parameter: int, elements: torch.Tensor) -> torch.Tensor:
+        """View a local shard with as many dims as the parameter, since rules of optimizers depend on the number."""
         if self.num_shards == 1:
             return self.unflatten(parameter, elements)
         return elements.view(-1, *[1] * (len(self.shapes[parameter]) - 1)) if self.shapes[parameter] else elements
 
 
-def order_of(tensor: torch.Tensor) -> tuple[int, ...] | None:
-    """The order of dims in which the elements of a channels-last tensor lie; None for other tensors.
+def dim_order(tensor: torch.Tensor) -> tuple[int, ...] | None:
+    """The order of a channels-last tensor's dims in memory, or None for other tensors.
 
-    Convolutions want their weights so as they want their inputs, or copy them in each call.
+    Convolutions expect their weights in the memory format of their inputs, and otherwise copy them in each call.
     """
     if tensor.ndim not in _CHANNELS_LAST:
         return None
@@ -167,69 +165,52 @@ def order_of(tensor: torch.Tensor) -> tuple[int, ...] | None:
     return (0, *range(2, tensor.ndim), 1) if tensor.stride() == last != row_major else None
 
 
-class _Names:
-    """What one layout has claimed; ranks claim in one order.
-
-    Args:
-        taken: What all layouts of the group have, by kind.
-        owner: The layout.
-    """
-
-    def __init__(self, taken: dict[str, set[int]], owner: FlatLayout) -> None:
-        self._taken = taken
-        self._own: list[tuple[str, int]] = []
-        self._owner = weakref.ref(owner)
-
-    @property
-    def is_gone(self) -> bool:
-        """Whether this rank has the layout no more."""
-        return self._owner() is None
-
-    def claim(self, kind: str, first: int, *, step: int = 1) -> int:
-        """The smallest of ``first``, ``first + step``, ... that nobody has."""
-        taken = self._taken.setdefault(kind, set())
-        number = first
-        while number in taken:
-            number += step
-        taken.add(number)
-        self._own.append((kind, number))
-        return number
-
-    def release(self) -> None:
-        """Give all back."""
-        for kind, number in self._own:
-            self._taken[kind].discard(number)
-
-
-class _Claims:
-    """The names that a group's layouts have, in the order in which they were made."""
+class _LayoutIds:
+    """The ids of a group's layouts; all ranks claim and release them in one order."""
 
     def __init__(self) -> None:
-        self._taken: dict[str, set[int]] = {}
-        self.all: list[_Names] = []
+        self._taken: defaultdict[str, set[int]] = defaultdict(set)
+        self._claims: list[tuple[weakref.ref[FlatLayout], list[tuple[str, int]]]] = []
 
-    def begin(self, layout: FlatLayout) -> _Names:
-        """Names for another layout."""
-        self.all.append(_Names(self._taken, layout))
-        return self.all[-1]
+    def begin(self, layout: FlatLayout) -> None:
+        """Start the claims of another layout."""
+        self._claims.append((weakref.ref(layout), []))
+
+    def claim(self, kind: str, first: int, *, step: int = 1) -> int:
+        """Claim the smallest free id of a kind among ``first``, ``first + step``, ..."""
+        taken = self._taken[kind]
+        claimed = first
+        while claimed in taken:
+            claimed += step
+        taken.add(claimed)
+        self._claims[-1][1].append((kind, claimed))
+        return claimed
+
+    def find_collected(self) -> list[int]:
+        """Indices of the layouts that this rank has collected."""
+        return [index for index, (layout, _) in enumerate(self._claims) if layout() is None]
+
+    def release(self, indices: Collection[int]) -> None:
+        """Release the ids of layouts."""
+        for index in indices:
+            for kind, claimed in self._claims[index][1]:
+                self._taken[kind].discard(claimed)
+        self._claims = [claim for index, claim in enumerate(self._claims) if index not in indices]
 
 
-def find_gone(group: Backend) -> list[int]:
-    """Which of the group's layouts this rank has no more, by their places among those that have names."""
-    return [place for place, names in enumerate(_claims_of(group).all) if names.is_gone]
+def find_collected(group: Backend) -> list[int]:
+    """Indices of the group's layouts that this rank has collected."""
+    return _ids_of(group).find_collected()
 
 
-def release_names(group: Backend, places: Collection[int]) -> None:
-    """Give back the names of layouts that no rank has any more; all ranks give back the same."""
-    claims = _claims_of(group)
-    for place in places:
-        claims.all[place].release()
-    claims.all = [names for place, names in enumerate(claims.all) if place not in places]
+def release_ids(group: Backend, indices: Collection[int]) -> None:
+    """Release the ids of layouts that all ranks have collected; all ranks release the same."""
+    _ids_of(group).release(indices)
 
 
-def _claims_of(group: Backend) -> _Claims:
-    claims: _Claims = group.attachments.setdefault(_KEY, _Claims())
-    return claims
+def _ids_of(group: Backend) -> _LayoutIds:
+    ids: _LayoutIds = group.attachments.setdefault(_ATTACHMENT, _LayoutIds())
+    return ids
 
 
 def _align(size: int, alignment: int = _ALIGNMENT) -> int:

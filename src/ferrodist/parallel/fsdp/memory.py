@@ -1,4 +1,4 @@
-"""Memory that all ranks of a host share, so that gathering and averaging copy nothing aside."""
+"""Shards and gradients in memory that all ranks of a host share, so that collectives need no staging copy."""
 
 from __future__ import annotations
 
@@ -26,64 +26,63 @@ class FlatMemory:
 
     Args:
         shard: This rank's shard.
-        traveller: For what is sent of it, where that has another dtype; else None.
-        joined: A view of the shards of all ranks that divide it, where they can be used as they lie; else None.
+        cast_buffer: Buffer for the shard in the dtype in which it is sent, if that differs.
+        shared_view: Contiguous view of the shards of all ranks, where they can be used in shared memory.
     """
 
     shard: torch.Tensor
-    traveller: torch.Tensor | None = None
-    joined: ContiguousSharedView | None = None
+    cast_buffer: torch.Tensor | None = None
+    shared_view: ContiguousSharedView | None = None
 
 
 def allocate_shards(
     sizes: Sequence[tuple[int, torch.dtype, torch.dtype]], group: Backend | None, device: torch.device
 ) -> list[FlatMemory]:
-    """Memory for shards, zeros, on the CPU in one piece of symmetric memory; every rank of the group calls this.
-
-    Args:
-        sizes: Elements of each shard, in which dtype they are kept and in which gathered; equal on all ranks.
-        group: Who divides; None makes it this rank's own.
-        device: Where it is made.
-    """
+    """Allocate shards of zeros, on the CPU in one region of symmetric memory; every rank of the group calls this."""
     if group is None or device.type != "cpu":
         return [
             FlatMemory(
-                shard=torch.zeros(numel, dtype=kept, device=device),
-                traveller=None
-                if kept is gathered or group is None
-                else torch.empty(numel, dtype=gathered, device=device),
+                shard=torch.zeros(numel, dtype=shard_dtype, device=device),
+                cast_buffer=None
+                if shard_dtype is param_dtype or group is None
+                else torch.empty(numel, dtype=param_dtype, device=device),
             )
-            for numel, kept, gathered in sizes
+            for numel, shard_dtype, param_dtype in sizes
         ]
     if not sizes:
         return []
-    starts, joined, end = [], {}, 0
-    for place, (numel, kept, gathered) in enumerate(sizes):
-        size_bytes = numel * kept.itemsize
-        is_joined = kept is gathered and size_bytes % mmap.PAGESIZE == 0
-        end += -end % (mmap.PAGESIZE if is_joined else _ALIGNMENT)
+    starts, shared, end = [], {}, 0
+    for index, (numel, shard_dtype, param_dtype) in enumerate(sizes):
+        size_bytes = numel * shard_dtype.itemsize
+        is_shared = shard_dtype is param_dtype and size_bytes % mmap.PAGESIZE == 0
+        end += -end % (mmap.PAGESIZE if is_shared else _ALIGNMENT)
         starts.append((end, end + size_bytes))
-        if is_joined:
-            joined[place] = (end, size_bytes)
-        end += size_bytes + (0 if kept is gathered else numel * gathered.itemsize)
-    whole, views = empty_joined(end, list(joined.values()), group=group)
-    whole.zero_()
-    of_place = dict(zip(joined, views, strict=False))
+        if is_shared:
+            shared[index] = (end, size_bytes)
+        end += size_bytes + (0 if shard_dtype is param_dtype else numel * param_dtype.itemsize)
+    region, views = empty_joined(end, list(shared.values()), group=group)
+    region.zero_()
+    views_by_index = dict(zip(shared, views, strict=False))
     memories = []
-    for place, (numel, kept, gathered) in enumerate(sizes):
-        start, after = starts[place]
-        shard = whole[start:after].view(kept)
-        travelling = whole[after : after + numel * gathered.itemsize].view(gathered)
-        traveller = None if kept is gathered else travelling
-        memories.append(FlatMemory(shard=shard, traveller=traveller, joined=of_place.get(place)))
+    for index, (numel, shard_dtype, param_dtype) in enumerate(sizes):
+        start, after = starts[index]
+        shard = region[start:after].view(shard_dtype)
+        cast_buffer = region[after : after + numel * param_dtype.itemsize].view(param_dtype)
+        memories.append(
+            FlatMemory(
+                shard=shard,
+                cast_buffer=None if shard_dtype is param_dtype else cast_buffer,
+                shared_view=views_by_index.get(index),
+            )
+        )
     return memories
 
 
-def same_memory(flat: torch.Tensor) -> torch.Tensor:
-    """A tensor with a version counter of its own on the memory of a flat one, which must outlive it.
+def alias_memory(flat: torch.Tensor) -> torch.Tensor:
+    """A tensor with its own version counter on the memory of a flat tensor, which must outlive it.
 
-    Collectives that see a tensor as bytes do so through numpy, after which torch never resizes that tensor's storage:
-    on the CPU it has a storage of its own, too.
+    Collectives that view a tensor as bytes do so through numpy, after which torch never resizes that tensor's storage:
+    so on the CPU the alias has a storage of its own.
     """
     if flat.device.type != "cpu":
         return flat.data
@@ -92,44 +91,36 @@ def same_memory(flat: torch.Tensor) -> torch.Tensor:
 
 
 class GradientBuffer:
-    """Where gradients wait to be averaged: one piece of symmetric memory, in which units take turns.
+    """Symmetric memory that units use in turn to average their gradients.
 
-    Units come in the same order on all ranks, so that each finds its peers' gradients in the same place.
-
-    Args:
-        size_bytes: For the largest unit.
-        group: Who averages; None where nobody else does.
-        device: Where the gradients are.
+    Units use it in the same order on all ranks, so that each finds its peers' gradients at the same address.
     """
 
     def __init__(self, size_bytes: int, group: Backend | None, device: torch.device) -> None:
         self._group = group
         self._device = device
-        self._memory = self._make(size_bytes)
-        self._vacate: Callable[[], None] | None = None
+        self._memory = self._allocate(size_bytes)
+        self._release: Callable[[], None] | None = None
 
-    def take(self, numel: int, dtype: torch.dtype, vacate: Callable[[], None]) -> torch.Tensor:
-        """The memory as ``numel`` elements, once who had it before has done without it.
+    def acquire(self, numel: int, dtype: torch.dtype, release: Callable[[], None]) -> torch.Tensor:
+        """The memory as ``numel`` elements, once its previous user has released it.
 
-        Args:
-            numel: Elements.
-            dtype: Theirs.
-            vacate: Returns when the elements are not needed any more; called before the next one takes the memory.
+        ``release`` is called before the next use, and returns when the elements are not needed any more.
         """
-        previous, self._vacate = self._vacate, None
+        previous, self._release = self._release, None
         if previous is not None:
             previous()
-        self._vacate = vacate
+        self._release = release
         size_bytes = numel * dtype.itemsize
         if size_bytes > self._memory.numel():  # frozen parameters were unfrozen, on all ranks alike
-            self._memory = self._make(size_bytes)
-        return self._memory[: numel * dtype.itemsize].view(dtype)
+            self._memory = self._allocate(size_bytes)
+        return self._memory[:size_bytes].view(dtype)
 
-    def forget(self) -> None:
-        """Wait for nobody any more: the group has failed."""
-        self._vacate = None
+    def reset(self) -> None:
+        """Drop the present user, after a failure of the group."""
+        self._release = None
 
-    def _make(self, size_bytes: int) -> torch.Tensor:
+    def _allocate(self, size_bytes: int) -> torch.Tensor:
         if self._group is None or self._device.type != "cpu":
             return torch.empty(size_bytes, dtype=torch.uint8, device=self._device)
         return empty_symmetric((size_bytes,), torch.uint8, group=self._group)

@@ -1,9 +1,9 @@
-"""An optimizer's state, whole or as this rank's part, by parameter names.
+"""An optimizer's state dict, full or sharded, by parameter names.
 
-A tensor of the shape of its parameter's piece is divided as the parameter is, as momenta are; all else is the same on
-all ranks, as a number of steps. Those of a parameter without dims, which one rank has whole, can't be told apart by
-their shapes: what counts is how the same entry is at the optimizer's other parameters. A whole state says which are
-divided (``divided``), for the ranks that load it.
+A tensor of the shape of its parameter's shard is sharded as the parameter is, such as a momentum; all others are equal
+on all ranks, such as a number of steps. For a parameter without dims, which one rank has alone, shapes don't tell: the
+same entry of the optimizer's other parameters decides. A full state lists the sharded entries (``divided``), for the
+ranks that load it.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ import torch
 from ferrodist.collectives.all_gather import all_gather_with_sizes
 from ferrodist.collectives.objects import all_gather_object
 from ferrodist.errors import CollectiveMismatchError, add_error_context
-from ferrodist.parallel.fsdp.dtensor_params import join_parts
-from ferrodist.parallel.fsdp.state_dict import check_owner, owner_of
+from ferrodist.parallel.fsdp.dtensor_params import full_tensor
+from ferrodist.parallel.fsdp.state_dict import check_owner, describe_owner
 from ferrodist.wording import counted
 
 if TYPE_CHECKING:
@@ -29,13 +29,8 @@ if TYPE_CHECKING:
     from ferrodist.parallel.fsdp.unit import Unit
 
 
-class OptimizerState:
-    """Gives and takes the state of optimizers of a model's pieces; see `FSDP` for each method.
-
-    Args:
-        units: The model's units.
-        axes: Who divides it.
-    """
+class OptimizerStateDict:
+    """Full and sharded state dicts of optimizers of a model's shards; `FSDP` explains the methods."""
 
     def __init__(self, units: Sequence[Unit], axes: ShardAxes) -> None:
         self._flats = [flat for unit in units for flat in unit.flats]
@@ -43,105 +38,106 @@ class OptimizerState:
 
     @torch.no_grad()
     def full(self, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-        """See `FSDP.full_optimizer_state_dict`."""
-        homes = self._homes(optimizer)
-        self._compare(optimizer, homes)
+        """Gather an optimizer's full state."""
+        locations = self._locate(optimizer)
+        self._verify_same_entries(optimizer, locations)
         state: dict[str, dict[str, Any]] = {}
         divided: dict[str, list[str]] = {}
-        for parameter, (flat, place) in homes.items():
+        for parameter, (flat, index) in locations.items():
             if parameter in optimizer.state:
-                keys = divided[flat.names[place]] = _divided_keys(optimizer, parameter)
-                state[flat.names[place]] = {
-                    key: self._join(value, flat, place) if key in keys else _copy(value)
+                keys = divided[flat.names[index]] = _divided_keys(optimizer, parameter)
+                state[flat.names[index]] = {
+                    key: self._gather_full(value, flat, index) if key in keys else _copy(value)
                     for key, value in optimizer.state[parameter].items()
                 }
-        return {"state": state, "divided": divided, "param_groups": _named_groups(optimizer, homes)}
+        return {"state": state, "divided": divided, "param_groups": _named_groups(optimizer, locations)}
 
     @torch.no_grad()
     def load_full(self, optimizer: torch.optim.Optimizer, state: Mapping[str, Any]) -> None:
-        """See `FSDP.load_full_optimizer_state_dict`."""
-        homes = self._homes(optimizer)
-        group = self._axes.whole
+        """Load a full state that all ranks have."""
+        locations = self._locate(optimizer)
+        group = self._axes.world
         with add_error_context(
             lambda: f"Rank {group.rank} was in load_full_optimizer_state_dict().", "Every rank must call it."
         ):
-            problems = all_gather_object(_problem(optimizer, homes, state), group=group)
+            problems = all_gather_object(_find_mismatch(optimizer, locations, state), group=group)
         for rank, problem in enumerate(problems):
             if problem is not None:
                 raise ValueError(
                     f"the optimizer state of rank {rank} does not fit the optimizer: {problem}. Nothing was loaded."
                 )
-        parts: dict[str, dict[str, Any]] = {}
-        for flat, place in homes.values():
-            entries = state["state"].get(flat.names[place])
+        local_state: dict[str, dict[str, Any]] = {}
+        for flat, index in locations.values():
+            entries = state["state"].get(flat.names[index])
             if entries is None:
                 continue
-            divided = state["divided"][flat.names[place]]
-            piece = flat.layout.piece(place, self._axes.shard_rank)
-            parts[flat.names[place]] = {
-                key: flat.layout.shape_piece(
-                    place, flat.layout.flatten(place, flat.cut(place, value))[piece.start :][: piece.size]
+            divided = state["divided"][flat.names[index]]
+            shard_range = flat.layout.shard_range(index, self._axes.shard_rank)
+            local_state[flat.names[index]] = {
+                key: flat.layout.shape_shard(
+                    index,
+                    flat.layout.flatten(index, flat.slice_local(index, value))[shard_range.start :][: shard_range.size],
                 )
                 if key in divided
                 else value
                 for key, value in entries.items()
             }
-        _load(optimizer, homes, {"state": parts, "param_groups": state["param_groups"]})
+        _load(optimizer, locations, {"state": local_state, "param_groups": state["param_groups"]})
 
     @torch.no_grad()
     def sharded(self, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-        """See `FSDP.sharded_optimizer_state_dict`."""
-        homes = self._homes(optimizer)
+        """Copy this rank's shard of an optimizer's state."""
+        locations = self._locate(optimizer)
         return {
-            **owner_of(self._axes, self._flats),
+            **describe_owner(self._axes, self._flats),
             "state": {
-                flat.names[place]: {key: _copy(value) for key, value in optimizer.state[parameter].items()}
-                for parameter, (flat, place) in homes.items()
+                flat.names[index]: {key: _copy(value) for key, value in optimizer.state[parameter].items()}
+                for parameter, (flat, index) in locations.items()
                 if parameter in optimizer.state
             },
-            "param_groups": _named_groups(optimizer, homes),
+            "param_groups": _named_groups(optimizer, locations),
         }
 
     def load_sharded(self, optimizer: torch.optim.Optimizer, state: Mapping[str, Any]) -> None:
-        """See `FSDP.load_sharded_optimizer_state_dict`."""
-        check_owner(state, owner_of(self._axes, self._flats), "optimizer")
-        homes = self._homes(optimizer)
-        if problem := _form_problem(optimizer, homes, state):
+        """Load this rank's shard of an optimizer's state."""
+        check_owner(state, describe_owner(self._axes, self._flats), "optimizer")
+        locations = self._locate(optimizer)
+        if problem := _find_form_mismatch(optimizer, locations, state):
             raise ValueError(f"the optimizer state does not fit the optimizer: {problem}. Nothing was loaded.")
-        for parameter, (flat, place) in homes.items():
-            for key, value in state["state"].get(flat.names[place], {}).items():
+        for parameter, (flat, index) in locations.items():
+            for key, value in state["state"].get(flat.names[index], {}).items():
                 if isinstance(value, torch.Tensor) and value.dim() and value.shape != parameter.shape:
                     raise ValueError(
-                        f"{key!r} of {flat.names[place]!r} has shape {tuple(value.shape)}, and this rank's piece"
-                        f" {tuple(parameter.shape)}: it was divided in another way. Nothing was loaded."
+                        f"{key!r} of {flat.names[index]!r} has shape {tuple(value.shape)}, and this rank's shard"
+                        f" {tuple(parameter.shape)}: it was sharded in another way. Nothing was loaded."
                     )
-        _load(optimizer, homes, state)
+        _load(optimizer, locations, state)
 
-    def _homes(self, optimizer: torch.optim.Optimizer) -> dict[torch.Tensor, tuple[FlatParameters, int]]:
-        """Where each of the optimizer's parameters lies, in the order of its groups."""
-        places = {piece: (flat, place) for flat in self._flats for place, piece in enumerate(flat.parameters)}
+    def _locate(self, optimizer: torch.optim.Optimizer) -> dict[torch.Tensor, tuple[FlatParameters, int]]:
+        """The flat parameters and index of each of the optimizer's parameters, in the order of its groups."""
+        known = {shard: (flat, index) for flat in self._flats for index, shard in enumerate(flat.parameters)}
         found = {}
         for group in optimizer.param_groups:
             for parameter in group["params"]:
-                if parameter not in places:
+                if parameter not in known:
                     raise ValueError(
                         f"the optimizer has a parameter of shape {tuple(parameter.shape)} that is not of this FSDP:"
                         " make it with fsdp.parameters()"
                     )
-                found[parameter] = places[parameter]
+                found[parameter] = known[parameter]
         return found
 
-    def _compare(
-        self, optimizer: torch.optim.Optimizer, homes: Mapping[torch.Tensor, tuple[FlatParameters, int]]
+    def _verify_same_entries(
+        self, optimizer: torch.optim.Optimizer, locations: Mapping[torch.Tensor, tuple[FlatParameters, int]]
     ) -> None:
-        """Raise, the same on every rank, unless all ranks have state of the same kinds."""
+        """Raise, the same on every rank, unless all ranks have the same entries."""
         kinds = [
-            (flat.names[place], list(optimizer.state[parameter]), _divided_keys(optimizer, parameter))
-            for parameter, (flat, place) in homes.items()
+            (flat.names[index], list(optimizer.state[parameter]), _divided_keys(optimizer, parameter))
+            for parameter, (flat, index) in locations.items()
             if parameter in optimizer.state
         ]
         digest = hashlib.sha256(repr(kinds).encode()).hexdigest()
-        group = self._axes.whole
+        group = self._axes.world
         with add_error_context(
             lambda: f"Rank {group.rank} was collecting full_optimizer_state_dict().", "Every rank must call it."
         ):
@@ -154,22 +150,22 @@ class OptimizerState:
                 ranks=differing,
             )
 
-    def _join(self, value: torch.Tensor, flat: FlatParameters, place: int) -> torch.Tensor:
+    def _gather_full(self, value: torch.Tensor, flat: FlatParameters, index: int) -> torch.Tensor:
         if self._axes.shard is None:
             whole = value.clone()
         else:
-            sizes = [flat.layout.piece(place, rank).size for rank in range(flat.layout.num_shards)]
-            joined = all_gather_with_sizes(value.reshape(-1), sizes, dim=0, group=self._axes.shard)
-            whole = flat.layout.unflatten(place, joined)
-        return join_parts(whole, flat.distributed[place])
+            sizes = [flat.layout.shard_range(index, rank).size for rank in range(flat.layout.num_shards)]
+            gathered = all_gather_with_sizes(value.reshape(-1), sizes, dim=0, group=self._axes.shard)
+            whole = flat.layout.unflatten(index, gathered)
+        return full_tensor(whole, flat.dtensor_specs[index])
 
 
-_NUMBERS = frozenset({"step", "mu_product", "eta", "mu"})
-"""What torch's optimizers (Adam, NAdam, ASGD and others) keep as tensors without dims, whatever the parameter's."""
+_SCALAR_ENTRIES = frozenset({"step", "mu_product", "eta", "mu"})
+"""Entries of torch's optimizers (Adam, NAdam, ASGD and others) that never have dims."""
 
 
 def _divided_keys(optimizer: torch.optim.Optimizer, parameter: torch.Tensor) -> list[str]:
-    """The entries of a parameter's state that are divided as it is."""
+    """The entries of a parameter's state that are sharded as it is."""
     fitting = [
         key
         for key, value in optimizer.state[parameter].items()
@@ -179,62 +175,62 @@ def _divided_keys(optimizer: torch.optim.Optimizer, parameter: torch.Tensor) -> 
 
 
 def _is_divided_elsewhere(optimizer: torch.optim.Optimizer, key: str) -> bool:
-    """Whether an entry has the shape of its parameter where that has dims; by its name, where there is none."""
+    """True if an entry has the shape of parameters with dims; if there are none, its name decides."""
     shapes = [
         (entries[key].shape, other.shape)
         for other, entries in optimizer.state.items()
         if other.dim() and isinstance(entries.get(key), torch.Tensor)
     ]
-    return any(own == of_parameter for own, of_parameter in shapes) if shapes else key not in _NUMBERS
+    return any(own == of_parameter for own, of_parameter in shapes) if shapes else key not in _SCALAR_ENTRIES
 
 
-def _problem(
+def _find_mismatch(
     optimizer: torch.optim.Optimizer,
-    homes: Mapping[torch.Tensor, tuple[FlatParameters, int]],
+    locations: Mapping[torch.Tensor, tuple[FlatParameters, int]],
     state: Mapping[str, Any],
 ) -> str | None:
-    """Why a whole state does not fit an optimizer, or None."""
-    if problem := _form_problem(optimizer, homes, state):
+    """The reason why a full state does not fit an optimizer, or None."""
+    if problem := _find_form_mismatch(optimizer, locations, state):
         return problem
     if not isinstance(state.get("divided"), Mapping):
-        return "it lacks what is divided, by names"
-    for flat, place in homes.values():
-        name, shape = flat.names[place], flat.whole_shape(place)
+        return "it lacks 'divided', the sharded entries by names"
+    for flat, index in locations.values():
+        name, shape = flat.names[index], flat.full_shape(index)
         entries = state["state"].get(name)
         if entries is None:
             continue
         if name not in state["divided"]:
-            return f"it lacks what is divided of {name!r}"
+            return f"it lacks the sharded entries of {name!r} in 'divided'"
         for key in state["divided"][name]:
             value = entries.get(key)
             if not isinstance(value, torch.Tensor):
-                return f"{key!r} of {name!r} is no tensor"
+                return f"{key!r} of {name!r} is not a tensor"
             if value.shape != shape:
                 return f"{key!r} of {name!r} has shape {tuple(value.shape)} where the parameter has {tuple(shape)}"
     return None
 
 
-def _form_problem(
+def _find_form_mismatch(
     optimizer: torch.optim.Optimizer,
-    homes: Mapping[torch.Tensor, tuple[FlatParameters, int]],
+    locations: Mapping[torch.Tensor, tuple[FlatParameters, int]],
     state: Mapping[str, Any],
 ) -> str | None:
-    """Why a state can't be one of the optimizer's parameters, or None."""
+    """The reason why a state can't belong to the optimizer's parameters, or None."""
     if not isinstance(state, Mapping) or not isinstance(state.get("state"), Mapping):
         return "it lacks state, by names"
     groups = state.get("param_groups")
     if not isinstance(groups, list) or not all(isinstance(each, Mapping) and "params" in each for each in groups):
         return "it lacks param_groups"
-    own = [sorted(group["params"]) for group in _named_groups(optimizer, homes)]
+    own = [sorted(group["params"]) for group in _named_groups(optimizer, locations)]
     if own != [sorted(group["params"]) for group in groups]:
         have = counted(len(groups), "group")
         return f"it has {have} of parameters, the optimizer {len(own)}, or they have other parameters"
     known = {name for names in own for name in names}
     for name, entries in state["state"].items():
         if name not in known:
-            return f"it has state of {name!r}, which the optimizer has not"
+            return f"it has state of {name!r}, which the optimizer does not have"
         if not isinstance(entries, Mapping):
-            return f"its state of {name!r} is no dict"
+            return f"its state of {name!r} is not a dict"
     return None
 
 
@@ -243,29 +239,29 @@ def _copy(value: Any) -> Any:
 
 
 def _named_groups(
-    optimizer: torch.optim.Optimizer, homes: Mapping[torch.Tensor, tuple[FlatParameters, int]]
+    optimizer: torch.optim.Optimizer, locations: Mapping[torch.Tensor, tuple[FlatParameters, int]]
 ) -> list[dict[str, Any]]:
     def name(parameter: torch.Tensor) -> str:
-        flat, place = homes[parameter]
-        return flat.names[place]
+        flat, index = locations[parameter]
+        return flat.names[index]
 
     return [{**group, "params": [name(parameter) for parameter in group["params"]]} for group in optimizer.param_groups]
 
 
 def _load(
     optimizer: torch.optim.Optimizer,
-    homes: Mapping[torch.Tensor, tuple[FlatParameters, int]],
+    locations: Mapping[torch.Tensor, tuple[FlatParameters, int]],
     state: Mapping[str, Any],
 ) -> None:
-    """Give an optimizer state by parameter names."""
-    own = [group["params"] for group in _named_groups(optimizer, homes)]
-    numbers = {name: number for number, name in enumerate(name for names in own for name in names)}
+    """Load a state by parameter names into an optimizer."""
+    own = [group["params"] for group in _named_groups(optimizer, locations)]
+    indices = {name: index for index, name in enumerate(name for names in own for name in names)}
     groups = [
-        {**group, "params": [numbers[name] for name in names]}
+        {**group, "params": [indices[name] for name in names]}
         for group, names in zip(state["param_groups"], own, strict=True)
     ]
-    # Optimizers keep some tensors as they come, and then write to them: what the caller has stays as it is.
+    # Optimizers adopt some tensors and then write to them; the caller's must not change.
     entries = {
-        numbers[name]: {key: _copy(value) for key, value in values.items()} for name, values in state["state"].items()
+        indices[name]: {key: _copy(value) for key, value in values.items()} for name, values in state["state"].items()
     }
     optimizer.load_state_dict({"state": entries, "param_groups": groups})

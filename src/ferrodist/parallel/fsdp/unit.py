@@ -6,7 +6,7 @@ import enum
 from typing import TYPE_CHECKING
 
 from ferrodist.errors import UnsupportedOpError, add_error_context
-from ferrodist.parallel.fsdp.flat_shard import Piece
+from ferrodist.parallel.fsdp.flat_shard import FlatShardParameter
 from ferrodist.torch_private.autograd import version_of
 
 if TYPE_CHECKING:
@@ -23,158 +23,143 @@ ADVICE = (
     " others, and use no_sync() when they do."
 )
 
-_KEPT = (
-    "This rank's shards are whole, and sharded_state_dict() needs no other rank; the gradients of this step are lost,"
-    " and so is what only ranks had that are gone."
+_SHARDS_INTACT = (
+    "This rank's shards are intact, and sharded_state_dict() needs no other rank; the gradients of this step are lost,"
+    " and so are the shards of ranks that are gone."
 )
 
 
 class UnitState(enum.Enum):
-    """Where a unit's parameters are."""
+    """The state of a unit's parameters."""
 
     SHARDED = "sharded"
     """Each rank has its shard."""
     GATHERING = "gathering"
-    """They are under way; the module still has its pieces."""
+    """The full parameters are being gathered; the module still has its shards."""
     GATHERED = "gathered"
-    """The module has them whole."""
+    """The full parameters are there."""
 
 
 class Unit:
-    """Modules whose parameters are gathered together.
-
-    Args:
-        number: Its place among the model's units.
-        name: Its module's name; empty for the whole model.
-        module: Its module.
-        flats: Its parameters, those of one dtype together.
-        group: What errors name.
-    """
+    """Modules whose parameters are gathered together."""
 
     def __init__(
-        self, number: int, name: str, module: torch.nn.Module, flats: Sequence[FlatParameters], group: Backend
+        self, index: int, name: str, module: torch.nn.Module, flats: Sequence[FlatParameters], group: Backend
     ) -> None:
-        self.number = number
+        self.index = index
         self.name = name
         self.module = module
         self.flats = tuple(flats)
         self.state = UnitState.SHARDED
         self._group = group
         self._num_gradients = 0
-        self._versions: tuple[int, ...] = ()  # of the pieces, when the gathering started
+        self._versions: tuple[int, ...] = ()  # of the shards, when gathering started
         self.is_reducing = False
-        self.is_shown = False
-        """Whether the module has its parameters whole; else its pieces."""
+        self.has_full_params = False
+        """True if the module has full parameters; otherwise it has its shards."""
 
     @property
     def title(self) -> str:
-        """How messages call it."""
+        """The unit's name in messages."""
         kind = type(self.module).__name__
         return f"unit {self.name!r} ({kind})" if self.name else f"the outermost unit ({kind})"
 
     @property
-    def is_undivided(self) -> bool:
-        """Whether this rank has all of it, so that it can be whole from a forward's begin to its end."""
+    def is_unsharded(self) -> bool:
+        """True if this rank has all of it, so that it can stay installed from the beginning of a forward to its end."""
         return all(flat.is_alias for flat in self.flats)
 
     @property
     def is_trainable(self) -> bool:
-        """Whether it has gradients to average."""
+        """True if it has gradients to average."""
         return any(flat.num_trainable for flat in self.flats)
 
     @property
     def has_all_gradients(self) -> bool:
-        """Whether this backward has brought a gradient for each of its parameters that requires one."""
+        """True if this backward has produced a gradient for each parameter that requires one."""
         return self._num_gradients >= sum(flat.num_trainable for flat in self.flats)
 
     @property
     def has_gradients(self) -> bool:
-        """Whether it has gradients that were not averaged yet."""
-        return any(flat.gradients.are_there for flat in self.flats)
+        """True if it has gradients that are not averaged yet."""
+        return any(flat.gradients.exist for flat in self.flats)
 
     def start_gather(self) -> None:
-        """Begin to gather, unless that has begun or is done."""
+        """Start gathering, unless that has started."""
         if self.state is not UnitState.SHARDED:
             return
-        self._versions = self.count_changes()
+        self._versions = self.shard_versions()
         self.state = UnitState.GATHERING
-        with add_error_context(lambda: self._doing("gathering"), ADVICE):
+        with add_error_context(lambda: self._context("gathering"), ADVICE):
             for flat in self.flats:
                 flat.start_gather()
 
     def finish_gather(self) -> None:
-        """Have the parameters, whole.
+        """Wait for the full parameters and install them in the module.
 
-        What has changed since the gathering began, as by an optimizer's step after a prefetch, or by a module's own
-        forward, is gathered again: all ranks have changed it, in the same step of their program.
-
-        Raises:
-            DistributedError: What failed between the ranks.
+        Shards that have changed since the gathering began, as by an optimizer's step after a prefetch, or by a module's
+        own forward, are gathered again: all ranks have changed them, at the same point of their program.
         """
         if self.state is UnitState.GATHERED:
             return
         self.start_gather()
         self._finish_gather()
-        if self._versions != self.count_changes():
+        if self._versions != self.shard_versions():
             self.free()
             self.start_gather()
             self._finish_gather()
 
     def _finish_gather(self) -> None:
-        with add_error_context(lambda: self._doing("gathering"), ADVICE):
+        with add_error_context(lambda: self._context("gathering"), ADVICE):
             for flat in self.flats:
                 flat.finish_gather()
         self.state = UnitState.GATHERED
-        self.is_shown = True
+        self.has_full_params = True
 
-    def name_pieces(self, model: object) -> None:
-        """Have this rank's pieces know what they are, for who takes them for parameters while the model computes."""
+    def label_shards(self, model: object) -> None:
+        """Give this rank's shards the names and the model for errors about their use as parameters."""
         for flat in self.flats:
-            for name, piece in zip(flat.names, flat.parameters, strict=True):
-                if isinstance(piece, Piece):
-                    piece.title, piece.model = f"parameter {name!r} of {self.title}", model
+            for name, shard in zip(flat.names, flat.parameters, strict=True):
+                if isinstance(shard, FlatShardParameter):
+                    shard.title, shard.model = f"parameter {name!r} of {self.title}", model
 
-    def show(self, *, is_whole: bool) -> None:
-        """Give the module, while the unit is gathered, its whole parameters or its pieces."""
+    def set_module_params(self, *, full: bool) -> None:
+        """Install the full parameters or the shards in the module of a gathered unit."""
         if self.state is UnitState.GATHERED:
-            self.is_shown = is_whole
+            self.has_full_params = full
             for flat in self.flats:
-                if is_whole:
+                if full:
                     flat.install_full()
                 else:
-                    flat.install_pieces()
+                    flat.install_shards()
 
     def owns_memory_of(self, tensor: torch.Tensor) -> bool:
-        """Whether a tensor lies in the unit's whole parameters."""
-        return any(flat.holds(tensor) for flat in self.flats)
+        """True if a tensor shares memory with the unit's full parameters."""
+        return any(flat.owns_memory_of(tensor) for flat in self.flats)
 
     def free(self) -> None:
-        """Give up all but this rank's shard.
-
-        Raises:
-            UnsupportedOpError: Somebody has changed a whole parameter, which is thrown away here. All is freed.
-        """
+        """Free all but this rank's shards."""
         if self.state is UnitState.SHARDED:
             return
-        with add_error_context(lambda: self._doing("freeing"), ADVICE):
+        with add_error_context(lambda: self._context("freeing"), ADVICE):
             changed = [name for flat in self.flats for name in flat.free()]
         self.state = UnitState.SHARDED
-        self.is_shown = False
+        self.has_full_params = False
         if changed:
             raise UnsupportedOpError(
                 f"parameter {changed[0]!r} was changed on rank {self._group.rank} of group {self._group.name!r} while"
-                " it was gathered, and the change is lost: change parameters inside summon_full_params(), or change the"
-                " shards as an optimizer does",
+                " it was gathered, and the change is lost: change parameters inside summon_full_params(), or the"
+                " shards, as an optimizer does",
                 ranks=(self._group.rank,),
             )
 
-    def count_changes(self) -> tuple[int, ...]:
-        """A number for each piece, which moves when it is changed."""
+    def shard_versions(self) -> tuple[int, ...]:
+        """The version counters of the local shards."""
         return tuple(version_of(parameter) for flat in self.flats for parameter in flat.parameters)
 
     def check_unchanged(self, before: tuple[int, ...], *, until: str = "its backward") -> None:
-        """Raise UnsupportedOpError if a piece was changed since the unit's forward."""
-        if before != self.count_changes():
+        """Raise UnsupportedOpError if a shard was changed since the unit's forward."""
+        if before != self.shard_versions():
             raise UnsupportedOpError(
                 f"parameters of {self.title} were changed on rank {self._group.rank} of group {self._group.name!r}"
                 f" between a forward and {until}: step the optimizer after the backwards of all forwards before it, and"
@@ -183,69 +168,69 @@ class Unit:
             )
 
     def begin_summon(self) -> None:
-        """Give the module whole parameters that may be changed."""
-        with add_error_context(lambda: self._doing("summoning"), ADVICE):
+        """Give the module full parameters that may be changed."""
+        with add_error_context(lambda: self._context("summoning"), ADVICE):
             for flat in self.flats:
                 flat.begin_summon()
-        self._versions = self.count_changes()
+        self._versions = self.shard_versions()
         self.state = UnitState.GATHERED
-        self.is_shown = True
+        self.has_full_params = True
 
-    def end_summon(self, *, keeps: bool) -> bool:
-        """Take them away; with ``keeps`` the pieces become what they have become.
+    def end_summon(self, *, writeback: bool) -> bool:
+        """Give the module its shards again, with the values of the full parameters if ``writeback``.
 
         Returns:
-            Whether somebody has changed the pieces meanwhile; these changes are kept.
+            Whether the shards were changed meanwhile; then these changes are kept.
         """
         if self.state is not UnitState.GATHERED:
             return False
         self.state = UnitState.SHARDED
-        self.is_shown = False
-        has_changed = self._versions != self.count_changes()
+        self.has_full_params = False
+        has_changed = self._versions != self.shard_versions()
         for flat in self.flats:
-            flat.end_summon(keeps=keeps and not has_changed)
+            flat.end_summon(writeback=writeback and not has_changed)
         return has_changed
 
-    def note_gradient(self) -> bool:
-        """Count a gradient that autograd has accumulated; whether it was the last one."""
+    def count_gradient(self) -> bool:
+        """Count a gradient that autograd has accumulated; True if it was the last one."""
         self._num_gradients += 1
         return self.has_all_gradients
 
-    def forget_gradients(self) -> None:
-        """Count anew: a backward begins."""
+    def reset_gradient_count(self) -> None:
+        """Start counting for a new backward."""
         self._num_gradients = 0
 
     def start_reduce(self, buffer: GradientBuffer) -> None:
-        """Begin to average its gradients; after `finish_reduce` the pieces have them."""
+        """Start averaging the gradients; after `finish_reduce` the shards have them."""
         self.finish_reduce()
         self.is_reducing = True
-        with add_error_context(lambda: self._doing("averaging the gradients of"), ADVICE):
+        with add_error_context(lambda: self._context("averaging the gradients of"), ADVICE):
             for flat in self.flats:
-                if flat.num_trainable or flat.gradients.are_there:
+                if flat.num_trainable or flat.gradients.exist:
                     flat.gradients.start(buffer)
 
-    def settle(self) -> None:
-        """Take an average over ranks that divide the model on to the copies of the model, if there are any."""
+    def reduce_across_replicas(self) -> None:
+        """Pass an average over the ranks that shard the model on to the replicas of the model, if there are any."""
         if self.is_reducing:
-            with add_error_context(lambda: self._doing("averaging the gradients of"), ADVICE):
+            with add_error_context(lambda: self._context("averaging the gradients of"), ADVICE):
                 for flat in self.flats:
-                    flat.gradients.settle()
+                    flat.gradients.reduce_across_replicas()
 
     def finish_reduce(self) -> None:
-        """Wait for the averages that `start_reduce` began, if any."""
+        """Wait for the averages that `start_reduce` started, if any."""
         if self.is_reducing:
-            with add_error_context(lambda: self._doing("averaging the gradients of"), ADVICE):
+            with add_error_context(lambda: self._context("averaging the gradients of"), ADVICE):
                 for flat in self.flats:
                     flat.gradients.finish()
             self.is_reducing = False
 
-    def abandon(self) -> None:
-        """After a failure of the group: shards only."""
+    def reset_after_failure(self) -> None:
+        """Return to shards only, after a failure of the group."""
         for flat in self.flats:
-            flat.abandon()
+            flat.reset_after_failure()
         self.state = UnitState.SHARDED
-        self.is_shown = False
+        self.has_full_params = False
         self.is_reducing = False
 
-    def _doing(self, what: str) -> str:
-        return f"Rank {self._group.rank} was {what} {self.title} of an FSDP model. {_KEPT}"
+    def _context(self, what: str) -> str:
+        return f"Rank {self._group.rank} was {what} {self.title} of an FSDP model. {_SHARDS_INTACT}"

@@ -1,4 +1,4 @@
-"""Which modules are units: what is gathered together."""
+"""Units of a model: the modules whose parameters are gathered together."""
 
 from __future__ import annotations
 
@@ -11,12 +11,11 @@ import torch
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection
 
-if TYPE_CHECKING:
     WrapPolicy: TypeAlias = Callable[[str, torch.nn.Module], bool]
 
 
 def by_class(*kinds: type[torch.nn.Module]) -> WrapPolicy:
-    """Make each module of these classes a unit, as the blocks of a transformer are."""
+    """Make each module of these classes a unit, such as the blocks of a transformer."""
     if not kinds or not all(isinstance(kind, type) and issubclass(kind, torch.nn.Module) for kind in kinds):
         raise TypeError(f"a unit's class must be a subclass of torch.nn.Module, which {kinds!r} are not")
     return lambda _name, module: isinstance(module, kinds)
@@ -29,7 +28,7 @@ def by_size(min_numel: int) -> WrapPolicy:
     seen: dict[torch.nn.Module, int] = {}
 
     def left(module: torch.nn.Module) -> int:
-        """Elements that no unit inside of the module takes."""
+        """Elements that no unit inside the module takes."""
         if module not in seen:
             own = sum(parameter.numel() for parameter in module.parameters(recurse=False))
             inside = {child: left(child) for child in module.children()}
@@ -42,46 +41,47 @@ def by_size(min_numel: int) -> WrapPolicy:
 
 
 @dataclass(slots=True, kw_only=True)
-class UnitPlan:
-    """A unit to be.
+class UnitSpec:
+    """A unit before it is sharded.
 
     Args:
-        name: Its module's name; empty for the whole model.
-        module: Its module.
-        parameters: Its parameters, by name: those of the module that no unit inside takes.
-        places: Where each of them is registered: (module, attribute).
+        name: The module's name; empty for the whole model.
+        module: The module.
+        parameters: The module's parameters by name, without those of units inside it.
+        slots: For each parameter the (module, attribute) pairs where it is registered.
     """
 
     name: str
     module: torch.nn.Module
     parameters: dict[str, torch.nn.Parameter]
-    places: dict[str, list[tuple[torch.nn.Module, str]]]
+    slots: dict[str, list[tuple[torch.nn.Module, str]]]
 
 
-def plan_units(root: torch.nn.Module, wrap: object) -> list[UnitPlan]:
-    """Divide a model's parameters over units; a pure function of module and policy.
+def find_units(root: torch.nn.Module, wrap: object) -> list[UnitSpec]:
+    """Divide a model's parameters among units; a pure function of module and policy.
 
-    A parameter belongs to the smallest unit that has all modules where it is registered, so that tied ones are gathered
-    whenever one of their modules is called. Units without parameters of their own are left out, but for the root.
+    A parameter belongs to the smallest unit that contains all modules where it is registered, so that tied ones are
+    gathered whenever one of their modules is called. Units without parameters of their own are left out, except the
+    root.
 
     Args:
         root: The model, which is the first unit.
-        wrap: A module class, several of them, or a function of a module's name and the module. None makes one unit; so
-            does what chooses no module, with a warning.
+        wrap: A module class, several of them, or a function of a module's name and the module. None makes one unit, and
+            so does a policy that chooses no module, with a warning.
 
     Raises:
-        TypeError: ``wrap`` is none of these, or returned no bool.
+        TypeError: ``wrap`` has another type, or returned something else than a bool.
     """
     policy = _policy_of(wrap)
-    chosen = {module: name for name, module in root.named_modules() if _chooses(policy, name, module)}
+    chosen = {module: name for name, module in root.named_modules() if _applies(policy, name, module)}
     if policy is not None and not any(map(_has_forward, chosen)):
         warnings.warn(
-            f"wrap= chose no module of {type(root).__name__}, so all of it is one unit, which every rank has whole in"
+            f"wrap= chose no module of {type(root).__name__}, so all of it is one unit, which every rank gathers in"
             " forward and backward: name a class that it has, as that of its blocks, or leave wrap= out",
             stacklevel=3,
         )
     names = {root: "", **{module: name for module, name in chosen.items() if _is_called(module)}}
-    plans = {module: UnitPlan(name=name, module=module, parameters={}, places={}) for module, name in names.items()}
+    specs = {module: UnitSpec(name=name, module=module, parameters={}, slots={}) for module, name in names.items()}
     paths = _paths(root, names)
     found: dict[torch.nn.Parameter, tuple[str, list[tuple[torch.nn.Module, str]], list[torch.nn.Module]]] = {}
     for prefix, module in root.named_modules():
@@ -89,13 +89,13 @@ def plan_units(root: torch.nn.Module, wrap: object) -> list[UnitPlan]:
             title = f"{prefix}.{attribute}" if prefix else attribute
             if parameter not in found:
                 found[parameter] = (title, [], paths[module])
-            name, places, common = found[parameter]
-            places.append((module, attribute))
-            found[parameter] = (name, places, _common(common, paths[module]))
-    for parameter, (name, places, path) in found.items():
-        plans[path[-1]].parameters[name] = parameter
-        plans[path[-1]].places[name] = places
-    return [plan for plan in plans.values() if plan.parameters or plan.module is root]
+            name, slots, common = found[parameter]
+            slots.append((module, attribute))
+            found[parameter] = (name, slots, _common(common, paths[module]))
+    for parameter, (name, slots, path) in found.items():
+        specs[path[-1]].parameters[name] = parameter
+        specs[path[-1]].slots[name] = slots
+    return [spec for spec in specs.values() if spec.parameters or spec.module is root]
 
 
 def _policy_of(wrap: object) -> WrapPolicy | None:
@@ -114,7 +114,7 @@ def _policy_of(wrap: object) -> WrapPolicy | None:
     )
 
 
-def _chooses(policy: WrapPolicy | None, name: str, module: torch.nn.Module) -> bool:
+def _applies(policy: WrapPolicy | None, name: str, module: torch.nn.Module) -> bool:
     if policy is None:
         return False
     answer = policy(name, module)
@@ -124,9 +124,9 @@ def _chooses(policy: WrapPolicy | None, name: str, module: torch.nn.Module) -> b
 
 
 def _is_called(module: torch.nn.Module) -> bool:
-    """Whether a module's forward says when its parameters are needed.
+    """True if a module's forward is called when its parameters are needed.
 
-    Not that of a ModuleList, which has none, nor of attention's last layer, whose weight the attention itself uses.
+    ModuleLists have no forward, and the weight of attention's last layer is used by the attention itself.
     """
     return _has_forward(module) and not isinstance(module, torch.nn.modules.linear.NonDynamicallyQuantizableLinear)
 
@@ -136,7 +136,7 @@ def _has_forward(module: torch.nn.Module) -> bool:
 
 
 def _paths(root: torch.nn.Module, units: Collection[torch.nn.Module]) -> dict[torch.nn.Module, list[torch.nn.Module]]:
-    """The units around each module, from the root's inwards; of a module in two places those around both."""
+    """The units around each module, from the root inwards; for a module in two slots the units around both."""
     paths: dict[torch.nn.Module, list[torch.nn.Module]] = {}
 
     def visit(module: torch.nn.Module, above: list[torch.nn.Module]) -> None:
@@ -155,8 +155,8 @@ def _paths(root: torch.nn.Module, units: Collection[torch.nn.Module]) -> dict[to
 
 
 def _common(one: list[torch.nn.Module], other: list[torch.nn.Module]) -> list[torch.nn.Module]:
-    """What two paths from the root have in common."""
-    number = 0
-    while number < min(len(one), len(other)) and one[number] is other[number]:
-        number += 1
-    return one[:number]
+    """The common beginning of two paths."""
+    length = 0
+    while length < min(len(one), len(other)) and one[length] is other[length]:
+        length += 1
+    return one[:length]

@@ -2,10 +2,10 @@
 
 ::
 
-    steps        Pipeline with its PipelineSchedule; Microbatches, PipelineOutput, LossReduction
+    training     Pipeline with its PipelineSchedule; Microbatches, PipelineOutput, LossReduction
     stages       split_sequential, Balance -> Stages; find_shared
     schedules    build_schedule -> Schedule, also from text; check_schedule, add_communication
-    looking      predict with Costs -> Timeline; draw_text, plot, count_activations
+    analysis     predict with Costs -> Timeline; draw_text, plot, count_activations
 """
 
 from ferrodist.errors import PipelineError

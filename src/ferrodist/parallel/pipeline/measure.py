@@ -1,4 +1,4 @@
-"""How long each child of a Sequential computes."""
+"""Measurement of the time that each child of a Sequential takes."""
 
 from __future__ import annotations
 
@@ -24,16 +24,16 @@ _NUM_RUNS = 5
 def measure_times(
     children: Sequence[tuple[str, torch.nn.Module]], sample: Any, *, clock: Callable[[], float]
 ) -> list[float]:
-    """Measure what each child takes for a forward and a backward: the median of 5 runs, after 2 that don't count.
+    """Measure each child's time for a forward and a backward: the median of 5 runs, after 2 for warm-up.
 
-    Each child gets what the one before returned; where that has a gradient, the backward goes on to it. What runs is a
-    copy of the child, so that the child's parameters, gradients, buffers and other attributes stay what they are; the
-    random generators are set back. Gradients add up from run to run, as they do over microbatches.
+    Each child gets the result of the previous one; if that has a gradient, the backward continues to it. Copies of the
+    children run, so that their parameters, gradients, buffers and other attributes stay unchanged; the states of random
+    generators are restored. Gradients add up from run to run, as they do over microbatches.
 
     Args:
-        children: Their names, and them, in order.
-        sample: What the first one is called with; it stays as it is.
-        clock: Where the time comes from, in seconds.
+        children: Names and modules, in order.
+        sample: The first child's input, which stays unchanged.
+        clock: Function that returns the time in seconds.
 
     Returns:
         Seconds for each child.
@@ -43,63 +43,65 @@ def measure_times(
     """
     times = []
     inputs = sample
-    with _random_states_kept(), torch.inference_mode(False), torch.enable_grad():
+    with _preserve_random_states(), torch.inference_mode(False), torch.enable_grad():
         for name, child in children:
-            kind = f"child {name!r} ({type(child).__name__})"
+            title = f"child {name!r} ({type(child).__name__})"
             if any(has_meta_tensors(module) for module in child.modules()):
                 raise ValueError(
-                    f"{kind} is on the meta device, where nothing is computed: balance parameters, or pass costs="
+                    f"{title} is on the meta device and can't be measured: balance parameters, or pass costs="
                 )
             try:
                 copied = copy.deepcopy(child)
             except Exception as error:
-                raise ValueError(f"{kind} can't be copied to be measured: pass costs= ({error})") from error
+                raise ValueError(f"{title} can't be copied to be measured: pass costs= ({error})") from error
             try:
                 seconds, inputs = _measure(copied, inputs, clock)
             except Exception as error:
                 raise ValueError(
-                    f"{kind} fails on what it is given for the sample ({_describe(inputs)}): {error}"
+                    f"{title} fails on its inputs for the sample ({_describe(inputs)}): {error}"
                 ) from error
             times.append(seconds)
     return times
 
 
 def _measure(child: torch.nn.Module, inputs: Any, clock: Callable[[], float]) -> tuple[float, Any]:
-    """A child's seconds, and what it returns for the inputs, cut off."""
+    """A child's seconds, and its detached result for the inputs."""
     devices = _devices_of([*child.parameters(), *child.buffers(), *tree_leaves(inputs)])
     times = []
     for _ in range(_NUM_WARM_UPS + _NUM_RUNS):
-        given = tree_map(_as_given, inputs)
+        stage_inputs = tree_map(_as_input, inputs)
         _synchronise(devices)
         begin = clock()
-        outputs = child(given)
+        outputs = child(stage_inputs)
         _synchronise(devices)
         seconds = clock() - begin
-        ends = [each for each in tree_leaves(outputs) if isinstance(each, torch.Tensor) and each.requires_grad]
-        if ends:
-            gradients = [torch.ones_like(each) for each in ends]
+        outputs_with_grad = [
+            each for each in tree_leaves(outputs) if isinstance(each, torch.Tensor) and each.requires_grad
+        ]
+        if outputs_with_grad:
+            gradients = [torch.ones_like(each) for each in outputs_with_grad]
             _synchronise(devices)
             begin = clock()
-            torch.autograd.backward(ends, gradients)
+            torch.autograd.backward(outputs_with_grad, gradients)
             _synchronise(devices)
             seconds += clock() - begin
         times.append(seconds)
-    return statistics.median(times[_NUM_WARM_UPS:]), tree_map(_cut_off, outputs)
+    return statistics.median(times[_NUM_WARM_UPS:]), tree_map(_detach, outputs)
 
 
-def _as_given(value: Any) -> Any:
-    """The value as an earlier child gives it: not a leaf, so that the child may change it in place; for one run."""
+def _as_input(value: Any) -> Any:
+    """The value as the previous child returns it, for one run: not a leaf, so that the child may change it in place."""
     if not isinstance(value, torch.Tensor):
         return value
     return value.detach().requires_grad_().clone() if value.requires_grad else value.detach().clone()
 
 
-def _cut_off(value: Any) -> Any:
+def _detach(value: Any) -> Any:
     return value.detach().requires_grad_(value.requires_grad) if isinstance(value, torch.Tensor) else value
 
 
 def _devices_of(values: Sequence[Any]) -> set[torch.device]:
-    """Those that compute on while the program goes on."""
+    """The asynchronous devices of tensors."""
     return {each.device for each in values if isinstance(each, torch.Tensor) and each.device.type != "cpu"}
 
 
@@ -116,13 +118,13 @@ def _describe(inputs: Any) -> str:
 
 
 @contextlib.contextmanager
-def _random_states_kept() -> Iterator[None]:
-    """Set back, at the end, the default generators of Python, NumPy and torch, also those of GPUs in use."""
-    of_python, of_numpy = random.getstate(), np.random.get_state()
+def _preserve_random_states() -> Iterator[None]:
+    """Restore, at the end, the default generators of Python, NumPy and torch, also those of GPUs in use."""
+    python_state, numpy_state = random.getstate(), np.random.get_state()
     has_gpus = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
     with torch.random.fork_rng(devices=range(torch.cuda.device_count()) if has_gpus else ()):
         try:
             yield
         finally:
-            random.setstate(of_python)
-            np.random.set_state(of_numpy)
+            random.setstate(python_state)
+            np.random.set_state(numpy_state)

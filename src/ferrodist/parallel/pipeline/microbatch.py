@@ -1,7 +1,4 @@
-"""A batch in microbatches, and back.
-
-The losses of microbatches, and what they count in the loss of the batch.
-"""
+"""Splitting of batches into microbatches, their outputs, and the weighting of their losses."""
 
 from __future__ import annotations
 
@@ -10,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ferrodist.collectives.pytree import Plan, flatten, unflatten
+from ferrodist.collectives.pytree import TreeSpec, flatten, unflatten
 from ferrodist.collectives.reduce import allreduce
 from ferrodist.errors import CollectiveMismatchError
 from ferrodist.wording import counted
@@ -22,25 +19,25 @@ if TYPE_CHECKING:
 
 
 class Microbatches(list[Any]):
-    """A batch that is divided already: a list of what each microbatch is, of whatever shapes.
+    """A batch that is split already: a list of microbatches, of any shapes.
 
-    All count the same in the mean of the losses.
+    All have the same weight in the mean of the losses.
     """
 
 
 def split_batch(batch: Any, num_microbatches: int, what: str) -> tuple[list[Any], list[int] | None]:
-    """Divide a batch along dim 0 of its tensors.
+    """Split a batch along dim 0 of its tensors.
 
     Args:
-        batch: Nested values, or `Microbatches`. Tensors of no dim, and what is no tensor, go to all.
-        num_microbatches: How many to make: the first have one sample more, where they can't have equally many.
-        what: What it is, for errors.
+        batch: Nested values, or `Microbatches`. Tensors without dims, and other values, are passed to all microbatches.
+        num_microbatches: Number of microbatches: the first have one sample more, where sizes can't be equal.
+        what: The batch's name for errors.
 
     Returns:
-        The microbatches, and how many samples each has; None for those that were divided already.
+        The microbatches, and the number of samples of each; None for those that were split already.
 
     Raises:
-        ValueError: It can't be divided so, or is divided otherwise.
+        ValueError: The batch can't be split, or is split in another way.
     """
     if isinstance(batch, Microbatches):
         if len(batch) != num_microbatches:
@@ -48,7 +45,7 @@ def split_batch(batch: Any, num_microbatches: int, what: str) -> tuple[list[Any]
                 f"{what} has {counted(len(batch), 'microbatch')}, and the pipeline is for {num_microbatches}"
             )
         return list(batch), None
-    plan, tensors = flatten(batch, what)
+    spec, tensors = flatten(batch, what)
     sizes = {int(tensor.shape[0]) for tensor in tensors if tensor.dim()}
     if len(sizes) > 1:
         raise ValueError(
@@ -56,7 +53,7 @@ def split_batch(batch: Any, num_microbatches: int, what: str) -> tuple[list[Any]
             " yourself, and pass Microbatches([...])"
         )
     if not sizes:
-        raise ValueError(f"{what} has no tensor with a dim to be divided along: pass Microbatches([...])")
+        raise ValueError(f"{what} has no tensor with a dim to split along: pass Microbatches([...])")
     if layout := next((tensor.layout for tensor in tensors if tensor.layout is not torch.strided), None):
         raise ValueError(f"{what} has a tensor of layout {layout}, which can't be divided: pass Microbatches([...])")
     (num_samples,) = sizes
@@ -65,19 +62,19 @@ def split_batch(batch: Any, num_microbatches: int, what: str) -> tuple[list[Any]
             f"{what} has {counted(num_samples, 'sample')} along dim 0, which can't be divided into {num_microbatches}"
             " microbatches: make the pipeline with fewer, or take larger batches"
         )
-    parts = [_divide(tensor, num_microbatches) for tensor in tensors]
+    parts = [_split_tensor(tensor, num_microbatches) for tensor in tensors]
     counts = [len(part) for part in torch.empty(num_samples, 0, device="cpu").tensor_split(num_microbatches)]
-    return [unflatten(plan, [part[number] for part in parts]) for number in range(num_microbatches)], counts
+    return [unflatten(spec, [part[index] for part in parts]) for index in range(num_microbatches)], counts
 
 
-def _divide(tensor: torch.Tensor, num_parts: int) -> Sequence[torch.Tensor]:
+def _split_tensor(tensor: torch.Tensor, num_parts: int) -> Sequence[torch.Tensor]:
     if not tensor.dim():
         return [tensor] * num_parts
-    tensor = tensor.resolve_conj().resolve_neg()  # no storage has what these say
+    tensor = tensor.resolve_conj().resolve_neg()  # these flags are not in the storage
     parts = tensor.tensor_split(num_parts)
     if tensor.requires_grad:
         return parts
-    # No views of one tensor to autograd, for which a stage's write to one microbatch would be a change of all.
+    # Not views, or autograd would count a stage's write to one microbatch as a change of all.
     return [
         tensor.new_empty(0).set_(part.untyped_storage(), part.storage_offset(), part.shape, part.stride())
         for part in parts
@@ -85,87 +82,83 @@ def _divide(tensor: torch.Tensor, num_parts: int) -> Sequence[torch.Tensor]:
 
 
 class Outputs:
-    """What the last stage returns for each microbatch of a forward, and the way back of its gradients."""
+    """The last stage's outputs for each microbatch of a forward, and the splitting of their gradients."""
 
     def __init__(self) -> None:
         self.is_joined = True
-        """Whether they are given as one batch."""
-        self._found: dict[int, tuple[Plan, list[torch.Tensor], list[bool]]] = {}
-        """For each microbatch its plan, its tensors, and which of them want a gradient; in any order."""
+        """True if they are returned as one batch."""
+        self._outputs: dict[int, tuple[TreeSpec, list[torch.Tensor], list[bool]]] = {}
+        """For each microbatch its tree spec, its tensors, and which of them require grad; in any order."""
 
-    def take(self, microbatch: int, value: Any) -> list[torch.Tensor]:
-        """Take what is returned for a microbatch; gives its tensors that want a gradient."""
-        plan, tensors = flatten(value, "what the last stage returns")
-        wants = [tensor.requires_grad for tensor in tensors]
-        self._found[microbatch] = plan, [tensor.detach() for tensor in tensors], wants
+    def add(self, microbatch: int, value: Any) -> list[torch.Tensor]:
+        """Add a microbatch's output; returns its tensors that require grad."""
+        spec, tensors = flatten(value, "the output of the last stage")
+        needs_grad = [tensor.requires_grad for tensor in tensors]
+        self._outputs[microbatch] = spec, [tensor.detach() for tensor in tensors], needs_grad
         return [tensor for tensor in tensors if tensor.requires_grad]
 
-    def give(self) -> Any:
-        """All of it, for the program; None where the last stage is not.
-
-        Raises:
-            ValueError: It can't be joined.
-        """
+    def result(self) -> Any:
+        """All outputs for the program; None on ranks without the last stage."""
         found = self._in_order()
         if not found:
             return None
         if not self.is_joined:
-            return Microbatches(unflatten(plan, _wanting(tensors, wants)) for plan, tensors, wants in found)
-        plan, first, wants = found[0]
-        if any(other != plan for other, _, _ in found) or not all(each.dim() for _, of, _ in found for each in of):
+            return Microbatches(
+                unflatten(spec, _set_requires_grad(tensors, needs_grad)) for spec, tensors, needs_grad in found
+            )
+        spec, first, needs_grad = found[0]
+        if any(other != spec for other, _, _ in found) or not all(
+            each.dim() for _, others, _ in found for each in others
+        ):
             raise ValueError(
-                "what the last stage returns for microbatches can't be joined along dim 0: pass the inputs as"
+                "the outputs of the last stage for microbatches can't be joined along dim 0: pass the inputs as"
                 " Microbatches([...]), and get the outputs one by one"
             )
-        joined = [torch.cat([of[number] for _, of, _ in found]) for number in range(len(first))]
-        return unflatten(plan, _wanting(joined, wants))
+        joined = [torch.cat([others[index] for _, others, _ in found]) for index in range(len(first))]
+        return unflatten(spec, _set_requires_grad(joined, needs_grad))
 
     def split(self, gradients: Any) -> dict[int, list[torch.Tensor | None]]:
-        """Gradients of what was given, for each microbatch those of the tensors that want one.
-
-        Raises:
-            ValueError: They are not nested as what was given, or there is none.
-        """
+        """Split gradients of the result into those of each microbatch's tensors that require grad."""
         given = self._in_order()
         if not self.is_joined:
             parts = list(gradients) if isinstance(gradients, Microbatches) else [gradients]
             if len(parts) != len(given):
                 raise ValueError(f"there are {len(given)} microbatches of outputs, and {len(parts)} of gradients")
-            split = [_like(part, plan) for part, (plan, _, _) in zip(parts, given, strict=True)]
+            split = [_flatten_like(part, spec) for part, (spec, _, _) in zip(parts, given, strict=True)]
         else:
             split = [[] for _ in given]
-            for number, whole in enumerate(_like(gradients, given[0][0])):
-                sizes = [tensors[number].shape[0] for _, tensors, _ in given]
+            for index, whole in enumerate(_flatten_like(gradients, given[0][0])):
+                sizes = [tensors[index].shape[0] for _, tensors, _ in given]
                 pieces = [None] * len(sizes) if whole is None else torch.split(whole, sizes)
                 for part, piece in zip(split, pieces, strict=True):
                     part.append(piece)
         found = {
-            microbatch: [gradient for gradient, wanted in zip(of, wants, strict=True) if wanted]
-            for microbatch, (of, (_, _, wants)) in enumerate(zip(split, given, strict=True))
+            microbatch: [gradient for gradient, wanted in zip(others, needs_grad, strict=True) if wanted]
+            for microbatch, (others, (_, _, needs_grad)) in enumerate(zip(split, given, strict=True))
         }
-        wanted = [gradient for of in found.values() for gradient in of]
+        wanted = [gradient for others in found.values() for gradient in others]
         if wanted and all(gradient is None for gradient in wanted):
-            raise ValueError("backward() has no gradient to begin with: pass that of what forward() returned here")
+            raise ValueError("backward() has no gradient to begin with: pass that of the result of forward() here")
         return found
 
-    def _in_order(self) -> list[tuple[Plan, list[torch.Tensor], list[bool]]]:
-        return [self._found[microbatch] for microbatch in sorted(self._found)]
+    def _in_order(self) -> list[tuple[TreeSpec, list[torch.Tensor], list[bool]]]:
+        return [self._outputs[microbatch] for microbatch in sorted(self._outputs)]
 
 
-def _wanting(tensors: Sequence[torch.Tensor], wants: Sequence[bool]) -> list[torch.Tensor]:
-    return [tensor.requires_grad_(wanted) for tensor, wanted in zip(tensors, wants, strict=True)]
+def _set_requires_grad(tensors: Sequence[torch.Tensor], needs_grad: Sequence[bool]) -> list[torch.Tensor]:
+    return [tensor.requires_grad_(wanted) for tensor, wanted in zip(tensors, needs_grad, strict=True)]
 
 
-def _like(gradients: Any, plan: Plan) -> list[torch.Tensor | None]:
-    """Gradients by the numbers of the tensors that a plan has; each may be None."""
+def _flatten_like(gradients: Any, spec: TreeSpec) -> list[torch.Tensor | None]:
+    """Flatten gradients like the tensors of a tree spec; each may be None."""
     found: dict[int, torch.Tensor | None] = {}
-    if not _match(gradients, plan, found):
-        raise ValueError("gradients are nested as what forward() returned, with a tensor or None for each tensor")
-    return [found[number] for number in sorted(found)]
+    if not _match(gradients, spec, found):
+        raise ValueError("gradients must be nested as the result of forward(), with a tensor or None for each tensor")
+    return [found[index] for index in sorted(found)]
 
 
-def _match(value: Any, plan: Plan, found: dict[int, torch.Tensor | None]) -> bool:
-    mark, content = plan
+def _match(value: Any, spec: TreeSpec, found: dict[int, torch.Tensor | None]) -> bool:
+    mark, content = spec
     match mark:
         case "tensor":
             found[content] = value
@@ -183,26 +176,21 @@ def _match(value: Any, plan: Plan, found: dict[int, torch.Tensor | None]) -> boo
     return True
 
 
-_ENDS = ("inputs", "targets")
+_BATCHES = ("inputs", "targets")
 
 
 class LossReduction(enum.Enum):
-    """What the loss of a batch is."""
+    """The reduction of microbatches' losses to the loss of a batch."""
 
     MEAN = "mean"
-    """The mean of its microbatches' losses, by their samples: the mean of all samples, if each loss is a mean."""
+    """Their mean, weighted by numbers of samples: the mean over all samples, if each loss is a mean."""
 
     SUM = "sum"
     """Their sum."""
 
 
 class Losses:
-    """Those of a step.
-
-    Args:
-        reduction: What they are together.
-        num_microbatches: How many there are.
-    """
+    """The microbatches' losses of a step, and their weights in the loss of the batch."""
 
     def __init__(self, reduction: LossReduction, num_microbatches: int) -> None:
         if not isinstance(reduction, LossReduction):
@@ -210,56 +198,49 @@ class Losses:
         self.reduction = reduction
         self._num_microbatches = num_microbatches
         self.values: list[float] = []
-        """Of the last step; on all ranks."""
+        """The losses of the last step, on all ranks."""
         self.gradients: dict[int, list[torch.Tensor | None]] = {}
-        """For each loss what its backward begins with: what it counts."""
+        """For each loss the gradient with which its backward begins: its weight."""
         self._counts: dict[str, Sequence[int]] = {}
-        self._taken: dict[int, float] = {}
+        self._values: dict[int, float] = {}
 
     def begin(self) -> None:
-        """Forget the step before."""
+        """Forget the previous step."""
         self.gradients.clear()
         self._counts.clear()
-        self._taken.clear()
+        self._values.clear()
 
     def count(self, counts: Sequence[int] | None, what: str) -> None:
-        """Say how many samples each microbatch of the inputs, or targets, has; None if that can't be told."""
+        """Set the numbers of samples of the inputs' or targets' microbatches; None if they are unknown."""
         if counts is not None:
             self._counts[what] = counts
 
-    def take(self, microbatch: int, loss: torch.Tensor) -> list[torch.Tensor]:
-        """Take a microbatch's loss; gives the tensors from which a backward begins.
-
-        Raises:
-            TypeError, ValueError: It is no loss, or nothing goes backward from it.
-        """
+    def add(self, microbatch: int, loss: torch.Tensor) -> list[torch.Tensor]:
+        """Add a microbatch's loss; returns the tensors from which its backward begins."""
         if not isinstance(loss, torch.Tensor):
-            raise TypeError(f"the loss is of type {type(loss).__name__}: loss_fn, or the last stage, returns a tensor")
+            raise TypeError(
+                f"the loss is of type {type(loss).__name__}: loss_fn, or the last stage, must return a tensor"
+            )
         if loss.numel() != 1 or loss.is_complex():
-            raise ValueError(f"the loss is a {loss.dtype} tensor of shape {tuple(loss.shape)}: it has one real element")
+            raise ValueError(
+                f"the loss is a {loss.dtype} tensor of shape {tuple(loss.shape)}: it must have one real element"
+            )
         if not loss.requires_grad:
             raise ValueError(
-                "the loss has no gradient, for nothing that it was computed from wants one: take forward() for losses"
-                " alone"
+                "the loss has no gradient, because no tensor that it was computed from requires grad: use forward() for"
+                " losses alone"
             )
-        self._taken[microbatch] = float(loss.detach())
+        self._values[microbatch] = float(loss.detach())
         self.gradients[microbatch] = [torch.full_like(loss, self._weight(microbatch))]
         return [loss]
 
-    def share(self, group: Backend, timeout: float) -> torch.Tensor:
-        """Give all ranks the losses; every rank calls this at the end of a step, and returns when all have.
-
-        Returns:
-            The loss of the batch.
-
-        Raises:
-            CollectiveMismatchError: On all ranks: inputs and targets are of other numbers of samples.
-        """
+    def gather(self, group: Backend, timeout: float) -> torch.Tensor:
+        """Share the losses with all ranks and return the batch's loss; every rank calls this at the end of a step."""
         count = self._num_microbatches
-        own = torch.zeros(2 * count + len(_ENDS) + 1, dtype=torch.float64, device="cpu")
-        for number, value in self._taken.items():
-            own[number], own[count + number] = value, self._weight(number)
-        own[2 * count : -1] = torch.tensor([sum(self._counts.get(end, ())) for end in _ENDS], device="cpu")
+        own = torch.zeros(2 * count + len(_BATCHES) + 1, dtype=torch.float64, device="cpu")
+        for index, value in self._values.items():
+            own[index], own[count + index] = value, self._weight(index)
+        own[2 * count : -1] = torch.tensor([sum(self._counts.get(end, ())) for end in _BATCHES], device="cpu")
         own[-1] = len(set(self._counts.get("inputs", ()))) > 1
         found = allreduce(own, group=group, out=own, timeout=timeout).tolist()
         self.values, weights = found[:count], found[count : 2 * count]
@@ -275,12 +256,13 @@ class Losses:
             )
         if is_uneven and not num_targets and self.reduction is LossReduction.MEAN:
             raise CollectiveMismatchError(
-                f"a batch of {num_inputs:g} samples makes uneven microbatches, and the last stage can't tell what each"
-                " counts in the mean: take a batch that can be divided, or a loss_fn with targets, or LossReduction.SUM"
+                f"a batch of {num_inputs:g} samples makes uneven microbatches, and the last stage doesn't know what"
+                " each counts in the mean: take a batch that can be divided, or a loss_fn with targets, or"
+                " LossReduction.SUM"
             )
 
     def _weight(self, microbatch: int) -> float:
-        """What a microbatch's loss counts in that of the batch; where the last stage is."""
+        """A microbatch's weight in the loss of the batch, on the rank of the last stage."""
         if self.reduction is LossReduction.SUM:
             return 1.0
         counts = self._counts.get("targets")

@@ -1,7 +1,4 @@
-"""`Pipeline`: one rank's stages, and the steps that all ranks make together.
-
-The group in which ranks make steps together: what fails on one of them fails on all.
-"""
+"""`Pipeline`: one rank's stages, and the steps that all ranks run together in a `StepScope`."""
 
 from __future__ import annotations
 
@@ -45,57 +42,54 @@ if TYPE_CHECKING:
 
 
 class StepScope:
-    """A group of the pipeline's ranks, made anew after each failure: nothing of what failed can come to the new one.
+    """The sub-group in which ranks run steps, made anew after each failure.
 
-    Args:
-        parent: The group that the pipeline was made with.
-        executor: What runs in it; knows what it was doing, and gives it up.
-        shared: The parameters that ranks share, which have groups of their own.
+    So no message of a failed step reaches the next.
     """
 
     def __init__(self, parent: Backend, executor: Executor, shared: TiedParameters) -> None:
         self._parent = parent
         self._executor = executor
-        self._shared = shared
+        self._tied = shared
         self._group: Backend | None = None
 
     @contextlib.contextmanager
-    def together(self, timeout: float | None) -> Iterator[tuple[Backend, float]]:
-        """A block that all ranks run, with the group and the seconds to wait for one; it fails on all or none."""
+    def run_together(self, timeout: float | None) -> Iterator[tuple[Backend, float]]:
+        """Run a block on all ranks, with the group and the timeout of one wait; it fails on all ranks or none."""
         if self._group is None:
             label = "ferrodist.pipeline"
             self._group = SubBackend(self._parent, range(self._parent.world_size), label=label, name="pipeline")
-            self._shared.join(self._group)
+            self._tied.attach(self._group)
         group = self._group
         try:
             yield group, self._parent.timeout if timeout is None else check_timeout(timeout)
         except BaseException as error:
-            told = self._end(group, error)
-            if told is None:
+            reported = self._fail(group, error)
+            if reported is None:
                 raise
             try:
-                raise told from error
+                raise reported from error
             finally:
-                del told  # else it and this frame would hold each other, and the activations
+                del reported  # it and this frame would reference each other, and hold the activations
 
-    def _end(self, group: Backend, error: BaseException) -> DistributedError | None:
-        """Tell the other ranks of an error, and give up what is under way; gives what to raise in its place."""
-        action = self._executor.doing
+    def _fail(self, group: Backend, error: BaseException) -> DistributedError | None:
+        """Abort the group with an error and cancel transfers; returns the error to raise in its place, if any."""
+        action = self._executor.current_action
         self._group = None
-        # The others are told before anything is given up here: they would see that transfers end, and not why. They are
-        # told copies, for groups keep what they are given, and what is raised here comes to hold frames.
+        # Abort before canceling, or other ranks would see transfers end without a reason. Groups get copies of the
+        # error, since they store it, and the one raised here references frames.
         if isinstance(error, DistributedError) and group.failure is not None:
-            told = error
+            reported = error
         else:
-            told = self._explain(error, action)
-            group.abort(told.fresh())
-        self._shared.abort(told.fresh())
-        self._executor.forget()
+            reported = self._explain(error, action)
+            group.abort(reported.fresh())
+        self._tied.abort(reported.fresh())
+        self._executor.reset()
         self._executor.drop_unsynced()
-        return None if told is error or action is None or not isinstance(error, Exception) else told
+        return None if reported is error or action is None or not isinstance(error, Exception) else reported
 
     def _explain(self, error: BaseException, action: Action | None) -> DistributedError:
-        """What other ranks are told."""
+        """The error for other ranks."""
         if isinstance(error, (DistributedTimeoutError, CollectiveMismatchError, PipelineError)):
             return error
         rank = self._parent.rank
@@ -112,39 +106,40 @@ class StepScope:
 class Pipeline(TransparentWrapper):
     """A model in stages, of which each rank has some; batches flow through them in microbatches.
 
-    Making it is a collective: every rank of the group makes it with the same arguments, but for the stages of other
-    ranks, which may be None. Then all ranks call `step`, or `forward`, as often as the others.
+    Construction is a collective: every rank of the group passes the same arguments, except the stages of other ranks,
+    which may be None. Then all ranks call `step`, or `forward`, as often as the others.
 
     The parameters of this module are those of this rank's stages, so that each rank has an optimizer for its own. They
-    have the names that they have in the whole model, here and in the state dict: ``save_distributed`` takes the
-    pipeline, and a checkpoint of it can be loaded by any number of ranks, with any schedule, or by the model itself.
+    have the names of the whole model, here and in the state dict: ``save_distributed`` takes the pipeline, and a
+    checkpoint of it can be loaded by any number of ranks, with any schedule, or by the model itself.
 
-    When a stage raises, all ranks raise, and may go on with the next step; gradients have no meaning then.
+    When a stage raises, all ranks raise, and may continue with the next step; gradients are undefined then.
 
     Args:
-        stages: All stages of the model in their order, with None for those of other ranks, if you like: see
-            `split_sequential`. A module alone is the only stage of this rank. A stage is called with what the one
-            before returned: several arguments if that is a tuple, but for a `torch.nn.Sequential`, which takes the
-            tuple, as its children do from each other. Shapes may differ from microbatch to microbatch.
+        stages: All stages of the model in order; those of other ranks may be None: see `split_sequential`. A single
+            module is the only stage of this rank. A stage is called with the result of the previous one: several
+            arguments if that is a tuple, but for a `torch.nn.Sequential`, which takes the tuple, as its children do
+            from each other. Shapes may differ from microbatch to microbatch.
         group: The group; None is the default group.
-        num_microbatches: How many parts a batch is divided into.
-        schedule: What is done when; with more stages than ranks one that allows that. A `Schedule` is your own.
-        loss_fn: Called as ``loss_fn(output, target)`` for each microbatch where the last stage is; gives a tensor of
-            one element. None if the last stage returns that.
+        num_microbatches: Number of microbatches of a batch.
+        schedule: The schedule; with more stages than ranks one that allows that. A `Schedule` is a custom one.
+        loss_fn: Called as ``loss_fn(output, target)`` for each microbatch on the rank of the last stage; returns a
+            tensor of one element. None if the last stage returns the loss.
         loss_reduction: Whether the loss of a batch is the mean of its microbatches' losses, by their samples, or their
-            sum. The gradients are those of that loss: it is scaled once, where it begins.
-        skips: What goes past stages: names, each with the stage that gives it, in a `PipelineOutput`, and the one that
-            takes it, as a keyword argument.
-        shared: Parameters that several stages have in common: for each its places, as (stage, name). Their gradients
-            are added up over the ranks. None finds them, where this rank is given all stages.
+            sum. The gradients are those of that loss, which is scaled once, at the start of backward.
+        skips: Values that bypass stages: names, each with the stage that returns it, in a `PipelineOutput`, and the
+            stage that gets it, as a keyword argument.
+        shared: Parameters that several stages share: for each the (stage, name) pairs. Their gradients are added up
+            over the ranks. None finds them, where this rank is given all stages.
 
     Raises:
-        CollectiveMismatchError: On every rank, when they were not given the same, naming the first difference.
-        UnsupportedOpError: On every rank, when one can't make it of what it was given.
+        CollectiveMismatchError: On every rank, when their arguments differ, naming the first difference.
+        UnsupportedOpError: On every rank, when one rank's arguments can't make a pipeline.
         TypeError, ValueError: An argument is wrong.
     """
 
     stages: torch.nn.ModuleDict
+    """This rank's stages, by their indices."""
 
     def __init__(
         self,
@@ -163,64 +158,64 @@ class Pipeline(TransparentWrapper):
         rank, num_ranks = self._parent.rank, self._parent.world_size
         if isinstance(stages, torch.nn.Module):
             alone = stages
-            stages = Stages([alone if number == rank else None for number in range(num_ranks)])
+            stages = Stages([alone if index == rank else None for index in range(num_ranks)])
         self._schedule = resolve_schedule(schedule, num_ranks, num_microbatches, len(stages))
         self._edges = find_edges(len(stages), skips or {})
         self._loss_fn = loss_fn
         self._losses = Losses(loss_reduction, self._schedule.num_microbatches)
         ranks = self._schedule.stage_ranks
-        found = {number: stages[number] for number in self._schedule.rank_stages[rank]}
-        self._own = {number: module for number, module in found.items() if module is not None}
+        found = {index: stages[index] for index in self._schedule.rank_stages[rank]}
+        self._local_stages = {index: module for index, module in found.items() if module is not None}
         shared = find_shared(stages) if shared is None else shared
-        self._shared = self._compare(stages, shared)
-        self.stages = torch.nn.ModuleDict({str(number): module for number, module in self._own.items()})
+        self._tied = self._compare(stages, shared)
+        self.stages = torch.nn.ModuleDict({str(index): module for index, module in self._local_stages.items()})
         """This rank's stages, by their numbers."""
         prefixes = (stages if isinstance(stages, Stages) else Stages(stages)).prefixes
-        self._whole = StateDictMapper(self._own, prefixes)
-        names = [[f"{prefixes[stage]}{name}" for stage, name in places] for places in shared]
+        self._mapper = StateDictMapper(self._local_stages, prefixes)
+        names = [[f"{prefixes[stage]}{name}" for stage, name in locations] for locations in shared]
         self._first_names = {name: of[0] for of in names for name in of}
-        self._loaded: dict[str, str] = {}
-        """For each stage what the names in the state that is being loaded begin with, and what they began with."""
-        self.register_load_state_dict_post_hook(_tell_whole_names)  # type: ignore[no-untyped-call]
-        self._own_actions = self._schedule.actions[rank]
+        self._loaded_prefixes: dict[str, str] = {}
+        """For each stage its name prefix in this module, and in the state that is being loaded."""
+        self.register_load_state_dict_post_hook(_restore_model_names)  # type: ignore[no-untyped-call]
+        self._actions = self._schedule.actions[rank]
         orders = self._schedule.backward_orders
-        running = {number: Stage(module, orders[number][-1]) for number, module in self._own.items()}
+        running = {index: Stage(module, orders[index][-1]) for index, module in self._local_stages.items()}
         self._executor = Executor(running, ranks, self._edges, self._schedule.num_microbatches)
-        self._step_group = StepScope(self._parent, self._executor, self._shared)
-        with self._step_group.together(None) as (_, limit):
-            self._shared.equalize(Deadline(limit))
+        self._step_scope = StepScope(self._parent, self._executor, self._tied)
+        with self._step_scope.run_together(None) as (_, limit):
+            self._tied.broadcast_values(Deadline(limit))
 
     @property
     def schedule(self) -> Schedule:
-        """What is done when; ``print(draw_text(pipeline.schedule))`` draws it."""
+        """The schedule; ``print(draw_text(pipeline.schedule))`` draws it."""
         return self._schedule
 
     @property
     def num_microbatches(self) -> int:
-        """How many parts a batch is divided into."""
+        """Number of microbatches of a batch."""
         return self._schedule.num_microbatches
 
     @property
     def losses(self) -> list[float]:
-        """Of the microbatches of the last step; the same on all ranks."""
+        """The losses of the last step's microbatches; the same on all ranks."""
         return self._losses.values
 
     @property
     def peak_activations(self) -> int:
-        """How many microbatches were at most between forward and backward in the last step, in this rank's stages."""
-        return self._executor.peak_live
+        """The largest number of microbatches between forward and backward in the last step, in this rank's stages."""
+        return self._executor.peak_in_flight
 
     def step(self, inputs: Any = None, targets: Any = None, *, timeout: float | None = None) -> torch.Tensor:
-        """Go forward and backward with a batch; all ranks call this, and have their gradients when it returns.
+        """Run forward and backward on a batch; all ranks call this, and have their gradients when it returns.
 
-        Gradients are added to those that are there, as by ``backward()``.
+        Gradients are added to existing ones, as by ``backward()``.
 
         Args:
-            inputs: What the first stage is called with; read where that is. Tensors are divided along dim 0, in nested
-                values too; a tuple is several arguments (a `torch.nn.Sequential` takes it as one). Or `Microbatches`.
-            targets: For ``loss_fn``, divided in the same way; read where the last stage is.
+            inputs: Input of the first stage; read on its rank. Tensors are split along dim 0, in nested values too; a
+                tuple is several arguments (a `torch.nn.Sequential` takes it as one). Or `Microbatches`.
+            targets: Targets for ``loss_fn``, split in the same way; read on the rank of the last stage.
             timeout: Seconds to wait for another rank, whatever it is doing: as long as a forward of the whole model may
-                take. None takes the group's.
+                take. None uses the group's.
 
         Returns:
             The loss of the batch, on all ranks: no dims, float64, without history.
@@ -231,67 +226,67 @@ class Pipeline(TransparentWrapper):
             DistributedError: A rank was lost, or is late.
         """
         with (
-            self._step_group.together(timeout) as (group, limit),
+            self._step_scope.run_together(timeout) as (group, limit),
             torch.inference_mode(mode=False),
             torch.enable_grad(),
         ):
             self._check_stages()
-            self._executor.forget()  # a forward may have been there without a backward
-            feed = self._feed(inputs, targets)
-            self._shared.begin()
-            self._executor.run(self._own_actions, feed, group, limit)
-            self._shared.finish(group, Deadline(limit))
-            return self._losses.share(group, limit)
+            self._executor.reset()  # after a forward without a backward
+            step_inputs = self._step_inputs(inputs, targets)
+            self._tied.before_step()
+            self._executor.run(self._actions, step_inputs, group, limit)
+            self._tied.after_step(group, Deadline(limit))
+            return self._losses.gather(group, limit)
 
     def forward(self, inputs: Any = None, *, timeout: float | None = None) -> Any:
-        """Go forward alone; all ranks call this.
+        """Run forward alone; all ranks call this.
 
-        Where gradients are enabled `backward` may follow; in ``torch.no_grad()`` nothing is kept for it.
+        Where gradients are enabled `backward` may follow; in ``torch.no_grad()`` nothing is saved for it.
 
         Args:
             inputs: As for `step`.
             timeout: As for `step`.
 
         Returns:
-            What the last stage returns, where that is: joined along dim 0, or as `Microbatches` if the inputs are. It
-            has no history: give its gradient to `backward`. None on other ranks.
+            The result of the last stage, on its rank: concatenated along dim 0, or as `Microbatches` if the inputs are.
+            It has no history: pass its gradient to `backward`. None on other ranks.
 
         Raises:
             As `step`.
         """
-        with self._step_group.together(timeout) as (group, limit):
+        with self._step_scope.run_together(timeout) as (group, limit):
             self._check_stages()
-            self._executor.forget()
+            self._executor.reset()
             outputs = Outputs()
             microbatches = self._split(inputs, 0)
-            feed = StepInputs(microbatches, outputs.take, {})
-            self._executor.run(self._forward_actions, feed, group, limit)
-            was_divided = torch.tensor([self._has(0) and isinstance(inputs, Microbatches)], device="cpu")
-            was_divided = allreduce(was_divided, ReduceOp.MAX, group=group, timeout=limit)
-            outputs.is_joined = not was_divided
-            result = outputs.give()
-            self._executor.outputs = outputs if self._executor.has_live else None
+            step_inputs = StepInputs(microbatches, outputs.add, {})
+            self._executor.run(self._forward_actions, step_inputs, group, limit)
+            is_divided = torch.tensor([self._owns_stage(0) and isinstance(inputs, Microbatches)], device="cpu")
+            is_divided = allreduce(is_divided, ReduceOp.MAX, group=group, timeout=limit)
+            outputs.is_joined = not is_divided
+            result = outputs.result()
+            self._executor.outputs = outputs if self._executor.has_in_flight else None
             barrier(group, timeout=limit)
             return result
 
     def backward(self, gradients: Any = None, *, timeout: float | None = None) -> None:
-        """Go backward from the last `forward`; all ranks call this.
+        """Run backward for the last `forward`; all ranks call this.
 
         Args:
-            gradients: Of what `forward` returned, and nested as that is; read where the last stage is.
+            gradients: Gradients of the result of `forward`, in the same nesting; read on the rank of the last stage.
             timeout: As for `step`.
 
         Raises:
             RuntimeError: There was no forward with gradients enabled. Or as `step`.
         """
-        with self._step_group.together(timeout) as (group, limit):
+        with self._step_scope.run_together(timeout) as (group, limit):
             outputs, self._executor.outputs = self._executor.outputs, None
             if outputs is None:
-                raise RuntimeError("there is no forward to go backward from: call forward() first, without no_grad()")
-            feed = StepInputs([], outputs.take, outputs.split(gradients) if self._has(-1) else {})
-            self._shared.begin()
-            self._executor.run(self._backward_actions, feed, group, limit)
-            self._shared.finish(group, Deadline(limit))
+                raise RuntimeError("there is no forward to run backward from: call forward() first, without no_grad()")
+            step_inputs = StepInputs([], outputs.add, outputs.split(gradients) if self._owns_stage(-1) else {})
+            self._tied.before_step()
+            self._executor.run(self._backward_actions, step_inputs, group, limit)
+            self._tied.after_step(group, Deadline(limit))
             barrier(group, timeout=limit)
 
     @functools.cached_property
@@ -304,39 +299,39 @@ class Pipeline(TransparentWrapper):
 
     @property
     def is_partial(self) -> bool:
-        """Whether other ranks have other parameters of the model, as `OptimizerState` asks."""
+        """True if other ranks have other parameters of the model; read by `OptimizerState`."""
         return self._parent.world_size > 1
 
     @property
     def first_names(self) -> Mapping[str, str]:
-        """For names of shared parameters in the whole model those they have there first, as `OptimizerState` asks."""
+        """For each name of a shared parameter in the whole model its first one; read by `OptimizerState`."""
         return self._first_names
 
     def checkpoint_module(self) -> torch.nn.Module:
-        """The module that `save_distributed` saves when it is given this: this rank's part of the whole model."""
-        return self._whole.make()
+        """The module that `save_distributed` saves for this wrapper: this rank's part of the whole model."""
+        return self._mapper.make_module()
 
     def inner_modules(self) -> Iterator[tuple[str, torch.nn.Module]]:
-        """This rank's stages, by their places in the whole model."""
-        return self._whole.places()
+        """This rank's stages, by their names in the whole model."""
+        return self._mapper.inner_modules()
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
         """The tensors of this rank's stages, by their names in the whole model.
 
         Raises:
-            TypeError: A stage is wrapped, as DDP and FSDP do: `save_distributed` takes the pipeline then.
+            TypeError: A stage is wrapped, as by DDP or FSDP: `save_distributed` takes the pipeline then.
         """
-        self._check_plain("state_dict")
+        self._check_unwrapped("state_dict")
         return self.checkpoint_module().state_dict(*args, **kwargs)
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:  # noqa: FBT001, FBT002 - torch's signature
-        """Take this rank's part of a state of the whole model; the rest is passed over.
+        """Load this rank's part of a state of the whole model; the rest is ignored.
 
         Raises:
-            RuntimeError: Something of this rank's stages is missing, or has another shape.
+            RuntimeError: A tensor of this rank's stages is missing, or has another shape.
             TypeError: As for `state_dict`.
         """
-        return super().load_state_dict(self._whole.rename_versions(state_dict), strict=strict, assign=assign)
+        return super().load_state_dict(self._mapper.rename_versions(state_dict), strict=strict, assign=assign)
 
     def _load_from_state_dict(
         self,
@@ -344,57 +339,56 @@ class Pipeline(TransparentWrapper):
         prefix: str,
         *_: Any,
     ) -> None:
-        """Give what is loaded the names of `stages`; torch calls this, and then goes on to those."""
-        self._check_plain("load_state_dict")
-        self._loaded = self._whole.rename(state_dict, prefix)
+        """Rename the loaded tensors for `stages`, which torch loads next."""
+        self._check_unwrapped("load_state_dict")
+        self._loaded_prefixes = self._mapper.rename(state_dict, prefix)
 
     def __getstate__(self) -> NoReturn:
         raise TypeError(
             "a Pipeline belongs to its group and can't be copied or pickled: copy its stages, or save its state_dict()"
         )
 
-    def _check_plain(self, method: str) -> None:
-        for number, module in self._own.items():
+    def _check_unwrapped(self, method: str) -> None:
+        for index, module in self._local_stages.items():
             if hasattr(module, "checkpoint_module"):
                 raise TypeError(
-                    f"stage {number} is in {with_article(type(module).__name__)}, so that {method}() of the"
-                    " pipeline has no one"
-                    " meaning: call it on the stages, or use save_distributed and load_distributed with the pipeline"
+                    f"stage {index} is in {with_article(type(module).__name__)}, so that {method}() of the pipeline is"
+                    " ambiguous: call it on the stages, or use save_distributed and load_distributed with the pipeline"
                 )
 
     def _check_stages(self) -> None:
-        for number, module in self._own.items():
-            if own_modules(self.stages).get(str(number)) is not module:
-                raise RuntimeError(f"stage {number} was replaced: make a new Pipeline of the stages that there are now")
+        for index, module in self._local_stages.items():
+            if own_modules(self.stages).get(str(index)) is not module:
+                raise RuntimeError(f"stage {index} was replaced: make a new Pipeline of the present stages")
 
-    def _has(self, number: int) -> bool:
-        """Whether the first stage, or the last with -1, is this rank's."""
-        return self._schedule.stage_ranks[number] == self._parent.rank
+    def _owns_stage(self, index: int) -> bool:
+        """True if this rank has the stage of index 0 or -1."""
+        return self._schedule.stage_ranks[index] == self._parent.rank
 
-    def _split(self, inputs: Any, number: int) -> list[Any]:
-        if not self._has(number):
+    def _split(self, inputs: Any, index: int) -> list[Any]:
+        if not self._owns_stage(index):
             return []
-        what = "inputs" if number == 0 else "targets"
-        parts, counts = split_batch(inputs, self.num_microbatches, what)
+        what = "inputs" if index == 0 else "targets"
+        microbatches, counts = split_batch(inputs, self.num_microbatches, what)
         self._losses.count(counts, what)
-        return parts
+        return microbatches
 
-    def _feed(self, inputs: Any, targets: Any) -> StepInputs:
+    def _step_inputs(self, inputs: Any, targets: Any) -> StepInputs:
         self._losses.begin()
         microbatches = self._split(inputs, 0)
         if self._loss_fn is None and targets is not None:
-            raise ValueError("targets are for loss_fn, and the pipeline was made without one")
+            raise ValueError("targets are for loss_fn, but the pipeline was made without one")
         of = self._split(targets, -1) if self._loss_fn is not None else []
 
         def take(microbatch: int, value: Any) -> list[torch.Tensor]:
-            return self._losses.take(microbatch, self._loss_fn(value, of[microbatch]) if self._loss_fn else value)
+            return self._losses.add(microbatch, self._loss_fn(value, of[microbatch]) if self._loss_fn else value)
 
         return StepInputs(microbatches, take, self._losses.gradients)
 
     def _compare(
         self, stages: Sequence[torch.nn.Module | None], shared: Sequence[Sequence[tuple[int, str]]]
     ) -> TiedParameters:
-        """See that all ranks make the same pipeline; gives the parameters that this one's stages share."""
+        """Verify that all ranks make the same pipeline; returns this rank's tied parameters."""
         missing = [stage for stage in self._schedule.rank_stages[self._parent.rank] if stages[stage] is None]
         lines = [
             f"{counted(len(stages), 'stage')}",
@@ -407,15 +401,15 @@ class Pipeline(TransparentWrapper):
                 if edge.name
             ),
             *(
-                f"the shared parameter {', '.join(f'{name} of stage {stage}' for stage, name in places)}"
-                for places in shared
+                f"the shared parameter {', '.join(f'{name} of stage {stage}' for stage, name in locations)}"
+                for locations in shared
             ),
             *str(self._schedule).splitlines(),
         ]
         refusal = f"its stage {missing[0]} is None" if missing else None
         found = TiedParameters((), {}, ())
         try:
-            found = TiedParameters(shared, self._own, self._schedule.stage_ranks)
+            found = TiedParameters(shared, self._local_stages, self._schedule.stage_ranks)
         except ValueError as error:
             refusal = refusal or str(error)
         deadline = Deadline(self._parent.timeout)
@@ -423,10 +417,10 @@ class Pipeline(TransparentWrapper):
         return found
 
 
-def _tell_whole_names(pipeline: Pipeline, keys: Any) -> None:
-    """Name what a state lacks as in the whole model, and pass over the rest; torch calls this after loading."""
-    for own, place in pipeline._loaded.items():  # noqa: SLF001 - its own hook
+def _restore_model_names(pipeline: Pipeline, keys: Any) -> None:
+    """Give missing keys their names in the whole model, and ignore unexpected ones; torch calls this after loading."""
+    for own, in_model in pipeline._loaded_prefixes.items():  # noqa: SLF001 - its own hook
         keys.missing_keys[:] = [
-            place + name[len(own) :] if name.startswith(own) else name for name in keys.missing_keys
+            in_model + name[len(own) :] if name.startswith(own) else name for name in keys.missing_keys
         ]
         keys.unexpected_keys[:] = [name for name in keys.unexpected_keys if not name.startswith(own)]

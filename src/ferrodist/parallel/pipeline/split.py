@@ -1,9 +1,4 @@
-"""A torch.nn.Sequential divided into the stages of a pipeline, which cost about the same.
-
-The stages of a model, what each of them holds, and the parameters that several of them have.
-
-Where a row of costs is cut, so that the largest part costs as little as it can.
-"""
+"""Division of a torch.nn.Sequential into stages of about the same cost, and the `Stages` of a model."""
 
 from __future__ import annotations
 
@@ -29,42 +24,43 @@ from ferrodist.parallel.module_init import verify_across_ranks
 from ferrodist.parallel.pipeline.measure import measure_times
 from ferrodist.parallel.pipeline.state_dict import unwrap
 from ferrodist.torch_private.modules import own_buffers, own_modules, own_parameters
-from ferrodist.wording import counted
+from ferrodist.wording import counted, with_article
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
 
     from ferrodist.backends.base import Backend
 
-if TYPE_CHECKING:
     Shared: TypeAlias = tuple[tuple[int, str], ...]
+    Children: TypeAlias = Sequence[tuple[str, torch.nn.Module]]
+    ChildCosts: TypeAlias = Sequence[float | None]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Contents:
-    """What a stage had when it was made: its modules, in words, and its parameters' elements, where they are known."""
+class _StageInfo:
+    """A stage's modules, in words, and its number of parameters, if known, when it was made."""
 
     modules: str
     num_parameters: int | None
 
 
 class Stages(list["torch.nn.Module | None"]):
-    """All stages of a model, in order; it keeps its length.
+    """All stages of a model, in order; a list of fixed length.
 
-    A rank that needs only some of them may replace the others by None, which frees their memory; `describe` still
-    knows what they were.
+    A rank that needs only some of them may replace the others by None, which frees their memory; `describe` still knows
+    their contents.
 
     Args:
         stages: The modules; None for a stage that is elsewhere.
-        prefixes: For each stage what the names of its parameters begin with in the whole model, as ``"blocks.0."``, or
+        prefixes: For each stage the prefix of its parameters' names in the whole model, such as ``"blocks.0."``, or
             nothing. None takes the names of ``torch.nn.Sequential(*stages)``: ``"0."``, ``"1."``, ...
-        costs: What each stage costs, in any unit; None where it isn't known. Without, its number of parameters.
-        costs_name: What the costs are, as "measured times".
+        costs: Cost of each stage, in any unit; None where unknown. By default its number of parameters.
+        costs_name: Name of the costs, such as "measured times".
 
     Raises:
-        TypeError: A stage is no module.
-        ValueError: There are none, or not as many prefixes or costs as stages; a prefix is no module's; or parameters
-            or buffers of two stages have one name in the whole model, or they have parts of one module.
+        TypeError: A stage is not a module.
+        ValueError: There are no stages, or another number of prefixes or costs; a prefix is not a module's; or
+            parameters or buffers of two stages have one name in the whole model, or they have parts of one module.
     """
 
     def __init__(
@@ -76,14 +72,14 @@ class Stages(list["torch.nn.Module | None"]):
         costs_name: str = "parameters",
     ) -> None:
         super().__init__(stages)
-        for number, stage in enumerate(self):
+        for index, stage in enumerate(self):
             if stage is not None and not isinstance(stage, torch.nn.Module):
-                raise TypeError(f"stage {number} must be a torch.nn.Module, or None, not {type(stage).__name__}")
+                raise TypeError(f"stage {index} must be a torch.nn.Module, or None, not {type(stage).__name__}")
         self.prefixes = tuple(prefixes) if prefixes is not None else tuple(f"{each}." for each in range(len(self)))
-        """For each stage what the names of its parameters begin with in the whole model."""
-        self._contents = tuple(_describe(stage) for stage in self)
-        self.costs = tuple(costs) if costs is not None else tuple(each.num_parameters for each in self._contents)
-        """What each stage costs; None where it isn't known."""
+        """For each stage the prefix of its parameters' names in the whole model."""
+        self._infos = tuple(_stage_info(stage) for stage in self)
+        self.costs = tuple(costs) if costs is not None else tuple(each.num_parameters for each in self._infos)
+        """Cost of each stage; None where unknown."""
         if not self or not len(self) == len(self.prefixes) == len(self.costs):
             raise ValueError(
                 f"{counted(len(self), 'stage')}, {counted(len(self.prefixes), 'prefix')} and"
@@ -95,99 +91,99 @@ class Stages(list["torch.nn.Module | None"]):
 
     @property
     def imbalance(self) -> float:
-        """What the largest stage costs, over the mean of all whose costs are known: 1 is even.
+        """The largest stage's cost, divided by the mean of all known costs: 1 is even.
 
-        A pipeline is as slow as its slowest stage, so the others wait for all above 1.
+        A pipeline is as slow as its slowest stage, so the others idle for all above 1.
         """
         known = [cost for cost in self.costs if cost is not None]
         return max(known) * len(known) / sum(known) if any(known) else 1.0
 
     def describe(self) -> str:
-        """A table of the stages, a line each: modules, parameters, and its share of the costs; then the imbalance."""
+        """A table of the stages with modules, parameters, and share of the costs; then the imbalance."""
         total = sum(cost for cost in self.costs if cost is not None)
         rows = [("stage", "modules", "parameters", f"share of {self._costs_name}")]
-        for number, (contents, cost) in enumerate(zip(self._contents, self.costs, strict=True)):
-            size = "unknown" if contents.num_parameters is None else f"{contents.num_parameters:,}"
+        for index, (info, cost) in enumerate(zip(self._infos, self.costs, strict=True)):
+            size = "unknown" if info.num_parameters is None else f"{info.num_parameters:,}"
             share = "unknown" if cost is None else f"{cost / total if total else 1 / len(self):.1%}"
-            rows.append((str(number), contents.modules, size, share))
+            rows.append((str(index), info.modules, size, share))
         widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
         lines = ["  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)) for row in rows]
         return "".join(f"{line}\n" for line in [*lines, f"The largest stage has {self.imbalance:.2f} times the mean."])
 
 
 def find_shared(stages: Sequence[torch.nn.Module | None]) -> list[Shared]:
-    """Find the parameters that several stages have, as tied embeddings are, whose gradients belong together.
+    """Find the parameters that several stages share, such as tied embeddings, whose gradients are added up.
 
-    Call it while all stages are in one process: copies that were made since are not seen to be the same.
+    Call it while all stages are in one process: copies made since are not recognised.
 
     Args:
-        stages: All stages of a model; None is passed over.
+        stages: All stages of a model; None is skipped.
 
     Returns:
-        For each such parameter its places: (stage, name in that stage), one a stage, where it has several names there
-        the first. Both are in the order of stages and of their ``named_parameters``.
+        For each such parameter its (stage, name in that stage) pairs, one for each stage, with the first of several
+        names. Both are in the order of stages and of their ``named_parameters``.
     """
-    places: dict[torch.nn.Parameter, list[tuple[int, str]]] = {}
-    for number, stage in enumerate(stages):
+    module_prefixes: dict[torch.nn.Parameter, list[tuple[int, str]]] = {}
+    for index, stage in enumerate(stages):
         for name, parameter in stage.named_parameters() if stage is not None else ():
-            places.setdefault(parameter, []).append((number, name))
-    return [tuple(found) for found in places.values() if len(found) > 1]
+            module_prefixes.setdefault(parameter, []).append((index, name))
+    return [tuple(found) for found in module_prefixes.values() if len(found) > 1]
 
 
 def count_parameters(module: torch.nn.Module) -> int | None:
-    """The elements of a module's parameters, each once; None when some of them have no shape yet."""
+    """Number of elements of a module's parameters, each once; None if some have no shape yet."""
     parameters = list(module.parameters())
     if any(torch.nn.parameter.is_lazy(each) for each in parameters):
         return None
     return sum(each.numel() for each in parameters)
 
 
-def _describe(stage: torch.nn.Module | None) -> _Contents:
+def _stage_info(stage: torch.nn.Module | None) -> _StageInfo:
     if stage is None:
-        return _Contents(modules="elsewhere", num_parameters=None)
+        return _StageInfo(modules="elsewhere", num_parameters=None)
     modules = type(stage).__name__
     if isinstance(stage, torch.nn.Sequential) and len(stage):
         names = list(own_modules(stage))
         modules = names[0] if len(names) == 1 else f"{names[0]} to {names[-1]} ({len(names)})"
-    return _Contents(modules=modules, num_parameters=count_parameters(stage))
+    return _StageInfo(modules=modules, num_parameters=count_parameters(stage))
 
 
 def _check_prefixes(stages: Sequence[torch.nn.Module | None], prefixes: Sequence[str]) -> None:
     found: dict[str, int] = {}
-    for number, (stage, prefix) in enumerate(zip(stages, prefixes, strict=True)):
+    for index, (stage, prefix) in enumerate(zip(stages, prefixes, strict=True)):
         if prefix and not prefix.endswith("."):
             raise ValueError(
-                f"the prefix of stage {number} is {prefix!r}: end it with a dot, so that a parameter of it is"
+                f"the prefix of stage {index} is {prefix!r}: end it with a dot, so that a parameter of it is"
                 f" {prefix + '.weight'!r} in the whole model"
             )
         if stage is None:
             continue
-        module, place = unwrap(stage), prefix.removesuffix(".")
+        module, prefix_path = unwrap(stage), prefix.removesuffix(".")
         for name in (
-            *(name for name, _ in module.named_parameters(prefix=place, remove_duplicate=False)),
-            *(name for name, _ in module.named_buffers(prefix=place, remove_duplicate=False)),
+            *(name for name, _ in module.named_parameters(prefix=prefix_path, remove_duplicate=False)),
+            *(name for name, _ in module.named_buffers(prefix=prefix_path, remove_duplicate=False)),
         ):
-            if found.setdefault(name, number) != number:
+            if found.setdefault(name, index) != index:
                 raise ValueError(
-                    f"stages {found[name]} and {number} both have {name!r} in the whole model: give them prefixes that"
+                    f"stages {found[name]} and {index} both have {name!r} in the whole model: give them prefixes that"
                     " differ"
                 )
 
 
 def _check_modules(stages: Sequence[torch.nn.Module | None], prefixes: Sequence[str]) -> None:
-    """No module of the whole model has parts in several stages, for then it would be several modules."""
+    """Raise for a module of the whole model with parts in several stages, where it would be several modules."""
     owners: dict[str, int] = {}
-    places: list[list[str]] = []
-    for number, (stage, prefix) in enumerate(zip(stages, prefixes, strict=True)):
+    module_prefixes: list[list[str]] = []
+    for index, (stage, prefix) in enumerate(zip(stages, prefixes, strict=True)):
         children = unwrap(stage).named_children() if stage is not None else ()
         found = [f"{prefix}{name}." for name, child in children if _holds_tensors(child)]
-        owners.update(dict.fromkeys(found, number))
-        places.append([prefix, *found])
-    for number, own in enumerate(places):
-        for place, owner in owners.items():
-            if owner != number and any(each.startswith(place) for each in own):
+        owners.update(dict.fromkeys(found, index))
+        module_prefixes.append([prefix, *found])
+    for index, own in enumerate(module_prefixes):
+        for prefix_path, owner in owners.items():
+            if owner != index and any(each.startswith(prefix_path) for each in own):
                 raise ValueError(
-                    f"stages {min(owner, number)} and {max(owner, number)} both have parts of {place[:-1]!r} in the"
+                    f"stages {min(owner, index)} and {max(owner, index)} both have parts of {prefix_path[:-1]!r} in the"
                     " whole model: give them other prefixes, or divide the model between modules"
                 )
 
@@ -197,23 +193,22 @@ def _holds_tensors(module: torch.nn.Module) -> bool:
 
 
 def partition(costs: Sequence[float], num_parts: int) -> tuple[int, ...]:
-    """Divide a row of costs into parts, none empty, of which the largest costs as little as possible.
+    """Divide a row of costs into non-empty parts, of which the largest costs as little as possible.
 
-    It is exact, for it counts in integers: first the least limit that ``num_parts`` parts can keep, by bisection, then
-    the best parts within that limit, by dynamic programming from the end. Of several divisions with the same largest
-    part it takes the most even one, which has the least sum of squares. Of several of these each part, from the first
-    on, costs as little as it can, for the first stages of a pipeline keep the most microbatches, and is then as long as
-    it can be, so that what costs nothing goes with what comes before. Where nothing costs anything, all costs are taken
-    for equal.
+    Exact, in integers: first the least limit that ``num_parts`` parts can keep, by bisection, then the best parts
+    within that limit, by dynamic programming from the end. Of several divisions with the same largest part it takes the
+    most even one, which has the least sum of squares. Of several of these each part, from the first on, costs as little
+    as possible, since the first stages of a pipeline hold the most microbatches, and is then as long as possible, so
+    that an element of no cost joins the part before. If all costs are 0, they are taken as equal.
 
     Takes O(n log(total)) and O(num_parts n w) steps for n costs, of which at most w are in a part.
 
     Args:
-        costs: Finite, none negative; at least ``num_parts``.
-        num_parts: At least 1.
+        costs: Finite costs from 0; at least ``num_parts``.
+        num_parts: Number of parts, at least 1.
 
     Returns:
-        For each part how many costs it has.
+        The number of costs in each part.
     """
     whole = _as_integers(costs) if any(costs) else [1] * len(costs)
     sums = [0, *accumulate(whole)]
@@ -239,7 +234,7 @@ def _as_integers(costs: Sequence[float]) -> list[int]:
 
 
 def _least_limit(sums: Sequence[int], largest: int, num_parts: int) -> int:
-    """What the largest part costs at best. Fewer parts within it do as well: cutting them on makes none larger."""
+    """The least possible cost of the largest part. Fewer parts within it do as well: cutting them makes none larger."""
     low, high = max(largest, -(-sums[-1] // num_parts)), sums[-1]
     while low < high:
         middle = (low + high) // 2
@@ -251,7 +246,7 @@ def _least_limit(sums: Sequence[int], largest: int, num_parts: int) -> int:
 
 
 def _count_parts(sums: Sequence[int], limit: int) -> int:
-    """How few parts are within a limit: each takes as much as it can."""
+    """The least number of parts within a limit: each takes as much as it can."""
     start = count = 0
     while start < len(sums) - 1:
         start = bisect_right(sums, sums[start] + limit) - 1
@@ -260,7 +255,7 @@ def _count_parts(sums: Sequence[int], limit: int) -> int:
 
 
 def _least_squares(sums: Sequence[int], limit: int, num_parts: int) -> list[dict[int, int]]:
-    """For each number of parts: from where that many within the limit reach the end, and their least sum of squares."""
+    """For each number of parts the starts from which so many reach the end, with their least sum of squares."""
     last = len(sums) - 1
     least = [{last: 0}]
     for parts in range(1, num_parts + 1):
@@ -275,20 +270,15 @@ def _least_squares(sums: Sequence[int], limit: int, num_parts: int) -> list[dict
 
 
 def _ends(sums: Sequence[int], start: int, limit: int) -> range:
-    """Where a part that begins there may end."""
+    """The possible ends of a part that begins at ``start``."""
     return range(start + 1, bisect_right(sums, sums[start] + limit))
 
 
-if TYPE_CHECKING:
-    Children: TypeAlias = Sequence[tuple[str, torch.nn.Module]]
-    ChildCosts: TypeAlias = Sequence[float | None]
-
-
 class Balance(enum.Enum):
-    """What the stages of a model have about as much of."""
+    """The quantity that is balanced between the stages of a model."""
 
     PARAMETERS = "parameters"
-    """Elements of their parameters, frozen ones too. What a child shares with others counts for each of them."""
+    """Elements of their parameters, also of frozen ones. Shared parameters count for each child that has them."""
 
     TIMES = "measured times"
     """Seconds for a forward and a backward, measured here and now."""
@@ -305,37 +295,36 @@ def split_sequential(
     timeout: float | None = None,
     clock: Callable[[], float] = time.perf_counter,
 ) -> Stages:
-    """Divide a Sequential into stages, each a Sequential of successive children of it, which keep their names.
+    """Divide a Sequential into stages, each a Sequential of successive children, which keep their names.
 
-    So the keys of the stages' states are those of the model's. The children are those of the model, not copies; the
-    model itself stays as it is, and so do hooks that were registered with the model rather than with its children.
+    So the keys of the stages' states are those of the model's. The children are the model's, not copies; the model
+    itself stays unchanged, and so do hooks that were registered with the model rather than with its children.
 
-    The most costly stage costs as little as it can: see `partition`, also for what is chosen where several divisions
-    do. Parameters are counted on the meta device, too. Times are measured in the mode that the model is in, training
-    or not, on copies of the children, one at a time: the model, the sample and the random generators stay bit for bit
-    what they were. Something that forwards change outside of the model, as a hook's counter, is changed.
+    The most costly stage costs as little as possible: see `partition`, also for ties. Parameters are counted on the
+    meta device, too. Times are measured in the model's mode, training or not, on copies of the children, one at a time:
+    the model, the sample and the random generators stay bit for bit the same. Side effects of forwards outside the
+    model, such as a hook's counter, remain.
 
-    Measured times differ from rank to rank, and with them what each would choose. So pass ``group``, and call this on
-    all of its ranks: rank 0 measures, while the others wait, and its costs are taken everywhere. Only rank 0 needs a
-    sample.
+    Measured times differ from rank to rank, and with them the division. So pass ``group``, and call this on all of its
+    ranks: rank 0 measures, while the others wait, and all take its costs. Only rank 0 needs a sample.
 
     Args:
-        model: What to divide.
-        num_stages: Into how many stages; at most as many as the model has children.
-        balance: What to have about as much of in each stage. Or for each stage how many children it gets.
-        costs: What each child costs, in any unit, instead of its parameters; none is negative.
-        sample: For `Balance.TIMES`: what the model is called with, as large as a microbatch.
-        group: Whose ranks divide the model together; None asks no other rank.
-        timeout: Seconds for all ranks to do so, measuring included; None takes the group's.
-        clock: Where measured times come from, in seconds.
+        model: The model.
+        num_stages: Number of stages, at most the model's number of children.
+        balance: The balanced quantity, or the number of children of each stage.
+        costs: Cost of each child, in any unit, from 0, instead of its number of parameters.
+        sample: For `Balance.TIMES`: an input of the model, as large as a microbatch.
+        group: The ranks that divide the model together; None means this rank alone.
+        timeout: Seconds for the whole call, measurement included; None uses the group's.
+        clock: Function that returns the time in seconds.
 
     Raises:
-        TypeError: The model is no Sequential, or has a forward of its own; or an argument has another type.
-        ValueError: There are fewer children than stages, or an argument fits no such model; the model has parameters of
-            its own; children have parameters whose shapes aren't known yet; there is no sample; or a child fails on it.
+        TypeError: The model is not a Sequential, or has a forward of its own; or an argument has another type.
+        ValueError: There are fewer children than stages, or an argument doesn't fit the model; the model has parameters
+            of its own; children have parameters without a shape yet; there is no sample; or a child fails on it.
         CollectiveMismatchError: On every rank, when the ranks divide different models, or differently. The group stays
-            good.
-        UnsupportedOpError: On the other ranks, when rank 0 raises while it finds the costs. The group stays good.
+            usable.
+        UnsupportedOpError: On the other ranks, when rank 0 raises while it finds the costs. The group stays usable.
     """
     children = _children_of(model)
     num_stages = _check_num_stages(num_stages, len(children))
@@ -343,9 +332,9 @@ def split_sequential(
     given = None if costs is None else _check_costs(costs, len(children))
     is_measured = balance is Balance.TIMES
     if is_measured and given is not None:
-        raise ValueError("Balance.TIMES measures what costs= says: pass one of the two")
+        raise ValueError("Balance.TIMES measures the costs: pass it or costs=, not both")
     if sample is not None and not is_measured:
-        raise ValueError("sample= is for measuring: pass Balance.TIMES with it")
+        raise ValueError("sample= is for measurement: pass Balance.TIMES with it")
 
     def find_costs() -> ChildCosts:
         if given is not None:
@@ -357,7 +346,10 @@ def split_sequential(
         found = find_costs()
     else:
         division = f"{counted(num_stages, 'stage')}" if counts is None else f"stages of {counts} children"
-        lines = [f"{division} by {costs_name}", *(f"child {name!r}, {_kind(child)}" for name, child in children)]
+        lines = [
+            f"{division} by {costs_name}",
+            *(f"child {name!r}, {with_article(type(child).__name__)}" for name, child in children),
+        ]
         found = _find_on_rank_0(find_costs, lines, group, timeout)
     if counts is None:
         counts = partition([cost for cost in found if cost is not None], num_stages)
@@ -407,20 +399,16 @@ def _count(children: Children, *, is_needed: bool) -> ChildCosts:
     if is_needed and None in counts:
         name, child = children[counts.index(None)]
         raise ValueError(
-            f"child {name!r} ({_kind(child)}) is lazy, and its parameters have no shape yet: call the model once"
-            " before, or pass costs=, or for each stage how many children it gets"
+            f"child {name!r} ({with_article(type(child).__name__)}) is lazy, and its parameters have no shape yet:"
+            " call the model once before, or pass costs=, or the number of children of each stage"
         )
     return counts
 
 
 def _measure(children: Children, sample: Any, clock: Callable[[], float]) -> ChildCosts:
     if sample is None:
-        raise ValueError("Balance.TIMES measures: pass sample=, what the model is called with for a microbatch")
+        raise ValueError("Balance.TIMES needs sample=, the model's input for a microbatch")
     return measure_times(children, sample, clock=clock)
-
-
-def _kind(child: torch.nn.Module) -> str:
-    return f"{'an' if type(child).__name__[0] in 'AEIOU' else 'a'} {type(child).__name__}"
 
 
 def _children_of(model: torch.nn.Sequential) -> Children:
@@ -431,7 +419,7 @@ def _children_of(model: torch.nn.Sequential) -> Children:
         )
     own = [*own_parameters(model), *own_buffers(model)]
     if own:
-        raise ValueError(f"{own[0]!r} is the model's own, and no child's: register it with the child that uses it")
+        raise ValueError(f"{own[0]!r} is the model's own, not a child's: register it with the child that uses it")
     return list(own_modules(model).items())  # type: ignore[arg-type]
 
 
@@ -439,9 +427,8 @@ def _check_num_stages(num_stages: int, num_children: int) -> int:
     num_stages = check_int("num_stages", num_stages)
     if not 1 <= num_stages <= num_children:
         raise ValueError(
-            f"a Sequential of {counted(num_children, 'child')} has from 1 to {counted(num_children, 'stage')},"
-            f" and not {num_stages}: ask"
-            " for fewer, or divide the model into more children"
+            f"a Sequential of {counted(num_children, 'child')} makes from 1 to {counted(num_children, 'stage')}, not"
+            f" {num_stages}: pass fewer, or divide the model into more children"
         )
     return num_stages
 
@@ -449,15 +436,14 @@ def _check_num_stages(num_stages: int, num_children: int) -> int:
 def _check_counts(balance: Sequence[int], num_stages: int, num_children: int) -> tuple[int, ...]:
     if not isinstance(balance, Sequence) or isinstance(balance, (str, bytes)):
         raise TypeError(
-            f"balance must be Balance.PARAMETERS, Balance.TIMES or for each stage how many children it gets, not"
+            f"balance must be Balance.PARAMETERS, Balance.TIMES or the number of children of each stage, not"
             f" {balance!r}"
         )
     counts = tuple(check_int("a number of children", count) for count in balance)
     if len(counts) != num_stages or min(counts) < 1 or sum(counts) != num_children:
         raise ValueError(
-            f"{list(counts)} does not divide {counted(num_children, 'child')} into"
-            f" {counted(num_stages, 'stage')}: pass a positive number"
-            f" for each stage; together they must be {num_children}"
+            f"{list(counts)} does not divide {counted(num_children, 'child')} into {counted(num_stages, 'stage')}:"
+            f" pass a positive number for each stage; their sum must be {num_children}"
         )
     return counts
 

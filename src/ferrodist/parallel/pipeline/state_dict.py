@@ -1,4 +1,4 @@
-"""A rank's stages as parts of the whole model: modules under the names that they have there."""
+"""State dicts of a rank's stages under the names of the whole model."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 def unwrap(module: torch.nn.Module) -> torch.nn.Module:
-    """The module whose names count: what wraps it says so by ``checkpoint_module()``; or it was compiled."""
+    """The module inside wrappers with a ``checkpoint_module()``, and inside compiled modules."""
     while True:
         wraps = getattr(module, "checkpoint_module", None)
         inner = wraps() if wraps is not None else compiled_module(module)
@@ -24,95 +24,91 @@ def unwrap(module: torch.nn.Module) -> torch.nn.Module:
 
 
 class StateDictMapper:
-    """Where a pipeline's stages of one rank are in the whole model.
-
-    Args:
-        stages: By their numbers.
-        prefixes: Of all stages: what their names begin with in the whole model.
-    """
+    """Mapping between the names of a rank's stages and those of the whole model."""
 
     def __init__(self, stages: Mapping[int, torch.nn.Module], prefixes: Sequence[str]) -> None:
         self._stages = stages
         self._prefixes = prefixes
 
-    def make(self) -> torch.nn.Module:
+    def make_module(self) -> torch.nn.Module:
         """A module that has the stages where the whole model has them; it can't be called.
 
-        Of stages that are at one place it has the children, parameters and buffers. They are the same objects, so that
-        what is loaded into it is loaded into the stages.
+        Of stages with one prefix it has the children, parameters and buffers. They are the same objects, so that a
+        state loaded into it is loaded into the stages.
         """
         whole = torch.nn.Module()
-        for number, stage in self._stages.items():
-            prefix = self._prefixes[number]
+        for index, stage in self._stages.items():
+            prefix = self._prefixes[index]
             names = prefix.split(".")[:-1]
             if names and sum(self._prefixes[other].startswith(prefix) for other in self._stages) == 1:
-                _find_place(whole, names[:-1]).add_module(names[-1], unwrap(stage))
+                _get_or_add_submodule(whole, names[:-1]).add_module(names[-1], unwrap(stage))
             else:
-                _graft(unwrap(stage), _find_place(whole, names))
+                _merge_into(unwrap(stage), _get_or_add_submodule(whole, names))
         return whole
 
-    def places(self) -> Iterator[tuple[str, torch.nn.Module]]:
-        """The stages, by the names of their places in the whole model."""
-        for number, stage in self._stages.items():
-            yield self._prefixes[number].removesuffix("."), unwrap(stage)
+    def inner_modules(self) -> Iterator[tuple[str, torch.nn.Module]]:
+        """The stages, by their names in the whole model."""
+        for index, stage in self._stages.items():
+            yield self._prefixes[index].removesuffix("."), unwrap(stage)
 
     def rename(self, state: dict[str, Any], prefix: str) -> dict[str, str]:
-        """Give the tensors of a state of the whole model the names of ``ModuleDict`` ``stages``.
+        """Rename the tensors of a state of the whole model for ``ModuleDict`` ``stages``, in place.
 
-        Each stage gets all that lies where it is, for modules may know names of earlier versions of theirs. The rest is
+        Each stage gets all tensors below its prefix, since modules may load names of earlier versions. The rest is
         dropped.
 
         Args:
-            state: The state, changed in place; what does not begin with the prefix stays.
-            prefix: What all names begin with, as ``"pipeline."`` where the pipeline is part of another module.
+            state: The state; names without the prefix stay.
+            prefix: Prefix of all names, such as ``"pipeline."`` for a pipeline inside another module.
 
         Returns:
-            For each stage what its names begin with now, and what they began with.
+            For each stage its new and its old prefix.
         """
         given = {name: state.pop(name) for name in [*state] if name.startswith(prefix)}
-        places = {}
-        for number, stage in self._stages.items():
-            own, place = f"{prefix}{_own_prefix(number, stage)}", f"{prefix}{self._prefixes[number]}"
-            state.update({own + name[len(place) :]: value for name, value in given.items() if name.startswith(place)})
-            places[own] = place
-        return places
+        model_prefixes = {}
+        for index, stage in self._stages.items():
+            own, in_model = f"{prefix}{_own_prefix(index, stage)}", f"{prefix}{self._prefixes[index]}"
+            names = [name for name in given if name.startswith(in_model)]
+            state.update({own + name[len(in_model) :]: given[name] for name in names})
+            model_prefixes[own] = in_model
+        return model_prefixes
 
     def rename_versions(self, state: Mapping[str, Any]) -> Mapping[str, Any]:
-        """A state with its modules' versions, which ``state_dict`` has given it, by the names of ``stages`` too."""
+        """A state with its modules' versions from ``state_dict``, also under the names of ``stages``."""
         if (versions := getattr(state, "_metadata", None)) is None:
             return state
         found = dict(versions)
-        for number, stage in self._stages.items():
-            own = _own_prefix(number, stage)
+        for index, stage in self._stages.items():
+            own = _own_prefix(index, stage)
             for name, version in versions.items():
-                if f"{name}.".startswith(self._prefixes[number]):
-                    rest = name[len(self._prefixes[number]) :]
+                if f"{name}.".startswith(self._prefixes[index]):
+                    rest = name[len(self._prefixes[index]) :]
                     found[f"{own}{rest}".removesuffix(".")] = version
         renamed = OrderedDict(state)
         vars(renamed)["_metadata"] = found
         return renamed
 
 
-def _own_prefix(number: int, stage: torch.nn.Module) -> str:
-    """What the names of a stage begin with in a pipeline."""
+def _own_prefix(index: int, stage: torch.nn.Module) -> str:
+    """The prefix of a stage's names in a pipeline."""
     inner = unwrap(stage)
     path = next(name for name, module in stage.named_modules() if module is inner)
-    return f"stages.{number}.{path}".removesuffix(".") + "."
+    return f"stages.{index}.{path}".removesuffix(".") + "."
 
 
-def _find_place(whole: torch.nn.Module, names: Sequence[str]) -> torch.nn.Module:
-    """The module of these names; what isn't there is made."""
-    place = whole
+def _get_or_add_submodule(whole: torch.nn.Module, names: Sequence[str]) -> torch.nn.Module:
+    """The submodule of these names, added if it doesn't exist."""
+    submodule = whole
     for name in names:
-        if name not in own_modules(place):  # modules may have attributes of any name
-            place.add_module(name, torch.nn.Module())
-        place = place.get_submodule(name)
-    return place
+        if name not in own_modules(submodule):  # modules may have attributes of any name
+            submodule.add_module(name, torch.nn.Module())
+        submodule = submodule.get_submodule(name)
+    return submodule
 
 
-def _graft(module: torch.nn.Module, place: torch.nn.Module) -> None:
-    """Give a place all that a module has."""
-    parts: Any = vars(module)
-    for kind in ("_modules", "_parameters", "_buffers"):
-        vars(place)[kind].update(parts[kind])
-    vars(place)["_non_persistent_buffers_set"].update(parts["_non_persistent_buffers_set"])
+def _merge_into(module: torch.nn.Module, submodule: torch.nn.Module) -> None:
+    """Add a module's children, parameters and buffers to a submodule."""
+    attributes: Any = vars(module)
+    for attribute in ("_modules", "_parameters", "_buffers"):
+        vars(submodule)[attribute].update(attributes[attribute])
+    vars(submodule)["_non_persistent_buffers_set"].update(attributes["_non_persistent_buffers_set"])

@@ -1,6 +1,6 @@
-"""Parameters that stages of several ranks share, as an embedding that is the output layer too.
+"""Parameters that stages of several ranks share, such as an embedding that is also the output layer.
 
-Their gradients are added up over the ranks, so that they stay equal.
+Their gradients are added up over the ranks, so that the copies stay equal.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ if TYPE_CHECKING:
 
 
 class TiedParameters:
-    """Those of this rank.
+    """This rank's shared parameters.
 
-    They are looked up by their names each time, for ``load_state_dict(assign=True)`` and ``to_empty`` replace them.
+    They are looked up by name each time, since ``load_state_dict(assign=True)`` and ``to_empty`` replace them.
 
     Args:
-        places: For each shared parameter the stages that have it, and its name in each.
-        stages: This rank's modules, by the numbers of their stages.
+        locations: For each shared parameter the (stage, name) pairs.
+        stages: This rank's modules, by the indices of their stages.
         stage_ranks: The rank of each stage.
 
     Raises:
@@ -38,78 +38,73 @@ class TiedParameters:
 
     def __init__(
         self,
-        places: Sequence[Sequence[tuple[int, str]]],
+        locations: Sequence[Sequence[tuple[int, str]]],
         stages: Mapping[int, torch.nn.Module],
         stage_ranks: Sequence[int],
     ) -> None:
-        self._members: list[tuple[str, Callable[[], torch.nn.Parameter], list[int]]] = []
-        """Of each a label, what finds it, and the ranks that have it."""
-        self._numbers: list[int] = []
-        """Of each the number among those that other ranks have, too."""
+        self._tied: list[tuple[str, Callable[[], torch.nn.Parameter], list[int]]] = []
+        """For each parameter a label, a function that finds it, and the ranks that have it."""
+        self._indices: list[int] = []
+        """For each parameter its index among those that several ranks share."""
         self._num_between_ranks = 0
         self._groups: list[Backend] = []
-        self._before: list[torch.Tensor | None] = []
-        for number, places_of_one in enumerate(places):
-            for stage, name in places_of_one:
+        self._accumulated: list[torch.Tensor | None] = []
+        for index, pairs in enumerate(locations):
+            for stage, name in pairs:
                 if not 0 <= stage < len(stage_ranks):
-                    raise ValueError(f"{name!r} of stage {stage} is shared, and there are {len(stage_ranks)} stages")
-            found = [partial(_find, stages[stage], name, stage) for stage, name in places_of_one if stage in stages]
-            ranks = sorted({stage_ranks[stage] for stage, _ in places_of_one})
+                    raise ValueError(f"{name!r} of stage {stage} is shared, but there are {len(stage_ranks)} stages")
+            found = [partial(_find, stages[stage], name, stage) for stage, name in pairs if stage in stages]
+            ranks = sorted({stage_ranks[stage] for stage, _ in pairs})
             if len({find() for find in found}) > 1:
-                raise ValueError(f"{list(places_of_one)} are different parameters: stages of one rank share the object")
+                raise ValueError(f"{list(pairs)} are different parameters: stages of one rank share the object")
             if len(ranks) == 1:
                 continue
             if found:
-                self._members.append((f"ferrodist.pipeline.shared.{number}", found[0], ranks))
-                self._numbers.append(self._num_between_ranks)
+                self._tied.append((f"ferrodist.pipeline.shared.{index}", found[0], ranks))
+                self._indices.append(self._num_between_ranks)
             self._num_between_ranks += 1
 
-    def join(self, group: Backend) -> None:
-        """Go on in a group of the pipeline's ranks, in place of one that has failed."""
-        self._groups = [SubBackend(group, ranks, label=label) for label, _, ranks in self._members]
+    def attach(self, group: Backend) -> None:
+        """Make sub-groups in a group of the pipeline's ranks, instead of those of a failed one."""
+        self._groups = [SubBackend(group, ranks, label=label) for label, _, ranks in self._tied]
 
     def abort(self, reason: DistributedError) -> None:
-        """End what other ranks wait for here; no end of the pipeline's group reaches those."""
+        """Abort the sub-groups, which the end of the pipeline's group does not reach."""
         for group in self._groups:
             group.abort(reason)
 
-    def equalize(self, deadline: Deadline) -> None:
-        """Give all ranks the values of the first that has each; all call this."""
+    def broadcast_values(self, deadline: Deadline) -> None:
+        """Broadcast each parameter from the first rank that has it; all call this."""
         for parameter, group in zip(self._parameters(), self._groups, strict=True):
             broadcast(parameter.data, 0, group=group, out=parameter.data, timeout=deadline.remaining())
 
-    def begin(self) -> None:
-        """Before a step: what gradients there are has been added up by earlier ones."""
-        self._before = [parameter.grad for parameter in self._parameters()]
+    def before_step(self) -> None:
+        """Set gradients aside that earlier steps have added up already."""
+        self._accumulated = [parameter.grad for parameter in self._parameters()]
         for parameter in self._parameters():
             parameter.grad = None
 
-    def finish(self, group: Backend, deadline: Deadline) -> None:
-        """After it: add up what all ranks have found.
-
-        Args:
-            group: All ranks of the pipeline.
-            deadline: For all of it.
-        """
+    def after_step(self, group: Backend, deadline: Deadline) -> None:
+        """Add up the gradients of all ranks, with those set aside."""
         if not self._num_between_ranks:
             return
         is_used = torch.zeros(self._num_between_ranks, dtype=torch.bool, device="cpu")
-        for number, parameter in zip(self._numbers, self._parameters(), strict=True):
-            is_used[number] = parameter.grad is not None
+        for index, parameter in zip(self._indices, self._parameters(), strict=True):
+            is_used[index] = parameter.grad is not None
         allreduce(is_used, ReduceOp.MAX, group=group, out=is_used, timeout=deadline.remaining())
-        members = zip(self._numbers, self._parameters(), self._groups, self._before, strict=True)
-        for number, parameter, owners, before in members:
-            if not is_used[number]:  # optimizers would take a gradient of zeros for one
-                parameter.grad = before
+        tied = zip(self._indices, self._parameters(), self._groups, self._accumulated, strict=True)
+        for index, parameter, owners, accumulated in tied:
+            if not is_used[index]:  # optimizers would apply a gradient of zeros
+                parameter.grad = accumulated
                 continue
             own = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
             allreduce(own, group=owners, out=own, timeout=deadline.remaining())
-            if parameter.requires_grad:  # a frozen one has none, for optimizers would change it
-                parameter.grad = own if before is None else before.add_(own)
-        self._before = []
+            if parameter.requires_grad:  # optimizers would change a frozen one
+                parameter.grad = own if accumulated is None else accumulated.add_(own)
+        self._accumulated = []
 
     def _parameters(self) -> list[torch.nn.Parameter]:
-        return [find() for _, find, _ in self._members]
+        return [find() for _, find, _ in self._tied]
 
 
 def _find(module: torch.nn.Module, name: str, stage: int) -> torch.nn.Parameter:

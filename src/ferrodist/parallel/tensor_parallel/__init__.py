@@ -1,4 +1,4 @@
-"""Tensor parallelism: every rank has a part of each layer."""
+"""Tensor parallelism: each layer is sharded over the ranks of a mesh axis."""
 
 from __future__ import annotations
 

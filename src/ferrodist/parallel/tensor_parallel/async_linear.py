@@ -1,4 +1,4 @@
-"""A linear layer on a sequence that is gathered in pieces, each while the product of the one before is computed."""
+"""A linear layer whose sharded input is gathered chunk by chunk, overlapped with the products (async TP)."""
 
 from __future__ import annotations
 
@@ -21,15 +21,15 @@ if TYPE_CHECKING:
 
 
 class AsyncTPLinear:
-    """The forward of a column-parallel layer whose input is divided along its next to last dim, the sequence.
+    """The forward of a column-parallel layer whose input is sharded along its next to last dim, the sequence.
 
-    Forward gathers piece after piece of the ranks' parts, and multiplies each as it comes; backward gathers the input
-    again in the same way, for the weight's gradient, and sends the input's gradient in pieces too. Inputs that lie
-    otherwise, or that ranks can't cut into as many equal pieces, are gathered first.
+    Forward gathers chunk by chunk of the ranks' shards, and multiplies each when it arrives; backward gathers the input
+    again in the same way, for the weight's gradient, and reduce-scatters the input's gradient in chunks. Inputs with
+    other placements, or of a length that has no equal chunks, are gathered first.
 
     Args:
-        linear: The layer, whose weight is divided along dim 0.
-        chunks: The number of pieces.
+        linear: The layer, whose weight is sharded along dim 0.
+        chunks: The number of chunks.
     """
 
     def __init__(self, linear: nn.Linear, chunks: int) -> None:
@@ -42,7 +42,7 @@ class AsyncTPLinear:
         (placement,), (num_ranks,) = tensor.placements, tensor.mesh.shape
         if placement != Shard(dim) or tensor.shape[dim] % (num_ranks * self._chunks):
             return functional.linear(tensor.redistribute(Replicate()), weight, bias)
-        assert isinstance(weight, DTensor), "it is divided"
+        assert isinstance(weight, DTensor), "the layer is sharded"
         local: torch.Tensor = _GatherAndMultiply.apply(  # type: ignore[no-untyped-call]
             tensor.to_local(),
             weight.to_local(),
@@ -51,11 +51,11 @@ class AsyncTPLinear:
         )
         shape = (*tensor.shape[:-1], weight.shape[0])
         (columns,) = weight.placements
-        assert isinstance(columns, Shard), "it is divided"
+        assert isinstance(columns, Shard), "the layer is sharded"
         return DTensor.from_local(local, tensor.mesh, Shard(dim + 1, columns.blocks), shape=shape)
 
     def _cast(self, tensor: DTensor) -> tuple[Any, Any, Any]:
-        """Input, weight and bias, as autocast has them for linear layers: backward then multiplies the same."""
+        """Input, weight and bias in autocast's dtype for linear layers, which backward then multiplies too."""
         given = (tensor, self._linear.weight, self._linear.bias)
         if not torch.is_autocast_enabled("cpu") or tensor.dtype is torch.float64:
             return given
@@ -65,18 +65,18 @@ class AsyncTPLinear:
 
 
 class _GatherAndMultiply(torch.autograd.Function):
-    """On this rank's parts. Sequences are first: x (t, ..., C), of p ranks in c pieces (c, t/c, ..., C)."""
+    """The layer on local shards, with the sequence first: x (t, ..., C), in c chunks (c, t/c, ..., C), of p ranks."""
 
     @staticmethod
     def forward(
-        ctx: Any, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, way: tuple[DeviceMesh, int]
+        ctx: Any, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, chunking: tuple[DeviceMesh, int]
     ) -> torch.Tensor:
         dim = x.dim() - 2
-        mesh, chunks = way
+        mesh, chunks = chunking
         ctx.mesh, ctx.chunks, ctx.has_bias = mesh, chunks, bias is not None
         ctx.save_for_backward(x, weight)
-        pieces = [functional.linear(piece, weight, bias) for piece in _gather_pieces(x, mesh, chunks)]
-        return _join(pieces, mesh.size).movedim(0, dim)
+        outputs = [functional.linear(chunk, weight, bias) for chunk in _gather_chunks(x, mesh, chunks)]
+        return _concatenate(outputs, mesh.size).movedim(0, dim)
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[Any, ...]:
@@ -84,35 +84,34 @@ class _GatherAndMultiply(torch.autograd.Function):
         mesh, chunks, p = ctx.mesh, ctx.chunks, ctx.mesh.size
         grad = grads[0].movedim(-2, 0)
         t = grad.shape[0] // p // chunks
-        parts = grad.reshape(p, chunks, t, *grad.shape[1:])
-        sent: list[PendingCollective[torch.Tensor]] = []
+        grad_chunks = grad.reshape(p, chunks, t, *grad.shape[1:])
+        pending: list[PendingCollective[torch.Tensor]] = []
         grad_weight = torch.zeros_like(weight)
-        for place, piece in enumerate(_gather_pieces(x, mesh, chunks)):
-            mine = parts[:, place].reshape(p * t, *grad.shape[1:])
-            grad_piece = mine @ weight
-            record_move(grad_piece, mesh, Partial(), Shard(0))
-            sent.append(async_reduce_scatter(grad_piece, group=mesh.group))
-            grad_weight.addmm_(mine.reshape(-1, mine.shape[-1]).t(), piece.reshape(-1, piece.shape[-1]))
-        grad_x = torch.cat([pending.wait() for pending in sent]).movedim(0, -2)
+        for index, chunk in enumerate(_gather_chunks(x, mesh, chunks)):
+            grad_output = grad_chunks[:, index].reshape(p * t, *grad.shape[1:])
+            grad_input = grad_output @ weight
+            record_move(grad_input, mesh, Partial(), Shard(0))
+            pending.append(async_reduce_scatter(grad_input, group=mesh.group))
+            grad_weight.addmm_(grad_output.reshape(-1, grad_output.shape[-1]).t(), chunk.reshape(-1, chunk.shape[-1]))
+        grad_x = torch.cat([one.wait() for one in pending]).movedim(0, -2)
         grad_bias = grad.reshape(-1, grad.shape[-1]).sum(0) if ctx.has_bias else None
         return grad_x, grad_weight, grad_bias, None
 
 
-def _gather_pieces(x: torch.Tensor, mesh: DeviceMesh, chunks: int) -> Iterator[torch.Tensor]:
-    """The pieces of all ranks' parts, each (p * t/c, ..., C), the next one already under way."""
-    first = x.movedim(-2, 0)
-    pieces = [piece.contiguous() for piece in first.chunk(chunks)]
-    for piece in pieces:
-        record_move(piece, mesh, Shard(0), Replicate())
-    pending = async_all_gather(pieces[0], group=mesh.group)
-    for place in range(chunks):
-        piece = pending.wait()
-        if place + 1 < chunks:
-            pending = async_all_gather(pieces[place + 1], group=mesh.group)
-        yield piece
+def _gather_chunks(x: torch.Tensor, mesh: DeviceMesh, chunks: int) -> Iterator[torch.Tensor]:
+    """The chunks of all ranks' shards, each (p * t/c, ..., C), while the next one is being gathered."""
+    local_chunks = [chunk.contiguous() for chunk in x.movedim(-2, 0).chunk(chunks)]
+    for chunk in local_chunks:
+        record_move(chunk, mesh, Shard(0), Replicate())
+    pending = async_all_gather(local_chunks[0], group=mesh.group)
+    for index in range(chunks):
+        gathered = pending.wait()
+        if index + 1 < chunks:
+            pending = async_all_gather(local_chunks[index + 1], group=mesh.group)
+        yield gathered
 
 
-def _join(pieces: list[torch.Tensor], p: int) -> torch.Tensor:
-    """Pieces (p * t/c, ...) as the sequence (p * t, ...): each rank's pieces one after the other."""
-    parts = [piece.view(p, piece.shape[0] // p, *piece.shape[1:]) for piece in pieces]
-    return torch.cat(parts, dim=1).flatten(0, 1)
+def _concatenate(outputs: list[torch.Tensor], p: int) -> torch.Tensor:
+    """Chunks (p * t/c, ...) as the sequence (p * t, ...): each rank's chunks one after the other."""
+    by_rank = [chunk.view(p, chunk.shape[0] // p, *chunk.shape[1:]) for chunk in outputs]
+    return torch.cat(by_rank, dim=1).flatten(0, 1)

@@ -1,7 +1,4 @@
-"""Layers that are made divided.
-
-Attention whose heads are divided over the ranks.
-"""
+"""Parallel layers: linear, embedding and attention layers that are sharded when they are made."""
 
 from __future__ import annotations
 
@@ -29,30 +26,30 @@ if TYPE_CHECKING:
 
 
 class ParallelAttention(nn.Module):
-    """Self-attention of several heads, of which each rank computes some; also grouped-query attention.
+    """Multi-head self-attention whose heads are sharded over the ranks; also grouped-query attention.
 
     Queries, keys and values come from column-parallel layers, the output from a row-parallel one: forward takes one
-    allreduce, and so does backward. Fewer heads of keys and values than of queries are as in J. Ainslie et al., "GQA",
-    2023; where ranks can't divide these, each computes all of them.
+    allreduce, and so does backward. Keys and values may have fewer heads than queries, as in J. Ainslie et al., "GQA",
+    2023; if the ranks can't shard these, each computes all of them.
 
-    It gives what it gets: of a DTensor a DTensor, of a plain tensor a plain one.
+    A DTensor gives a DTensor, a plain tensor a plain one.
 
     Args:
-        embed_dim: Features in and out.
-        num_heads: Heads of queries, a multiple of the ranks.
+        embed_dim: The number of features in and out.
+        num_heads: The number of heads of queries, a multiple of the number of ranks.
         mesh: The ranks, along one axis; all of them make the layer.
-        num_kv_heads: Heads of keys and of values, a divisor of ``num_heads``; None is as many.
-        bias: Whether the four layers have one.
-        is_causal: Whether a place attends to those before it and itself only.
-        dropout: Of the attention's weights, in training.
-        sequence_dim: 1 where inputs and outputs are divided along the sequence; None is whole on every rank.
-        dtype: Of the parameters.
+        num_kv_heads: The number of heads of keys and values, a divisor of ``num_heads``; None is ``num_heads``.
+        bias: Whether the four linear layers have biases.
+        is_causal: Whether a position attends only to itself and those before it.
+        dropout: The dropout probability of the attention weights, in training.
+        sequence_dim: 1 if inputs and outputs are sharded along the sequence; None if they are replicated.
+        dtype: The dtype of the parameters.
 
     Shape:
         (B, T, embed_dim) to the same.
 
     Raises:
-        ValueError: Sizes don't divide, or the mesh has several axes.
+        ValueError: The sizes don't divide evenly, or the mesh has several axes.
     """
 
     def __init__(
@@ -75,8 +72,8 @@ class ParallelAttention(nn.Module):
         self.dropout = dropout
         self._check(embed_dim, mesh)
         self.head_dim = embed_dim // num_heads
-        # How often heads of keys and values are repeated, so that ranks can divide them as they divide the queries.
-        self._sharing = mesh.size // math.gcd(mesh.size, self.num_kv_heads)
+        # The number of times that heads of keys and values are repeated, to be sharded as the queries are.
+        self._repeats = mesh.size // math.gcd(mesh.size, self.num_kv_heads)
         width = self.num_kv_heads * self.head_dim
         options = {"bias": bias, "device": "cpu", "dtype": dtype}
         self.queries = nn.Linear(embed_dim, embed_dim, **options)
@@ -84,9 +81,9 @@ class ParallelAttention(nn.Module):
         self.values = nn.Linear(embed_dim, width, **options)
         self.output = nn.Linear(embed_dim, embed_dim, **options)
         given = Replicate() if sequence_dim is None else Shard(sequence_dim)
-        # The input is made whole once, for the three of them, and so are the gradients of it.
-        shared = ColumnParallel() if self._sharing == 1 else Style()
-        for layer, style in ((self.queries, ColumnParallel()), (self.keys, shared), (self.values, shared)):
+        # The input is gathered once for the three layers, and its gradients are reduced once.
+        kv_style = ColumnParallel() if self._repeats == 1 else Style()
+        for layer, style in ((self.queries, ColumnParallel()), (self.keys, kv_style), (self.values, kv_style)):
             shard_module(layer, mesh, {"": style})
         apply_style(self.output, mesh, RowParallel(outputs=given), Shard(-1))
         self.forward = ShardedForward(self.forward, mesh, IOPlacements(wanted=Replicate()), given)  # type: ignore[method-assign]
@@ -102,42 +99,41 @@ class ParallelAttention(nn.Module):
         if self.num_heads % self.num_kv_heads:
             raise ValueError(f"num_heads={self.num_heads} is not a multiple of num_kv_heads={self.num_kv_heads}")
         if self.num_heads % mesh.size:
-            raise ValueError(f"num_heads={self.num_heads} can't be divided over {counted(mesh.size, 'rank')}")
+            raise ValueError(f"num_heads={self.num_heads} can't be sharded over {counted(mesh.size, 'rank')}")
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Attend."""
+        """Compute the attention."""
         batch, length, width = x.shape
         queries = self.queries(x).view(batch, length, self.num_heads, self.head_dim)
-        keys = self._shared(self.keys(x).view(batch, length, self.num_kv_heads, self.head_dim))
-        values = self._shared(self.values(x).view(batch, length, self.num_kv_heads, self.head_dim))
+        keys = self._repeat_heads(self.keys(x).view(batch, length, self.num_kv_heads, self.head_dim))
+        values = self._repeat_heads(self.values(x).view(batch, length, self.num_kv_heads, self.head_dim))
         mixed = functional.scaled_dot_product_attention(
             queries.transpose(1, 2),
             keys.transpose(1, 2),
             values.transpose(1, 2),
             dropout_p=self.dropout if self.training else 0.0,
             is_causal=self.is_causal,
-            enable_gqa=self.num_kv_heads * self._sharing != self.num_heads,
+            enable_gqa=self.num_kv_heads * self._repeats != self.num_heads,
         )
         result: torch.Tensor = self.output(mixed.transpose(1, 2).reshape(batch, length, width))
         return result
 
-    def _shared(self, heads: torch.Tensor) -> torch.Tensor:
-        """Heads repeated, one after the other, as often as ranks need."""
-        return heads if self._sharing == 1 else heads.repeat_interleave(self._sharing, dim=2)
+    def _repeat_heads(self, heads: torch.Tensor) -> torch.Tensor:
+        return heads if self._repeats == 1 else heads.repeat_interleave(self._repeats, dim=2)
 
 
 class ColumnParallelLinear(nn.Linear):
-    """``nn.Linear`` divided by its outputs; see `ColumnParallel`.
+    """``nn.Linear`` sharded by its outputs; see `ColumnParallel`.
 
-    It gives what it gets: of a DTensor a DTensor, of a plain tensor, which is whole on every rank, this rank's part.
-    Its parameters have the values that ``nn.Linear`` draws on the first rank of the mesh, whose seed counts.
+    A DTensor gives a DTensor; a plain input, which is replicated, gives this rank's shard as a plain tensor. The
+    parameters have the values that ``nn.Linear`` draws on the mesh's rank 0, whose seed counts.
 
     Args:
-        in_features, out_features, bias, dtype: As for ``nn.Linear``.
+        in_features, out_features, bias, dtype: The arguments of ``nn.Linear``.
         mesh: The ranks, along one axis; all of them make the layer.
-        gather_output: Whether the output is whole on every rank.
-        sequence_dim: The dim of the input along which it comes divided, to be gathered; None is whole.
-        blocks, chunks: As for `ColumnParallel`.
+        gather_output: Whether the output is replicated.
+        sequence_dim: The dim along which the input is sharded, to be gathered; None if it is replicated.
+        blocks, chunks: The arguments of `ColumnParallel`.
 
     Shape:
         (..., in_features) to (..., out_features), of which a rank has out_features / p.
@@ -163,15 +159,15 @@ class ColumnParallelLinear(nn.Linear):
 
 
 class RowParallelLinear(nn.Linear):
-    """``nn.Linear`` divided by its inputs; see `RowParallel`.
+    """``nn.Linear`` sharded by its inputs; see `RowParallel`.
 
-    It gives what it gets: of a DTensor a DTensor, of a plain tensor, which is this rank's part of the input, the whole
-    output, or its part of it. Its parameters have the values that ``nn.Linear`` draws on the first rank of the mesh.
+    A DTensor gives a DTensor; a plain input, which is this rank's shard, gives the full output, or this rank's shard of
+    it, as a plain tensor. The parameters have the values that ``nn.Linear`` draws on the mesh's rank 0.
 
     Args:
-        in_features, out_features, bias, dtype: As for ``nn.Linear``.
+        in_features, out_features, bias, dtype: The arguments of ``nn.Linear``.
         mesh: The ranks, along one axis; all of them make the layer.
-        sequence_dim: The dim of the output along which it is divided; None is whole on every rank.
+        sequence_dim: The dim along which the output is sharded; None if it is replicated.
 
     Shape:
         (..., in_features), of which a rank has in_features / p, to (..., out_features).
@@ -193,15 +189,15 @@ class RowParallelLinear(nn.Linear):
 
 
 class ParallelEmbedding(nn.Embedding):
-    """``nn.Embedding`` divided by its vocabulary; see `VocabularyParallel`.
+    """``nn.Embedding`` sharded by its vocabulary; see `VocabularyParallel`.
 
-    It gives what it gets: of a DTensor a DTensor, of a plain tensor, the tokens, the whole output, or this rank's part
-    of it. Its weight has the values that ``nn.Embedding`` draws on the first rank of the mesh.
+    A DTensor gives a DTensor; plain tokens, which are replicated, give the full output, or this rank's shard of it,
+    as a plain tensor. The weight has the values that ``nn.Embedding`` draws on the mesh's rank 0.
 
     Args:
-        num_embeddings, embedding_dim: As for ``nn.Embedding``.
+        num_embeddings, embedding_dim: The arguments of ``nn.Embedding``.
         mesh: The ranks, along one axis; all of them make the layer.
-        sequence_dim: The dim of the output along which it is divided; None is whole on every rank.
+        sequence_dim: The dim along which the output is sharded; None if it is replicated.
         options: The other arguments of ``nn.Embedding``; ``max_norm`` and ``sparse`` are refused.
 
     Shape:

@@ -1,10 +1,10 @@
-"""A module's forward with inputs and outputs that lie as declared.
+"""Wrapped forwards: a module's inputs and outputs with declared placements.
 
 [Note: plain tensors]
-A layer by itself gives what it gets: of distributed tensors it makes distributed ones. Plain tensors are this rank's
-parts, and then what comes out is plain too, this rank's part of it. Inside of a module that is parallel as a whole
-(`ReplicatedForward`) all is distributed, and plain tensors are those that the module's code has made: whole on every
-rank, which the ranks compare; `plain` says how.
+A single layer returns DTensors for DTensors. Plain inputs are this rank's shards, and then the outputs are this rank's
+shards too, as plain tensors. Inside of a parallel module (`ReplicatedForward`) everything is distributed, and plain
+tensors are those that the module's code makes: they count as replicated, and the ranks compare them; see
+`tensor.plain_tensors`.
 """
 
 from __future__ import annotations
@@ -34,19 +34,19 @@ if TYPE_CHECKING:
 
 
 def map_tensors(function: Callable[[torch.Tensor], Any], value: Any) -> Any:
-    """``value`` with each tensor replaced by what ``function`` makes of it; in containers and dataclasses too.
+    """Apply a function to each tensor in a value, its containers and dataclasses.
 
-    Containers in which nothing is replaced are those that were given, so that what a module puts into them, as into a
-    cache, is where its caller looks.
+    Containers in which no tensor changes are returned themselves, so that a caller sees what a module puts into them,
+    as into a cache.
     """
     if isinstance(value, torch.Tensor):
         return function(value)
     if isinstance(value, Mapping):
-        return _replaced(value, list(value), [map_tensors(function, one) for one in value.values()])
+        return _replace_values(value, list(value), [map_tensors(function, one) for one in value.values()])
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        # Some are made without all of their fields.
+        # Some dataclass instances lack some of their fields.
         names = [field.name for field in dataclasses.fields(value) if hasattr(value, field.name)]
-        return _replaced(value, names, [map_tensors(function, getattr(value, name)) for name in names])
+        return _replace_values(value, names, [map_tensors(function, getattr(value, name)) for name in names])
     if not isinstance(value, list | tuple):
         return value
     made = [map_tensors(function, one) for one in value]
@@ -55,52 +55,52 @@ def map_tensors(function: Callable[[torch.Tensor], Any], value: Any) -> Any:
     return type(value)(*made) if hasattr(value, "_fields") else type(value)(made)
 
 
-def _replaced(value: Any, names: Sequence[Any], made: Sequence[Any]) -> Any:
-    """A mapping or a dataclass with other values, or itself where they are the same."""
+def _replace_values(value: Any, names: Sequence[Any], made: Sequence[Any]) -> Any:
+    """A mapping or a dataclass with other values, or itself if they are the same."""
     before = [value[name] if isinstance(value, Mapping) else getattr(value, name) for name in names]
     if all(one is other for one, other in zip(made, before, strict=True)):
         return value
     if isinstance(value, Mapping) and not isinstance(value, MutableMapping):
         return type(value)(dict(zip(names, made, strict=True)))  # type: ignore[call-arg]
-    other = copy.copy(value)  # some can't be made of their values alone, as a defaultdict
+    other = copy.copy(value)  # some, as a defaultdict, can't be made of their values alone
     for name, one in zip(names, made, strict=True):
         if isinstance(value, Mapping):
             other[name] = one
         else:
-            object.__setattr__(other, name, one)  # also of frozen ones
+            object.__setattr__(other, name, one)  # a dataclass may be frozen
     return other
 
 
 def find_dtensors(value: Any) -> list[DTensor]:
-    """The distributed tensors in a value."""
+    """The DTensors in a value."""
     found: list[DTensor] = []
     map_tensors(lambda tensor: found.append(tensor) if isinstance(tensor, DTensor) else None, value)
     return found
 
 
 def find_arguments(forward: Callable[..., Any]) -> tuple[list[str], bool]:
-    """The names of a forward's arguments, those that are given by position first, and whether it takes others too."""
+    """The names of a forward's arguments in order, and whether it takes variadic ones too."""
     parameters = inspect.signature(forward).parameters.values()
-    others = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
-    names = [parameter.name for parameter in parameters if parameter.kind not in others]
+    variadic = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+    names = [parameter.name for parameter in parameters if parameter.kind not in variadic]
     return names, len(names) < len(parameters)
 
 
 class ShardedForward:
-    """A forward around which inputs and outputs lie as a style says; see [Note: plain tensors].
+    """A forward whose inputs and outputs get the placements of a style; see [Note: plain tensors].
 
     Args:
-        forward: The module's own.
-        mesh: Over which its parameters lie; of one axis.
-        preparation: How tensors lie.
-        given: How a plain input lies, for a layer by itself; None inside of a module that is parallel as a whole.
+        forward: The module's own forward.
+        mesh: The mesh of the parameters, of one axis.
+        placements: The placements of inputs and outputs.
+        given: The placement of plain inputs, for a single layer; None inside of a parallel module.
     """
 
     def __init__(
-        self, forward: Callable[..., Any], mesh: DeviceMesh, preparation: IOPlacements, given: Placement | None = None
+        self, forward: Callable[..., Any], mesh: DeviceMesh, placements: IOPlacements, given: Placement | None = None
     ) -> None:
         functools.update_wrapper(self, forward)
-        self._forward, self._mesh, self._preparation, self._given = forward, mesh, preparation, given
+        self._forward, self._mesh, self._placements, self._given = forward, mesh, placements, given
         self._names, _ = find_arguments(forward)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -108,76 +108,75 @@ class ShardedForward:
         is_plain = self._given is not None and not find_dtensors([args, kwargs])
         names = self._names
         args = tuple(
-            self._prepare(value, self._wanted(place, names[place] if place < len(names) else ""))
-            for place, value in enumerate(args)
+            self._place_input(value, self._wanted(index, names[index] if index < len(names) else ""))
+            for index, value in enumerate(args)
         )
         kwargs = {
-            name: self._prepare(value, self._wanted(names.index(name) if name in names else len(names), name))
+            name: self._place_input(value, self._wanted(names.index(name) if name in names else len(names), name))
             for name, value in kwargs.items()
         }
         result = self._forward(*args, **kwargs)
-        return self._finish(result, is_plain=is_plain)
+        return self._place_outputs(result, is_plain=is_plain)
 
-    def _wanted(self, place: int, name: str) -> Placement | None:
-        """How an argument shall lie, however it is passed."""
-        wanted = self._preparation.wanted
+    def _wanted(self, index: int, name: str) -> Placement | None:
+        """The placement of an argument, however it is passed."""
+        wanted = self._placements.wanted
         if wanted is None or isinstance(wanted, Placement):
             return wanted
         if isinstance(wanted, Mapping):
             return wanted.get(name)
-        return wanted[place] if place < len(wanted) else None
+        return wanted[index] if index < len(wanted) else None
 
-    def _prepare(self, value: Any, wanted: Placement | None) -> Any:
+    def _place_input(self, value: Any, wanted: Placement | None) -> Any:
         given = self._given or Replicate()
 
-        def prepare(tensor: torch.Tensor) -> DTensor:
+        def place(tensor: torch.Tensor) -> DTensor:
             if not isinstance(tensor, DTensor):
                 shape = tensor.shape if isinstance(given, Replicate | Partial) else None
-                inside = ACTIVE_CHECK.get()
-                if self._given is None and inside is not None and tensor.numel():
-                    inside.record("the forward", tensor, self._mesh)
+                check = ACTIVE_CHECK.get()
+                if self._given is None and check is not None and tensor.numel():
+                    check.record("the forward", tensor, self._mesh)
                 tensor = DTensor.from_local(tensor, self._mesh, given, shape=shape)
-            # Also where nothing moves: then gradients, which may be partial, are brought to lie as the input here.
+            # Also if nothing is sent: then gradients, which may be partial, get the input's placement here.
             return tensor if wanted is None else tensor.redistribute(wanted)
 
-        return map_tensors(prepare, value)
+        return map_tensors(place, value)
 
-    def _finish(self, result: Any, *, is_plain: bool) -> Any:
-        outputs = self._preparation.outputs
+    def _place_outputs(self, result: Any, *, is_plain: bool) -> Any:
+        outputs = self._placements.outputs
 
-        def finish(tensor: torch.Tensor, placement: Placement | None) -> torch.Tensor:
+        def place(tensor: torch.Tensor, placement: Placement | None) -> torch.Tensor:
             if not isinstance(tensor, DTensor):
                 return tensor
             placed = tensor if placement is None else tensor.redistribute(placement)
             return placed.to_local() if is_plain else placed
 
         if outputs is None or isinstance(outputs, Placement):
-            return map_tensors(lambda tensor: finish(tensor, outputs), result)
+            return map_tensors(lambda tensor: place(tensor, outputs), result)
         if not isinstance(result, list | tuple) or len(result) != len(outputs):
-            is_several = isinstance(result, list | tuple)
-            what = counted(len(result), "output") if is_several else with_article(type(result).__name__)
+            has_several = isinstance(result, list | tuple)
+            what = counted(len(result), "output") if has_several else with_article(type(result).__name__)
             raise ValueError(
                 f"the style declares {counted(len(outputs), 'output')}, {list(outputs)}, and the module gave {what}:"
                 " declare one placement for all, or as many as there are outputs"
             )
-        parts = [
-            map_tensors(functools.partial(finish, placement=placement), one)
+        placed = [
+            map_tensors(functools.partial(place, placement=placement), one)
             for one, placement in zip(result, outputs, strict=True)
         ]
-        return type(result)(*parts) if hasattr(result, "_fields") else type(result)(parts)
+        return type(result)(*placed) if hasattr(result, "_fields") else type(result)(placed)
 
 
 class ReplicatedForward:
-    """The forward of one of the modules of a model that is parallel inside and looks undivided from outside.
+    """The forward of a module of a model that is parallel inside and looks unsharded from outside.
 
-    Where it is called from outside of all others, plain tensors that come in are whole, the same on all ranks, and so
-    are the results, unless some inputs are distributed. Everywhere in the model plain tensors that its code makes count
-    as whole.
+    If it is called from outside of the model, plain inputs are replicated, and results are full plain tensors, unless
+    some inputs are DTensors. Everywhere in the model plain tensors that its code makes count as replicated.
 
     Args:
-        forward: The module's own, which may be prepared.
-        path: The module's in the model.
-        model: What the model's modules have in common.
+        forward: The module's forward, which may be a `ShardedForward`.
+        path: The module's path in the model.
+        model: The state that the model's modules share.
     """
 
     def __init__(self, forward: Callable[..., Any], path: str, model: ParallelModel) -> None:
@@ -187,94 +186,94 @@ class ReplicatedForward:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Compute the module."""
         model = self._model
-        if (caller := ACTIVE_CHECK.get()) is not model.plain:
+        if (caller := ACTIVE_CHECK.get()) is not model.forward_check:
             with model.inside(self._path):
-                return self._compute_from_outside(args, kwargs, is_of_code=caller is not None)
-        outer, model.plain.path = model.plain.path, self._path
+                return self._call_from_outside(args, kwargs, is_by_model=caller is not None)
+        outer, model.forward_check.path = model.forward_check.path, self._path
         try:
             return self._forward(*args, **kwargs)
         finally:
-            model.plain.path = outer
+            model.forward_check.path = outer
 
-    def _compute_from_outside(self, args: Any, kwargs: Any, *, is_of_code: bool) -> Any:
-        """Compute what is called from outside of all others, or by the model's own code, as `generate` is."""
+    def _call_from_outside(self, args: Any, kwargs: Any, *, is_by_model: bool) -> Any:
+        """Compute a forward that is called from outside of the model, or by its own code outside, as ``generate``."""
         gathers = self._model.gathers and not find_dtensors([args, kwargs])
-        spread = functools.partial(self._spread, is_of_code=is_of_code)
-        args, kwargs = map_tensors(spread, args), map_tensors(spread, kwargs)
-        result = map_tensors(self._note_result, self._forward(*args, **kwargs))
+        replicate = functools.partial(self._replicate, is_by_model=is_by_model)
+        args, kwargs = map_tensors(replicate, args), map_tensors(replicate, kwargs)
+        result = map_tensors(self._record_result, self._forward(*args, **kwargs))
         return map_tensors(_gather, result) if gathers else result
 
-    def _spread(self, tensor: torch.Tensor, *, is_of_code: bool) -> DTensor:
+    def _replicate(self, tensor: torch.Tensor, *, is_by_model: bool) -> DTensor:
         if isinstance(tensor, DTensor):
             return tensor
         mesh = self._model.mesh
         made = DTensor.from_local(tensor, mesh, [Replicate()] * mesh.ndim, shape=tensor.shape)
-        self._model.plain.record("the forward", tensor, mesh, is_due=is_of_code)
+        self._model.forward_check.record("the forward", tensor, mesh, is_due=is_by_model)
         return made
 
-    def _note_result(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Have the ranks compare what the model's code made and returns plain: perhaps no operator has taken it."""
+    def _record_result(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Let the ranks compare a plain tensor that the model returns, which no operator may have taken."""
         if is_plain(tensor):
-            self._model.plain.record("the result", tensor, self._model.mesh)
+            self._model.forward_check.record("the result", tensor, self._model.mesh)
         return tensor
 
 
 class ParallelModel:
-    """What the modules of a model that is parallel as a whole have in common.
+    """The state that the modules of a parallel model share.
 
     Args:
-        mesh: Over which its parameters lie.
-        gathers: Whether results become plain where a module is called from outside.
-        checks: Whether the ranks compare each plain tensor when it is used, and those that come in, too.
+        mesh: The mesh of the parameters.
+        gathers: Whether results become full plain tensors if a module is called from outside.
+        checks: Whether the ranks compare each plain tensor when it is used, and the inputs too.
     """
 
     def __init__(self, mesh: DeviceMesh, *, gathers: bool, checks: bool) -> None:
         self.mesh, self.gathers, self.checks = mesh, gathers, checks
-        self.plain = ReplicaCheck(mesh, immediate=checks)
-        """The plain tensors that modules' forwards make."""
-        self.backward = ReplicaCheck(mesh, immediate=checks)
-        """Those that gradients take."""
-        mesh.parent.attachments.setdefault(BACKWARD_CHECKS, {})[mesh.identity] = self.backward
+        self.forward_check = ReplicaCheck(mesh, immediate=checks)
+        """The check of plain tensors in forwards."""
+        self.backward_check = ReplicaCheck(mesh, immediate=checks)
+        """The check of plain tensors in backward."""
+        mesh.parent.attachments.setdefault(BACKWARD_CHECKS, {})[mesh.identity] = self.backward_check
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ParallelModel:
-        """The same for a copy of the model."""
+        """The state of a copy of the model."""
         made = memo[id(self)] = ParallelModel(self.mesh, gathers=self.gathers, checks=self.checks)
         return made
 
     @contextlib.contextmanager
     def inside(self, path: str) -> Iterator[None]:
-        """Inside, the forward of the module of that path runs."""
+        """A block in which the forward of the module at a path runs, called from outside of the model."""
         if current_backward_id() == -1:
-            self.backward.forget()  # of a backward that raised
-        with self._counting(self.plain):
-            self.plain.path = path
+            self.backward_check.forget()  # the records of a backward that raised
+        with self._checking(self.forward_check):
+            self.forward_check.path = path
             yield
 
     @contextlib.contextmanager
     def around(self) -> Iterator[None]:
-        """Inside, a method runs that calls forwards from outside of all others."""
-        with self._counting(ReplicaCheck(self.mesh, immediate=self.checks)):
+        """A block in which a method runs that calls the model's forwards."""
+        with self._checking(ReplicaCheck(self.mesh, immediate=self.checks)):
             yield
 
     @staticmethod
     @contextlib.contextmanager
-    def _counting(plain: ReplicaCheck) -> Iterator[None]:
-        """Inside, plain tensors count as whole, and the ranks compare them at the end."""
-        before = ACTIVE_CHECK.set(plain)
+    def _checking(check: ReplicaCheck) -> Iterator[None]:
+        """A block in which plain tensors count as replicated; the ranks compare them at its end."""
+        before = ACTIVE_CHECK.set(check)
         try:
             yield
-            plain.compare()
+            check.compare()
         finally:
-            plain.forget()
+            check.forget()
             ACTIVE_CHECK.reset(before)
 
 
 class GatheredMethod:
-    """A method of a model that calls its forwards and works on what they keep, as caches are: ``generate``.
+    """A method such as ``generate``, which calls the model's forwards and works on their caches.
 
     Args:
-        method: The model's own.
-        model: What the model's modules have in common.
+        method: The model's own method.
+        model: The state that the model's modules share.
     """
 
     def __init__(self, method: Callable[..., Any], model: ParallelModel) -> None:
@@ -282,7 +281,7 @@ class GatheredMethod:
         self._method, self._model = method, model
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Call the method; what it returns is plain."""
+        """Call the method; its results are plain tensors."""
         with self._model.around():
             return map_tensors(_gather, self._method(*args, **kwargs))
 

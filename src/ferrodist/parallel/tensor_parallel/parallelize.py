@@ -1,7 +1,4 @@
-"""A plan applied to a module: parameters divided over the ranks, forwards prepared.
-
-States of undivided modules, loaded into divided ones.
-"""
+"""`parallelize`: a plan applied to a module, whose parameters become DTensors and whose forwards are wrapped."""
 
 from __future__ import annotations
 
@@ -23,8 +20,9 @@ from ferrodist.parallel.tensor_parallel.module_io import (
 )
 from ferrodist.parallel.tensor_parallel.plan import check_values, describe_plan, parameter_placements, resolve_plan
 from ferrodist.parallel.tensor_parallel.styles import ColumnParallel, Style
-from ferrodist.tensor.dtensor import DTensor, keep_grad_placements
+from ferrodist.tensor.dtensor import DTensor
 from ferrodist.tensor.factories import distribute
+from ferrodist.tensor.grad_placements import keep_grad_placements
 from ferrodist.tensor.placement import Replicate
 from ferrodist.torch_private.modules import own_buffers, own_parameters
 
@@ -35,10 +33,10 @@ if TYPE_CHECKING:
 
 
 def accept_full_state_dicts(module: nn.Module) -> None:
-    """Have ``load_state_dict`` of a module, or of one in it, take plain whole tensors too, of which rank 0's count."""
+    """Let ``load_state_dict`` of a module and its sub-modules take full plain tensors too, those of rank 0."""
     for one in module.modules():
         one.register_load_state_dict_pre_hook(_distribute_values)  # type: ignore[no-untyped-call]
-        one.register_load_state_dict_post_hook(_place_gradients)  # type: ignore[no-untyped-call]
+        one.register_load_state_dict_post_hook(_keep_grad_placements)  # type: ignore[no-untyped-call]
 
 
 def _distribute_values(module: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:
@@ -51,8 +49,8 @@ def _distribute_values(module: nn.Module, state: dict[str, Any], prefix: str, *_
             state[prefix + key] = distribute(value.detach(), own.mesh, own.placements)
 
 
-def _place_gradients(module: nn.Module, *_: Any) -> None:
-    """Parameters that were assigned are other ones than those that had their gradients placed."""
+def _keep_grad_placements(module: nn.Module, *_: Any) -> None:
+    """Hook the parameters, which are new ones if the state was assigned."""
     parameters: dict[str, torch.Tensor | None] = {**own_parameters(module)}
     for own in parameters.values():
         if isinstance(own, DTensor):
@@ -71,43 +69,42 @@ def parallelize(
     check: bool = False,
     init: Callable[[nn.Module], object] | None = None,
 ) -> _Module:
-    """Divide a module over the ranks of a mesh, as a plan says; every rank of the mesh calls this.
+    """Shard a module over the ranks of a mesh by a plan; every rank of the mesh calls this.
 
-    Parameters become DTensors, with the values of rank 0 of the mesh: those that the plan names divided, all others,
-    and buffers, whole on every rank. The module's own code runs as it is, on DTensors. Plain tensors that it makes, as
-    positions and masks, count as whole, in gradients too; the ranks compare what they have, and inputs, at the end of a
-    forward, or a backward, in which there were such. From outside the module looks undivided, and so does each module
-    in it: plain tensors that come in count as whole, and plain whole tensors come out; so do those in tuples, lists,
-    mappings and dataclasses, which are copied where they have tensors. A method ``generate`` gives what it gives of
-    plain tensors.
+    Parameters become DTensors, with the values of the mesh's rank 0: sharded if the plan names them, else replicated,
+    as buffers are. The module's own code runs unchanged, on DTensors. Plain tensors that it makes, such as positions
+    and masks, count as replicated, in gradients too; at the end of a forward or a backward that used some, the ranks
+    compare them, and the inputs. From outside the module, and each of its sub-modules, looks unsharded: plain inputs
+    count as replicated, and outputs are full plain tensors; so are those in tuples, lists, mappings and dataclasses,
+    which are copied if they have tensors. A method ``generate`` returns plain tensors too.
 
-    Its ``state_dict()`` has DTensors, whose ``full_tensor()`` can be saved; ``load_state_dict`` takes these and plain
-    whole tensors, of which rank 0's count. Make optimizers after this.
+    The ``state_dict()`` has DTensors, whose ``full_tensor()`` can be saved; ``load_state_dict`` takes these and full
+    plain tensors, of which it reads rank 0's. Make optimizers after this.
 
     Args:
         module: The module, which is changed in place. Parameters may be on the meta device: then no rank ever holds
-            more than its parts, and all parameters of one module in it.
+            more than its shards and all parameters of one sub-module.
         mesh: The ranks, along one axis: a slice of a larger mesh by its name.
-        plan: Styles by the paths of modules, as ``named_modules`` has them: ``{"blocks.*.up": ColumnParallel()}``. A
-            ``*`` stands for any one name of a path, or a part of one. The empty path is the module itself.
-        gathers_outputs: Whether the module's outputs become plain whole tensors. False gives DTensors, as scores that
-            stay divided by the vocabulary until ``cross_entropy``.
-        check: Compare each plain tensor before it is used, and those that come in, by an exchange for each, also where
-            the model makes none. That names the first that differs, also where ranks with different ones don't come to
-            the forward's end together.
-        init: ``init(module)`` gives a module's own parameters and buffers their values where they were on the meta
-            device; None calls ``module.reset_parameters()``. Every rank calls it; rank 0's values count.
+        plan: Styles by the paths of modules, as in ``named_modules``: ``{"blocks.*.up": ColumnParallel()}``. A ``*``
+            matches any name in a path, or a part of one. The empty path is the module itself.
+        gathers_outputs: Whether the module's outputs become full plain tensors. False gives DTensors, such as logits
+            that stay sharded by the vocabulary until ``cross_entropy``.
+        check: Whether to compare each plain tensor before it is used, and each input, by an exchange for each, even if
+            the model makes none. The error then names the first tensor that differs, even if the ranks don't reach the
+            forward's end together.
+        init: ``init(module)`` initializes a module's own parameters and buffers if they were on the meta device; None
+            calls ``module.reset_parameters()``. Every rank calls it; rank 0's values are used.
 
     Returns:
         ``module``.
 
     Raises:
-        TypeError: An argument is of another kind, or a style is of another module.
-        ValueError: The mesh has several axes; a path of the plan is of no module; a module, or a parameter that modules
-            share, gets different styles; a parameter is distributed already, has a gradient, or no shape yet. Nothing
-            was changed.
-        UnsupportedOpError: One of the two on another rank; or a module on the meta device has nothing to give it
-            values. Nothing was changed.
+        TypeError: An argument has the wrong type, or a style is for another class of modules.
+        ValueError: The mesh has several axes; a path of the plan matches no module; a module, or a parameter that
+            modules share, gets different styles; a parameter is distributed already, has a gradient, or no shape yet.
+            Nothing was changed.
+        UnsupportedOpError: Another rank raised one of these two; or a module on the meta device can't be initialized.
+            Nothing was changed.
         CollectiveMismatchError: On every rank: modules or plans differ between ranks. Nothing was changed.
     """
     check_mesh(mesh)
@@ -118,7 +115,7 @@ def parallelize(
     model = ParallelModel(mesh, gathers=gathers_outputs, checks=check)
     for path, one in module.named_modules():
         if path in styles:
-            _prepare(one, mesh, styles[path])
+            _wrap_forward(one, mesh, styles[path])
         if type(one).forward is not nn.Module.forward:
             one.forward = ReplicatedForward(one.forward, path, model)
         if callable(getattr(type(one), "generate", None)):
@@ -127,20 +124,20 @@ def parallelize(
 
 
 def apply_style(module: nn.Module, mesh: DeviceMesh, style: Style, given: Placement) -> None:
-    """Make one module a layer by itself, divided and with its forward prepared; every rank of the mesh calls this.
+    """Shard a single module and wrap its forward; every rank of the mesh calls this.
 
     Args:
         module: The module, which is changed in place.
         mesh: The ranks, along one axis.
-        style: How.
-        given: How an input lies that comes as a plain tensor, this rank's part.
+        style: The module's style.
+        given: The placement of plain inputs, which are this rank's shards.
 
     Raises:
         TypeError, ValueError, CollectiveMismatchError: As for `parallelize`.
     """
     check_mesh(mesh)
     shard_module(module, mesh, {"": style}, settings=f"plain inputs {given}")
-    _prepare(module, mesh, style, given)
+    _wrap_forward(module, mesh, style, given)
 
 
 def shard_module(
@@ -151,14 +148,14 @@ def shard_module(
     settings: str = "",
     init: Callable[[nn.Module], object] | None = None,
 ) -> dict[str, Style]:
-    """Make the parameters and buffers of a module and those in it DTensors, with the values of the mesh's rank 0.
+    """Make the parameters and buffers of a module and its sub-modules DTensors, with the values of the mesh's rank 0.
 
     Args:
         module: The module.
         mesh: The ranks; all of them call this.
-        plan: As for `parallelize`; the parameters of modules without a style are whole on every rank.
-        settings: What else must be the same on all ranks.
-        init: As for `parallelize`.
+        plan: The plan of `parallelize`; the parameters of modules without a style are replicated.
+        settings: A text of other settings that must be the same on all ranks.
+        init: The initializer; see `parallelize`.
 
     Returns:
         The styles by the paths of modules.
@@ -174,7 +171,7 @@ def shard_module(
         placements = parameter_placements(module, styles)
         check_values(module, init)
     except (TypeError, ValueError, UnsupportedOpError) as error:
-        failure = error  # the others hear of it below, or they would wait for this rank
+        failure = error  # the other ranks are told below, else they would wait for this one
     lines = [] if failure else [f"the settings {settings!r}", *describe_plan(module, styles, placements)]
     refusal = None if failure is None else str(failure)
     deadline = Deadline(mesh.group.timeout)
@@ -191,7 +188,7 @@ def shard_module(
 
 
 def check_mesh(mesh: DeviceMesh) -> None:
-    """Raise unless it is a mesh of one axis."""
+    """Raise unless ``mesh`` is a mesh of one axis."""
     if not isinstance(mesh, DeviceMesh):
         raise TypeError(f"the ranks are given as a DeviceMesh of one axis, not as {type(mesh).__name__}")
     if mesh.ndim != 1:
@@ -208,7 +205,7 @@ def _distribute(
     placements: Mapping[nn.Parameter, Placement],
     init: Callable[[nn.Module], object] | None,
 ) -> None:
-    """Put DTensors in the places of parameters and buffers, module by module."""
+    """Replace parameters and buffers by DTensors, module by module."""
     made: dict[torch.Tensor, torch.Tensor] = {}
     for path, owner in module.named_modules():
         parameters, buffers = dict(own_parameters(owner)), dict(own_buffers(owner))
@@ -217,10 +214,10 @@ def _distribute(
             if own is None:
                 continue
             if own not in made:
-                divided = distribute(getattr(owner, key).detach(), mesh, placements[own])
-                made[own] = nn.Parameter(divided, requires_grad=own.requires_grad)
+                distributed = distribute(getattr(owner, key).detach(), mesh, placements[own])
+                made[own] = nn.Parameter(distributed, requires_grad=own.requires_grad)
                 keep_grad_placements(made[own])
-            setattr(owner, key, made[own])  # modules may keep lists of theirs, which they then renew
+            setattr(owner, key, made[own])  # a module may have a list of its parameters, which this renews
         for key, buffer in buffers.items():
             if buffer is not None and not isinstance(buffer, DTensor):
                 if buffer not in made:
@@ -228,7 +225,7 @@ def _distribute(
                 own_buffers(owner)[key] = made[buffer]
 
 
-def _prepare(module: nn.Module, mesh: DeviceMesh, style: Style, given: Placement | None = None) -> None:
+def _wrap_forward(module: nn.Module, mesh: DeviceMesh, style: Style, given: Placement | None = None) -> None:
     forward = module.forward
     if isinstance(style, ColumnParallel) and style.chunks > 1:
         assert isinstance(module, nn.Linear), "the style has checked it"

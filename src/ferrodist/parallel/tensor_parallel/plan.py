@@ -1,4 +1,4 @@
-"""Which module of a plan has which style, and how each parameter shall lie."""
+"""Resolution of a plan: the style of each module, and the placement of each parameter."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch.nn.parameter import is_lazy
 from ferrodist.collectives.reduce_op import DTYPES
 from ferrodist.errors import UnsupportedOpError
 from ferrodist.parallel.module_guard import describe_owner
-from ferrodist.parallel.module_init import find_initialiser, has_meta_tensors
+from ferrodist.parallel.module_init import describe, find_initialiser, has_meta_tensors
 from ferrodist.parallel.tensor_parallel.module_io import find_arguments
 from ferrodist.parallel.tensor_parallel.styles import Style
 from ferrodist.tensor.dtensor import DTensor
@@ -27,14 +27,14 @@ if TYPE_CHECKING:
 
 
 def resolve_plan(module: nn.Module, plan: Mapping[str, Style]) -> dict[str, Style]:
-    """The style of each module that has one, by its first path.
+    """The styles of modules by path; a module with several paths is under its first one.
 
     Raises:
         TypeError, ValueError: The plan doesn't fit the module.
     """
     if not isinstance(plan, Mapping):
         raise TypeError(f"a plan is a mapping from paths to styles, not {type(plan).__name__}")
-    # A module that is in several places has a path for each.
+    # A module that is registered several times has a path for each.
     modules = dict(module.named_modules(remove_duplicate=False))
     first = {one: name for name, one in reversed(modules.items())}
     styles: dict[str, Style] = {}
@@ -63,7 +63,7 @@ def _fits(name: str, pattern: str) -> bool:
 
 
 def _check_arguments(name: str, module: nn.Module, wanted: Any) -> None:
-    """Raise unless the module takes the arguments of which a style says how they lie."""
+    """Raise unless the module takes the arguments for which a style has placements."""
     names, takes_others = find_arguments(module.forward)
     if takes_others or wanted is None or isinstance(wanted, Placement):
         return
@@ -74,14 +74,14 @@ def _check_arguments(name: str, module: nn.Module, wanted: Any) -> None:
             )
     elif len(wanted) > len(names):
         inputs = counted(len(wanted), "input")
-        raise ValueError(f"the style says how {inputs} of module {name!r} lie: it takes {', '.join(map(repr, names))}")
+        raise ValueError(f"the style places {inputs} of module {name!r}, which takes {', '.join(map(repr, names))}")
 
 
 def parameter_placements(module: nn.Module, styles: Mapping[str, Style]) -> dict[nn.Parameter, Placement]:
-    """How each parameter shall lie; one that modules share lies as the style of one of them says.
+    """The placement of each parameter; a shared one has that of the style of any of its modules.
 
     Raises:
-        ValueError: A parameter can't be divided, or two styles don't agree about one.
+        ValueError: A parameter can't be sharded so, or the styles of its modules disagree.
     """
     found: dict[nn.Parameter, Placement] = {}
     by: dict[nn.Parameter, str] = {}
@@ -96,7 +96,7 @@ def parameter_placements(module: nn.Module, styles: Mapping[str, Style]) -> dict
             placement = style.placement_of(key, parameter)
             if parameter in by and found[parameter] != placement:
                 raise ValueError(
-                    f"parameter {name!r} is also {by[parameter]!r}, and the plan divides it as {placement} and as"
+                    f"parameter {name!r} is also {by[parameter]!r}, and the plan places it as {placement} and as"
                     f" {found[parameter]}: give both modules styles that agree"
                 )
             _check_dim(name, parameter, placement)
@@ -124,9 +124,9 @@ def _check_parameter(name: str, parameter: nn.Parameter) -> None:
 
 
 def _check_dim(name: str, parameter: nn.Parameter, placement: Placement) -> None:
-    """Raise unless a parameter has the dim that is to be divided, in the blocks that are asked for."""
+    """Raise unless a parameter has the dim that is to be sharded, and the dim has equal blocks."""
     if isinstance(placement, Partial):
-        raise ValueError(f"parameter {name!r} can't be {placement}: optimizers don't change parts of sums alike")  # noqa: TRY004
+        raise ValueError(f"parameter {name!r} can't be {placement}: optimizers are not linear in partial sums")  # noqa: TRY004
     if not isinstance(placement, Shard):
         return
     shape = tuple(parameter.shape)
@@ -140,12 +140,12 @@ def _check_dim(name: str, parameter: nn.Parameter, placement: Placement) -> None
 
 
 def check_values(module: nn.Module, init: Callable[[nn.Module], object] | None) -> None:
-    """Raise unless all parameters and buffers can be sent, and those on the meta device given values.
+    """Raise unless all parameters and buffers can be sent, and those on the meta device initialized.
 
     Raises:
         ValueError: A parameter belongs to an FSDP.
-        TypeError: One is of a dtype that no collective carries.
-        UnsupportedOpError: Nothing gives a module values.
+        TypeError: A parameter or a buffer has a dtype that no collective carries.
+        UnsupportedOpError: A module on the meta device can't be initialized.
     """
     if reason := describe_owner(module.named_parameters()):
         raise ValueError(f"{reason}: parallelize the module first, and wrap it afterwards")
@@ -160,19 +160,13 @@ def check_values(module: nn.Module, init: Callable[[nn.Module], object] | None) 
 def describe_plan(
     module: nn.Module, styles: Mapping[str, Style], placements: Mapping[nn.Parameter, Placement]
 ) -> list[str]:
-    """What must be the same on all ranks, one thing a line."""
+    """The lines that must be the same on all ranks: styles, parameters and buffers."""
     lines = [f"the style {style} for {name!r}" for name, style in styles.items()]
     for name, parameter in module.named_parameters():
         frozen = "" if parameter.requires_grad else "frozen "
-        lines.append(
-            f"{frozen}parameter {name!r} of shape {tuple(parameter.shape)} and {parameter.dtype} as"
-            f" {placements[parameter]}{_place(parameter)}"
-        )
-    return lines + [
-        f"buffer {name!r} of shape {tuple(buffer.shape)} and {buffer.dtype}{_place(buffer)}"
-        for name, buffer in module.named_buffers()
-    ]
+        lines.append(f"{frozen}parameter {describe(name, parameter)} as {placements[parameter]}{_device(parameter)}")
+    return lines + [f"buffer {describe(name, buffer)}{_device(buffer)}" for name, buffer in module.named_buffers()]
 
 
-def _place(tensor: torch.Tensor) -> str:
+def _device(tensor: torch.Tensor) -> str:
     return " on the meta device" if tensor.is_meta else ""

@@ -7,12 +7,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ferrodist.collectives.reduce_op import ReduceOp
-from ferrodist.tensor.op_strategy import EinsumPattern, Labels, OpRule, einsum_strategies
+from ferrodist.tensor.op_strategy import EinsumPattern, Labels, OpRule, einsum_rule
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from ferrodist.tensor.op_strategy import LocalFunction, OpCall, OpStrategy
+    from ferrodist.tensor.op_strategy import LocalFunction, OpCall
     from ferrodist.tensor.spec import DTensorSpec
 
 _aten = torch.ops.aten
@@ -27,24 +27,23 @@ def _labels(call: OpCall, weight: DTensorSpec) -> tuple[Labels, Labels, Labels]:
     return [_BATCH, channels[0], *space], [*weight_channels, *space], [_BATCH, channels[1], *space]
 
 
-def _forward_strategies(call: OpCall, axis: int) -> list[OpStrategy]:
+def _forward_pattern(call: OpCall) -> EinsumPattern:
     tensor, weight, output = _labels(call, call.inputs[1])
     biases: list[Labels] = [] if call["bias"] is None else [output[1:2]]
-    pattern = EinsumPattern(
+    return EinsumPattern(
         inputs=[tensor, weight, *biases],
         outputs=[output],
         reductions={_IN: ReduceOp.SUM},
         linear=((0, 2), (1, 2)) if biases else ((0,), (1,)),
         addends=(2,),
     )
-    return einsum_strategies(pattern, call, axis)
 
 
-def _backward_strategies(call: OpCall, axis: int) -> list[OpStrategy]:
+def _backward_pattern(call: OpCall) -> EinsumPattern:
     tensor, weight, output = _labels(call, call.inputs[2])
     wanted = call["output_mask"]
     outputs = [one for one, want in zip((tensor, weight, output[1:2]), wanted, strict=True) if want]
-    pattern = EinsumPattern(
+    return EinsumPattern(
         inputs=[output, tensor, weight],
         outputs=outputs,
         reductions={_BATCH: ReduceOp.SUM, _OUT: ReduceOp.SUM},
@@ -52,7 +51,6 @@ def _backward_strategies(call: OpCall, axis: int) -> list[OpStrategy]:
         cross_rank=(_IN,),
         linear=((0,),),
     )
-    return einsum_strategies(pattern, call, axis)
 
 
 def _local_bias_size(call: OpCall) -> Mapping[str, Any]:
@@ -79,8 +77,6 @@ def _handle_empty(call: OpCall) -> LocalFunction | None:
 
 
 RULES: dict[torch._ops.OpOverload, OpRule] = {
-    _aten.convolution.default: OpRule(strategies=_forward_strategies, local=_handle_empty),
-    _aten.convolution_backward.default: OpRule(
-        strategies=_backward_strategies, arguments=_local_bias_size, local=_handle_empty
-    ),
+    _aten.convolution.default: einsum_rule(_forward_pattern, local=_handle_empty),
+    _aten.convolution_backward.default: einsum_rule(_backward_pattern, arguments=_local_bias_size, local=_handle_empty),
 }

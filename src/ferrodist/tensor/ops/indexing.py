@@ -8,14 +8,14 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ferrodist.collectives.reduce_op import ReduceOp
-from ferrodist.tensor.op_strategy import EinsumPattern, OpRule, einsum_strategies, rule_table
-from ferrodist.tensor.ops.view import drop_needless_partials
+from ferrodist.tensor.op_strategy import EinsumPattern, einsum_rule, rule_table
+from ferrodist.tensor.ops.view import move_rule
 from ferrodist.tensor.spec import DTensorSpec
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from ferrodist.tensor.op_strategy import Labels, OpCall, OpStrategy
+    from ferrodist.tensor.op_strategy import Labels, OpCall
 
 _INDEX = "i"
 """The label of the dim along which an index has its elements."""
@@ -27,53 +27,48 @@ def _replace_label(call: OpCall, dim: int, label: str | None) -> list[Any]:
     return [label if other == dim % max(ndim, 1) else other for other in range(ndim)]
 
 
-def _index_select(call: OpCall, axis: int) -> list[OpStrategy]:
+def _index_select(call: OpCall) -> EinsumPattern:
     dim = call["dim"]
     index = [_INDEX] * call.inputs[1].ndim
     output = _replace_label(call, dim, _INDEX if index else None)
-    pattern = EinsumPattern(inputs=[_replace_label(call, dim, None), index], outputs=[output], linear=((0,),))
-    return drop_needless_partials(einsum_strategies(pattern, call, axis), call, axis)
+    return EinsumPattern(inputs=[_replace_label(call, dim, None), index], outputs=[output], linear=((0,),))
 
 
-def _index_add(call: OpCall, axis: int) -> list[OpStrategy]:
-    """Strategies of an addition, to which ranks may contribute by different parts of the index."""
+def _index_add(call: OpCall) -> EinsumPattern:
+    """The pattern of an addition, to which ranks may contribute by different parts of the index."""
     dim = call["dim"]
     label = _INDEX if call.inputs[1].ndim and call.inputs[0].ndim else None
     target = _replace_label(call, dim, None)
-    pattern = EinsumPattern(
+    return EinsumPattern(
         inputs=[target, [label] * call.inputs[1].ndim, _replace_label(call, dim, label)[: call.inputs[2].ndim]],
         outputs=[target],
         reductions={_INDEX: ReduceOp.SUM},
         linear=((0, 2),),
         addends=(0,),
     )
-    return einsum_strategies(pattern, call, axis)
 
 
-def _index_copy(call: OpCall, axis: int) -> list[OpStrategy]:
+def _index_copy(call: OpCall) -> EinsumPattern:
     target = _replace_label(call, call["dim"], None)
     source = target[: call.inputs[2].ndim]
-    pattern = EinsumPattern(inputs=[target, [None] * call.inputs[1].ndim, source], outputs=[target], linear=((0, 2),))
-    return einsum_strategies(pattern, call, axis)
+    return EinsumPattern(inputs=[target, [None] * call.inputs[1].ndim, source], outputs=[target], linear=((0, 2),))
 
 
-def _index_fill(call: OpCall, axis: int) -> list[OpStrategy]:
+def _index_fill(call: OpCall) -> EinsumPattern:
     target = _replace_label(call, call["dim"], None)
     value: list[Labels] = [[] for _ in call.inputs[2:]]
-    pattern = EinsumPattern(inputs=[target, [None] * call.inputs[1].ndim, *value], outputs=[target])
-    return einsum_strategies(pattern, call, axis)
+    return EinsumPattern(inputs=[target, [None] * call.inputs[1].ndim, *value], outputs=[target])
 
 
 def _without_index(labels: Sequence[Any]) -> list[Any]:
     return [None if label == _INDEX else label for label in labels]
 
 
-def _gather(call: OpCall, axis: int) -> list[OpStrategy]:
-    """Strategies of a gather: dims of which the index has as much as the tensor may be sharded."""
+def _gather(call: OpCall) -> EinsumPattern:
+    """The pattern of a gather: dims of which the index has as much as the tensor may be sharded."""
     spec, index = call.inputs
     labels = _shared_labels(call, spec.shape, index.shape)
-    pattern = EinsumPattern(inputs=[_without_index(labels), labels], outputs=[labels], linear=((0,),))
-    return drop_needless_partials(einsum_strategies(pattern, call, axis), call, axis)
+    return EinsumPattern(inputs=[_without_index(labels), labels], outputs=[labels], linear=((0,),))
 
 
 def _shared_labels(call: OpCall, *shapes: Sequence[int]) -> list[Any]:
@@ -87,22 +82,21 @@ def _shared_labels(call: OpCall, *shapes: Sequence[int]) -> list[Any]:
     ]
 
 
-def _scatter(call: OpCall, axis: int, *, adds: bool = False, is_linear: bool = False) -> list[OpStrategy]:
-    """Strategies of a scatter, which may add to what it finds, and keep partial sums."""
+def _scatter(call: OpCall, *, adds: bool = False, is_linear: bool = False) -> EinsumPattern:
+    """The pattern of a scatter, which may add to the target, and be linear."""
     spec, index, *source = call.inputs
     labels = _shared_labels(call, spec.shape, index.shape, *[one.shape for one in source if one.ndim])
     if any(one.ndim and one.shape != index.shape for one in source) or not adds:
         # The source is larger than the index; or the last of several elements for one index wins.
         labels = _without_index(labels)
     target = _without_index(labels) if spec.ndim == index.ndim else [None] * spec.ndim
-    pattern = EinsumPattern(
+    return EinsumPattern(
         inputs=[target, labels, *[labels if one.ndim == index.ndim else [None] * one.ndim for one in source]],
         outputs=[target],
         reductions={_INDEX: ReduceOp.SUM} if adds else {},
         linear=((0, 2),) if is_linear and source else (),
         addends=(0,),
     )
-    return einsum_strategies(pattern, call, axis)
 
 
 _MASK_DTYPES = (torch.bool, torch.uint8)
@@ -139,7 +133,7 @@ def _index_labels(call: OpCall) -> tuple[list[Any], list[Labels], list[Any]]:
 
 
 def _is_data_dependent(arguments: Mapping[str, Any]) -> bool:
-    """Whether a mask picks elements, or writes each by a value of its own."""
+    """Return whether a mask picks elements, or writes each by a value of its own."""
     given = [one for one in arguments["indices"] if one is not None]
     if not any(one.dtype in _MASK_DTYPES for one in given):
         return False
@@ -156,14 +150,13 @@ def _mask_labels(spec: DTensorSpec, given: Sequence[Any]) -> tuple[list[Any], li
     return list(range(spec.ndim)), labels, []
 
 
-def _index(call: OpCall, axis: int) -> list[OpStrategy]:
+def _index(call: OpCall) -> EinsumPattern:
     target, labels, picked = _index_labels(call)
-    pattern = EinsumPattern(inputs=[target, *labels], outputs=[picked], linear=((0,),))
-    return drop_needless_partials(einsum_strategies(pattern, call, axis), call, axis)
+    return EinsumPattern(inputs=[target, *labels], outputs=[picked], linear=((0,),))
 
 
-def _index_put(call: OpCall, axis: int) -> list[OpStrategy]:
-    """Strategies of a write by indices; to an addition ranks may contribute by different parts of the indices."""
+def _index_put(call: OpCall) -> EinsumPattern:
+    """The pattern of a write by indices; to an addition ranks may contribute by different parts of the indices."""
     target, labels, picked = _index_labels(call)
     adds = call["accumulate"]
     if not adds:
@@ -186,34 +179,33 @@ def _index_put(call: OpCall, axis: int) -> list[OpStrategy]:
     index_labels = {label for dims in labels for label in dims if isinstance(label, tuple)}
     has_mask = any(one is not None and one.dtype in _MASK_DTYPES for one in call["indices"])
     inputs = [target, *labels, *value_labels]
-    pattern = EinsumPattern(
+    return EinsumPattern(
         inputs=inputs,
         outputs=[target],
         reductions=dict.fromkeys(index_labels, ReduceOp.SUM) if adds else {},
         linear=((0, len(inputs) - 1),) if values and not has_mask else (),
         addends=(0,),
     )
-    return einsum_strategies(pattern, call, axis)
 
 
 RULES = rule_table(
-    (OpRule(strategies=_index_select), "index_select.default"),
-    (OpRule(strategies=_index_add), "index_add.default index_add_.default"),
-    (OpRule(strategies=_index_copy), "index_copy.default index_copy_.default"),
-    (OpRule(strategies=_gather), "gather.default"),
-    (OpRule(strategies=_index, is_data_dependent=_is_data_dependent), "index.Tensor _unsafe_index.Tensor"),
+    (move_rule(_index_select), "index_select.default"),
+    (einsum_rule(_index_add), "index_add.default index_add_.default"),
+    (einsum_rule(_index_copy), "index_copy.default index_copy_.default"),
+    (move_rule(_gather), "gather.default"),
+    (move_rule(_index, is_data_dependent=_is_data_dependent), "index.Tensor _unsafe_index.Tensor"),
     (
-        OpRule(strategies=_index_fill),
+        einsum_rule(_index_fill),
         "index_fill.int_Scalar index_fill.int_Tensor index_fill_.int_Scalar index_fill_.int_Tensor",
     ),
-    (OpRule(strategies=_index_put, is_data_dependent=_is_data_dependent), "index_put.default index_put_.default"),
+    (einsum_rule(_index_put, is_data_dependent=_is_data_dependent), "index_put.default index_put_.default"),
     (
-        OpRule(strategies=partial(_scatter, adds=True, is_linear=True)),
+        einsum_rule(partial(_scatter, adds=True, is_linear=True)),
         "scatter_add.default scatter_add_.default",
     ),
-    (OpRule(strategies=partial(_scatter, is_linear=True)), "scatter.src scatter_.src"),
+    (einsum_rule(partial(_scatter, is_linear=True)), "scatter.src scatter_.src"),
     (
-        OpRule(strategies=_scatter),
+        einsum_rule(_scatter),
         (
             "scatter.value scatter.reduce scatter.value_reduce scatter_.value scatter_.reduce scatter_.value_reduce"
             " scatter_reduce.two scatter_reduce_.two"

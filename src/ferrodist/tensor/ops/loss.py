@@ -20,7 +20,15 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ferrodist.collectives.reduce_op import ReduceOp, accumulation_dtype
-from ferrodist.tensor.op_strategy import EinsumPattern, Labels, OpRule, OpStrategy, einsum_strategies, rule_table
+from ferrodist.tensor.op_strategy import (
+    EinsumPattern,
+    Labels,
+    OpRule,
+    OpStrategy,
+    einsum_rule,
+    einsum_strategies,
+    rule_table,
+)
 from ferrodist.tensor.ops.pointwise import broadcast_labels
 from ferrodist.tensor.ops.reduction import cross_rank_reducer, local_indices
 from ferrodist.tensor.placement import Partial, Replicate, Shard
@@ -35,32 +43,30 @@ if TYPE_CHECKING:
 
 
 class Reduction(IntEnum):
-    """The ``reduction`` of a loss, in the numbers of torch's operators."""
+    """The ``reduction`` of a loss, as torch's operators encode it."""
 
     NONE = 0
     MEAN = 1
     SUM = 2
 
 
-def _loss_strategies(call: OpCall, axis: int) -> list[OpStrategy]:
-    """Strategies of an elementwise loss: the inputs are broadcast, and reduced unless there is no reduction."""
+def _loss_pattern(call: OpCall) -> EinsumPattern:
+    """The pattern of an elementwise loss: the inputs are broadcast, and reduced unless the reduction is NONE."""
     shapes = [spec.shape for spec in call.inputs]
     ndim = max(map(len, shapes))
     is_elementwise = call["reduction"] == Reduction.NONE
-    pattern = EinsumPattern(
+    return EinsumPattern(
         inputs=broadcast_labels(shapes, ndim),
         outputs=[range(ndim) if is_elementwise else ()],
         reductions={} if is_elementwise else dict.fromkeys(range(ndim), ReduceOp.SUM),
     )
-    return einsum_strategies(pattern, call, axis)
 
 
-def _loss_gradient_strategies(call: OpCall, axis: int) -> list[OpStrategy]:
-    """Strategies of an elementwise loss's gradient, whose first input is the gradient of the result."""
+def _loss_gradient_pattern(call: OpCall) -> EinsumPattern:
+    """The pattern of an elementwise loss's gradient, whose first input is the gradient of the result."""
     shapes = [spec.shape for spec in call.inputs]
     ndim = len(call.results[0].shape)
-    pattern = EinsumPattern(inputs=broadcast_labels(shapes, ndim), outputs=[range(ndim)], linear=((0,),))
-    return einsum_strategies(pattern, call, axis)
+    return EinsumPattern(inputs=broadcast_labels(shapes, ndim), outputs=[range(ndim)], linear=((0,),))
 
 
 def _is_sharded(spec: DTensorSpec) -> bool:
@@ -68,7 +74,7 @@ def _is_sharded(spec: DTensorSpec) -> bool:
 
 
 def _is_sharded_mean(call: OpCall) -> bool:
-    """Whether this rank computes a mean's local sum, to be divided by the full size."""
+    """Return whether this rank computes a mean's local sum, to be divided by the full size."""
     return call["reduction"] == Reduction.MEAN and any(map(_is_sharded, call.placed_inputs))
 
 
@@ -161,7 +167,7 @@ class _LocalClasses:
         """For each target whether it counts, whether its class is local, and the local index of its class.
 
         Raises:
-            IndexError: A target is no class.
+            IndexError: A target is out of bounds.
         """
         counts = target != ignore_index
         wrong = counts & ((target < 0) | (target >= self._num_classes))
@@ -239,10 +245,9 @@ def _nll_gradient(call: OpCall) -> LocalFunction | None:
     return backward
 
 
-def _softmax_strategies(linear: Sequence[Sequence[int]], call: OpCall, axis: int) -> list[OpStrategy]:
+def _softmax_pattern(linear: Sequence[Sequence[int]], call: OpCall) -> EinsumPattern:
     labels = range(call.inputs[0].ndim)
-    pattern = EinsumPattern(inputs=[labels] * len(call.inputs), outputs=[labels], linear=linear)
-    return einsum_strategies(pattern, call, axis)
+    return EinsumPattern(inputs=[labels] * len(call.inputs), outputs=[labels], linear=linear)
 
 
 def _softmax_dim(call: OpCall) -> tuple[int, tuple[int, ...]]:
@@ -302,14 +307,14 @@ def _softmax_gradient(call: OpCall) -> LocalFunction | None:
 
 RULES = rule_table(
     (
-        OpRule(strategies=_loss_strategies, local=_mean_loss, arguments=_mean_as_sum),
+        einsum_rule(_loss_pattern, local=_mean_loss, arguments=_mean_as_sum),
         (
             "mse_loss.default smooth_l1_loss.default huber_loss.default binary_cross_entropy.default"
             " binary_cross_entropy_with_logits.default soft_margin_loss.default"
         ),
     ),
     (
-        OpRule(strategies=_loss_gradient_strategies, local=_mean_gradient, arguments=_mean_as_sum),
+        einsum_rule(_loss_gradient_pattern, local=_mean_gradient, arguments=_mean_as_sum),
         (
             "mse_loss_backward.default smooth_l1_loss_backward.default huber_loss_backward.default"
             " binary_cross_entropy_backward.default soft_margin_loss_backward.default"
@@ -321,11 +326,11 @@ RULES = rule_table(
         "nll_loss_backward.default nll_loss2d_backward.default",
     ),
     (
-        OpRule(strategies=partial(_softmax_strategies, ()), local=_softmax),
+        einsum_rule(partial(_softmax_pattern, ()), local=_softmax),
         "_softmax.default _log_softmax.default _safe_softmax.default",
     ),
     (
-        OpRule(strategies=partial(_softmax_strategies, ((0,),)), local=_softmax_gradient),
+        einsum_rule(partial(_softmax_pattern, ((0,),)), local=_softmax_gradient),
         "_softmax_backward_data.default _log_softmax_backward_data.default",
     ),
 )

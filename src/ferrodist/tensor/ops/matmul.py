@@ -8,42 +8,39 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ferrodist.collectives.reduce_op import ReduceOp
-from ferrodist.tensor.op_strategy import EinsumPattern, OpRule, einsum_strategies
+from ferrodist.tensor.op_strategy import EinsumPattern, OpRule, einsum_rule
 from ferrodist.tensor.ops.pointwise import broadcast_labels
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from ferrodist.tensor.op_strategy import OpCall, OpStrategy
+    from ferrodist.tensor.op_strategy import OpCall
 
 _aten = torch.ops.aten
 
 
-def _product(inputs: Sequence[str], output: str, call: OpCall, axis: int) -> list[OpStrategy]:
-    pattern = EinsumPattern(inputs=inputs, outputs=[output], reductions={"k": ReduceOp.SUM}, linear=((0,), (1,)))
-    return einsum_strategies(pattern, call, axis)
-
-
-def _product_and_sum(inputs: Sequence[str], output: str, call: OpCall, axis: int) -> list[OpStrategy]:
-    """Strategies of a product to which the first input is added, with broadcasting."""
+def _product_and_sum(inputs: Sequence[str], output: str, call: OpCall) -> EinsumPattern:
+    """The pattern of a product to which the first input is added, with broadcasting."""
     labels, _ = broadcast_labels([call.inputs[0].shape, call.results[0].shape], len(output))
     addend = [None if dim is None else output[dim] for dim in labels]
-    pattern = EinsumPattern(
+    return EinsumPattern(
         inputs=[addend, *inputs],
         outputs=[output],
         reductions={"k": ReduceOp.SUM},
         linear=((0, 1), (0, 2)),
         addends=(0,),
     )
-    return einsum_strategies(pattern, call, axis)
 
 
 def _rule(inputs: str, output: str) -> OpRule:
-    return OpRule(strategies=partial(_product, inputs.split(), output))
+    pattern = EinsumPattern(
+        inputs=inputs.split(), outputs=[output], reductions={"k": ReduceOp.SUM}, linear=((0,), (1,))
+    )
+    return einsum_rule(lambda _: pattern)
 
 
 def _sum_rule(inputs: str, output: str) -> OpRule:
-    return OpRule(strategies=partial(_product_and_sum, inputs.split(), output))
+    return einsum_rule(partial(_product_and_sum, inputs.split(), output))
 
 
 RULES: dict[torch._ops.OpOverload, OpRule] = {

@@ -13,13 +13,13 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ferrodist.collectives.reduce_op import ReduceOp
-from ferrodist.tensor.op_strategy import EinsumPattern, Labels, OpRule, einsum_strategies, rule_table
+from ferrodist.tensor.op_strategy import EinsumPattern, Labels, einsum_rule, rule_table
 from ferrodist.torch_private.operators import private_aten
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
-    from ferrodist.tensor.op_strategy import LocalFunction, OpCall, OpStrategy
+    from ferrodist.tensor.op_strategy import LocalFunction, OpCall
     from ferrodist.tensor.spec import DTensorSpec
 
 _CHANNEL = "c"
@@ -32,20 +32,19 @@ def _batch_labels(spec: DTensorSpec, *, shards_batch: bool) -> Labels:
     return [_CHANNEL if dim == 1 else dim if shards_batch else None for dim in range(spec.ndim)]
 
 
-def _batch_forward_strategies(call: OpCall, axis: int) -> list[OpStrategy]:
+def _batch_forward_pattern(call: OpCall) -> EinsumPattern:
     is_training = call.arguments.get("training", False)
     first = _batch_labels(call.inputs[0], shards_batch=not is_training)
-    pattern = EinsumPattern(
+    return EinsumPattern(
         inputs=[first, *[[_CHANNEL]] * (len(call.inputs) - 1)],
         outputs=[first, *[[_CHANNEL]] * (len(call.results) - 1)],
         # Evaluation returns no statistics that depend on the batch.
         cross_rank=[label for label in first if label not in (_CHANNEL, None)],
     )
-    return einsum_strategies(pattern, call, axis)
 
 
-def _batch_backward_strategies(call: OpCall, axis: int) -> list[OpStrategy]:
-    pattern = EinsumPattern(
+def _batch_backward_pattern(call: OpCall) -> EinsumPattern:
+    return EinsumPattern(
         inputs=[_batch_labels(spec, shards_batch=False) for spec in call.inputs],
         outputs=[
             [_CHANNEL] if len(result.shape) == 1 else _batch_labels(call.inputs[0], shards_batch=False)
@@ -53,7 +52,6 @@ def _batch_backward_strategies(call: OpCall, axis: int) -> list[OpStrategy]:
         ],
         linear=((0,),),
     )
-    return einsum_strategies(pattern, call, axis)
 
 
 def _batch_forward(call: OpCall) -> LocalFunction:
@@ -112,14 +110,14 @@ def _group_labels(call: OpCall) -> list[int | None]:
     return [0, *[None] * (call.inputs[0].ndim - 1)]
 
 
-def _forward_strategies(labels: Callable[[OpCall], list[int | None]], call: OpCall, axis: int) -> list[OpStrategy]:
+def _forward_pattern(labels: Callable[[OpCall], list[int | None]], call: OpCall) -> EinsumPattern:
     first = labels(call)
     outputs: list[Labels] = [first[: len(result.shape)] for result in call.results]
     weights: list[Labels] = [[None] * spec.ndim for spec in call.inputs[1:]]
-    return einsum_strategies(EinsumPattern(inputs=[first, *weights], outputs=outputs), call, axis)
+    return EinsumPattern(inputs=[first, *weights], outputs=outputs)
 
 
-def _backward_strategies(labels: Callable[[OpCall], list[int | None]], call: OpCall, axis: int) -> list[OpStrategy]:
+def _backward_pattern(labels: Callable[[OpCall], list[int | None]], call: OpCall) -> EinsumPattern:
     first = labels(call)
     weights = [call[name] is not None for name in ("weight", "bias") if name in call.arguments]
     num_full = len(call.inputs) - sum(weights)
@@ -127,13 +125,12 @@ def _backward_strategies(labels: Callable[[OpCall], list[int | None]], call: OpC
     inputs += [[None] * spec.ndim for spec in call.inputs[num_full:]]
     outputs: list[Labels] = [first] if call["output_mask"][0] else []
     outputs += [[None] * len(result.shape) for result in call.results[len(outputs) :]]
-    pattern = EinsumPattern(
+    return EinsumPattern(
         inputs=inputs,
         outputs=outputs,
         reductions=dict.fromkeys([label for label in first if label is not None], ReduceOp.SUM),
         linear=((0,),),
     )
-    return einsum_strategies(pattern, call, axis)
 
 
 def _local_batch_size(call: OpCall) -> Mapping[str, Any]:
@@ -184,27 +181,27 @@ def _contiguous(call: OpCall) -> LocalFunction:
 
 RULES = rule_table(
     (
-        OpRule(strategies=_batch_forward_strategies, local=_batch_forward),
+        einsum_rule(_batch_forward_pattern, local=_batch_forward),
         (
             "_native_batch_norm_legit_functional.default _native_batch_norm_legit_no_training.default"
             " _native_batch_norm_legit.no_stats"
         ),
     ),
-    (OpRule(strategies=_batch_backward_strategies, local=_batch_backward), "native_batch_norm_backward.default"),
+    (einsum_rule(_batch_backward_pattern, local=_batch_backward), "native_batch_norm_backward.default"),
     (
-        OpRule(strategies=partial(_forward_strategies, _layer_labels), local=_widen_statistics),
+        einsum_rule(partial(_forward_pattern, _layer_labels), local=_widen_statistics),
         "native_layer_norm.default",
     ),
     (
-        OpRule(strategies=partial(_backward_strategies, _layer_labels), local=_narrow_statistics),
+        einsum_rule(partial(_backward_pattern, _layer_labels), local=_narrow_statistics),
         "native_layer_norm_backward.default",
     ),
     (
-        OpRule(strategies=partial(_forward_strategies, _group_labels), arguments=_local_batch_size, local=_contiguous),
+        einsum_rule(partial(_forward_pattern, _group_labels), arguments=_local_batch_size, local=_contiguous),
         "native_group_norm.default",
     ),
     (
-        OpRule(strategies=partial(_backward_strategies, _group_labels), arguments=_local_batch_size, local=_contiguous),
+        einsum_rule(partial(_backward_pattern, _group_labels), arguments=_local_batch_size, local=_contiguous),
         "native_group_norm_backward.default",
     ),
 )

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 
 def cast_is_linear(dtype: torch.dtype, result: torch.dtype) -> bool:
-    """Whether partial sums stay such when they are cast: not where fractions are cut off or rounded."""
+    """Return whether partial sums stay such when they are cast: not where fractions are cut off or rounded."""
     is_exact = dtype.is_floating_point and torch.promote_types(dtype, result) is result
     return result is dtype or is_exact
 

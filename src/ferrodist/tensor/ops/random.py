@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ferrodist.collectives.engines.host import host_engine_of
+from ferrodist.collectives.engines.host import share_bytes
 from ferrodist.errors import CollectiveMismatchError
 from ferrodist.tensor.op_strategy import OpRule, OpStrategy, all_replicated, keep_sharding, rule_table
 from ferrodist.tensor.placement import Partial, Replicate, Shard
@@ -42,8 +42,7 @@ def check_generators(mesh: DeviceMesh, generator: torch.Generator | None, name: 
         return
     state = (torch.default_generator if generator is None else generator).get_state()
     digest = hashlib.blake2b(state.numpy().tobytes(), digest_size=16).digest()
-    engine = host_engine_of(group)
-    digests = engine.share("random", digest, timeout=group.timeout, sequence=engine.reserve())
+    digests = share_bytes(group, "random", digest, group.timeout)
     others = [rank for rank, other in zip(mesh.ranks, digests, strict=True) if other != digests[0]]
     if others:
         raise CollectiveMismatchError(

@@ -15,7 +15,7 @@ import torch
 
 from ferrodist.collectives.reduce import allreduce
 from ferrodist.collectives.reduce_op import ReduceOp, accumulation_dtype
-from ferrodist.tensor.op_strategy import EinsumPattern, OpRule, all_replicated, einsum_strategies, rule_table
+from ferrodist.tensor.op_strategy import EinsumPattern, OpRule, all_replicated, einsum_rule, rule_table
 from ferrodist.tensor.ops.pointwise import cast_is_linear
 from ferrodist.tensor.placement import Partial, Replicate, Shard
 from ferrodist.tensor.redistribute import extremum_identity, record_move
@@ -24,7 +24,7 @@ from ferrodist.tensor.spec import contiguous_stride, shard_of, sharding_axes
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from ferrodist.tensor.op_strategy import LocalFunction, OpCall, OpStrategy
+    from ferrodist.tensor.op_strategy import LocalFunction, OpCall
     from ferrodist.tensor.spec import DTensorSpec
 
 _aten = torch.ops.aten
@@ -88,23 +88,22 @@ def result_labels(call: OpCall) -> list[int | None]:
 
 
 def _casts_inexactly(call: OpCall) -> bool:
-    """Whether elements are first cast to a dtype in which partial sums are not linear any more."""
+    """Return whether elements are first cast to a dtype in which partial sums are not linear any more."""
     dtype = call.arguments.get("dtype")
     return dtype is not None and not cast_is_linear(call.inputs[0].dtype, dtype)
 
 
 def _reduction(
-    op: ReduceOp, linear: Sequence[Sequence[int]], commuting: Sequence[ReduceOp], call: OpCall, axis: int
-) -> list[OpStrategy]:
+    op: ReduceOp, linear: Sequence[Sequence[int]], commuting: Sequence[ReduceOp], call: OpCall
+) -> EinsumPattern:
     is_inexact = _casts_inexactly(call)
-    pattern = EinsumPattern(
+    return EinsumPattern(
         inputs=[range(call.inputs[0].ndim)],
         outputs=[result_labels(call)],
         reductions=dict.fromkeys(reduced_dims(call), op),
         linear=() if is_inexact else linear,
         commuting=() if is_inexact else commuting,
     )
-    return einsum_strategies(pattern, call, axis)
 
 
 def _mean(call: OpCall) -> LocalFunction | None:
@@ -136,21 +135,20 @@ def _empty_extremum(op: ReduceOp, call: OpCall) -> LocalFunction | None:
 
 
 def _rule(op: ReduceOp, *, linear: Sequence[Sequence[int]] = (), commuting: Sequence[ReduceOp] = ()) -> OpRule:
-    return OpRule(strategies=partial(_reduction, op, linear, commuting))
+    return einsum_rule(partial(_reduction, op, linear, commuting))
 
 
 def _extremum_rule(op: ReduceOp) -> OpRule:
-    return OpRule(strategies=partial(_reduction, op, (), (op,)), local=partial(_empty_extremum, op))
+    return einsum_rule(partial(_reduction, op, (), (op,)), local=partial(_empty_extremum, op))
 
 
-def cross_rank_strategies(call: OpCall, axis: int) -> list[OpStrategy]:
-    """Any dim sharded, and replicated results if a reduced dim is: the local function reduces over the ranks."""
-    pattern = EinsumPattern(
+def _cross_rank_reduction(call: OpCall) -> EinsumPattern:
+    """A reduction whose local function reduces over the ranks: results are replicated if a reduced dim is sharded."""
+    return EinsumPattern(
         inputs=[range(call.inputs[0].ndim)],
         outputs=[result_labels(call)] * len(call.results),
         cross_rank=reduced_dims(call),
     )
-    return einsum_strategies(pattern, call, axis)
 
 
 def _variance(call: OpCall) -> LocalFunction | None:
@@ -266,29 +264,27 @@ def _find_extremum(op: ReduceOp, call: OpCall) -> LocalFunction | None:
     return find
 
 
-def _along_dim(linear: Sequence[Sequence[int]], call: OpCall, axis: int) -> list[OpStrategy]:
-    """Strategies of an operator that sorts or accumulates along a dim: all other dims may be sharded."""
+def _along_dim(linear: Sequence[Sequence[int]], call: OpCall) -> EinsumPattern:
+    """The pattern of an operator that sorts or accumulates along a dim: all other dims may be sharded."""
     ndim = call.inputs[0].ndim
     along = call["dim"] % max(ndim, 1)
     labels = [None if dim == along else dim for dim in range(ndim)]
-    pattern = EinsumPattern(
+    return EinsumPattern(
         inputs=[labels], outputs=[labels] * len(call.results), linear=() if _casts_inexactly(call) else linear
     )
-    return einsum_strategies(pattern, call, axis)
 
 
-def _full_dims(call: OpCall, axis: int) -> list[OpStrategy]:
-    """Strategies of a reduction that needs all of the reduced dims: all others may be sharded."""
+def _full_dims(call: OpCall) -> EinsumPattern:
+    """The pattern of a reduction that needs all of the reduced dims: all others may be sharded."""
     reduced = reduced_dims(call)
     labels = [None if dim in reduced else dim for dim in range(call.inputs[0].ndim)]
-    pattern = EinsumPattern(inputs=[labels], outputs=[result_labels(call)] * len(call.results))
-    return einsum_strategies(pattern, call, axis)
+    return EinsumPattern(inputs=[labels], outputs=[result_labels(call)] * len(call.results))
 
 
 RULES = rule_table(
     (_rule(ReduceOp.SUM, linear=((0,),)), "sum.default sum.dim_IntList"),
     (_rule(ReduceOp.SUM), "nansum.default count_nonzero.default count_nonzero.dim_IntList"),
-    (OpRule(strategies=partial(_reduction, ReduceOp.SUM, ((0,),), ()), local=_mean), "mean.default mean.dim"),
+    (einsum_rule(partial(_reduction, ReduceOp.SUM, ((0,),), ()), local=_mean), "mean.default mean.dim"),
     (_rule(ReduceOp.PRODUCT, commuting=(ReduceOp.PRODUCT,)), "prod.default prod.dim_int"),
     (_extremum_rule(ReduceOp.MAX), "amax.default max.default"),
     (_extremum_rule(ReduceOp.MIN), "amin.default min.default"),
@@ -296,20 +292,20 @@ RULES = rule_table(
     (_rule(ReduceOp.MAX), "any.default any.dim any.dims _is_any_true.default"),
     (OpRule(strategies=all_replicated), "histc.default"),
     (
-        OpRule(strategies=cross_rank_strategies, local=_variance),
+        einsum_rule(_cross_rank_reduction, local=_variance),
         "var.correction std.correction var_mean.correction std_mean.correction",
     ),
-    (OpRule(strategies=cross_rank_strategies, local=_norm), "linalg_vector_norm.default"),
-    (OpRule(strategies=cross_rank_strategies, local=_logsumexp), "logsumexp.default"),
-    (OpRule(strategies=cross_rank_strategies, local=partial(_find_extremum, ReduceOp.MAX)), "argmax.default max.dim"),
-    (OpRule(strategies=cross_rank_strategies, local=partial(_find_extremum, ReduceOp.MIN)), "argmin.default min.dim"),
-    (OpRule(strategies=partial(_along_dim, ((0,),))), "cumsum.default"),
+    (einsum_rule(_cross_rank_reduction, local=_norm), "linalg_vector_norm.default"),
+    (einsum_rule(_cross_rank_reduction, local=_logsumexp), "logsumexp.default"),
+    (einsum_rule(_cross_rank_reduction, local=partial(_find_extremum, ReduceOp.MAX)), "argmax.default max.dim"),
+    (einsum_rule(_cross_rank_reduction, local=partial(_find_extremum, ReduceOp.MIN)), "argmin.default min.dim"),
+    (einsum_rule(partial(_along_dim, ((0,),))), "cumsum.default"),
     (
-        OpRule(strategies=partial(_along_dim, ())),
+        einsum_rule(partial(_along_dim, ())),
         "cumprod.default cummax.default cummin.default logcumsumexp.default topk.default sort.default sort.stable",
     ),
     (
-        OpRule(strategies=_full_dims),
+        einsum_rule(_full_dims),
         "median.default median.dim nanmedian.default nanmedian.dim kthvalue.default mode.default",
     ),
 )

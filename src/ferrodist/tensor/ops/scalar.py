@@ -27,7 +27,7 @@ def _item(tensor: Any) -> Any:
 
 
 def _compare(compare: Callable[..., bool], one: Any, other: Any, *tolerance: Any, **named: Any) -> bool:
-    """Whether two tensors are equal on all ranks, by a comparison of local shards."""
+    """Return whether two tensors are equal on all ranks, by a comparison of local shards."""
     for tensor, distributed in ((one, other), (other, one)):
         if not hasattr(tensor, "_spec"):
             raise TypeError(

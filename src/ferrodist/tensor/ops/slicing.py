@@ -6,8 +6,8 @@ import math
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from ferrodist.tensor.op_strategy import EinsumPattern, OpRule, OpStrategy, einsum_strategies, rule_table
-from ferrodist.tensor.ops.view import EXTREMA_AND_PRODUCT, DimMap, dim_map_strategies, drop_needless_partials
+from ferrodist.tensor.op_strategy import EinsumPattern, OpRule, OpStrategy, einsum_rule, rule_table
+from ferrodist.tensor.ops.view import EXTREMA_AND_PRODUCT, DimMap, dim_map_strategies, move_rule, move_strategies
 from ferrodist.tensor.placement import Shard
 
 if TYPE_CHECKING:
@@ -24,7 +24,7 @@ def _dims(call: OpCall, *cut: int) -> DimMap:
 
 
 def _takes_all(call: OpCall) -> bool:
-    """Whether a slice, or the gradient of one, takes every element of the dim."""
+    """Return whether a slice, or the gradient of one, takes every element of the dim."""
     dim = call["dim"]
     return bool(call.results[0].shape[dim] == call.inputs[0].shape[dim])
 
@@ -93,12 +93,11 @@ def _repeated(call: OpCall) -> DimMap:
     return [None] * more + [dim if repeats[more + dim] == 1 else None for dim in range(call.inputs[0].ndim)]
 
 
-def _pad_strategies(call: OpCall, axis: int) -> list[OpStrategy]:
-    """Padded dims are replicated; partial sums are padded with zeros only."""
+def _pad(call: OpCall) -> EinsumPattern:
+    """The pattern of padding: padded dims are replicated; partial sums are padded with zeros only."""
     ndim, pad = call.inputs[0].ndim, call["pad"]
     dims = _dims(call, *[ndim - 1 - index // 2 for index, size in enumerate(pad) if size])
-    pattern = EinsumPattern(inputs=[range(ndim)], outputs=[dims], linear=((0,),) if call["value"] == 0 else ())
-    return drop_needless_partials(einsum_strategies(pattern, call, axis), call, axis)
+    return EinsumPattern(inputs=[range(ndim)], outputs=[dims], linear=((0,),) if call["value"] == 0 else ())
 
 
 # [Note: split and joined dims]
@@ -108,7 +107,7 @@ def _pad_strategies(call: OpCall, axis: int) -> list[OpStrategy]:
 
 
 def _has_equal_shards(call: OpCall, axis: int, placement: Shard, index: int = 0) -> bool:
-    """Whether all ranks that shard the dim of an input have shards of equal size."""
+    """Return whether all ranks that shard the dim of an input have shards of equal size."""
     num_ranks = call.mesh.shape[axis] * math.prod(
         size
         for strategy, size in zip(call.selected, call.mesh.shape, strict=False)
@@ -146,9 +145,7 @@ def _cat_strategies(call: OpCall, axis: int) -> list[OpStrategy]:
     dim = call["dim"] % max(ndim, 1)
     labels: DimMap = [None if other == dim else other for other in range(ndim)]
     inputs: list[DimMap] = [labels if len(shape) == ndim and shape != (0,) else [None] * len(shape) for shape in shapes]
-    strategies = drop_needless_partials(
-        einsum_strategies(_joined_pattern(call, inputs, labels), call, axis), call, axis
-    )
+    strategies = move_strategies(_joined(call, inputs, labels), call, axis)
     current = call.inputs[0].placements[axis]
     if isinstance(current, Shard) and current.dim == dim:
         are_equal = all(spec.shape == shapes[0] and spec.placements[axis] == current for spec in call.inputs)
@@ -157,14 +154,14 @@ def _cat_strategies(call: OpCall, axis: int) -> list[OpStrategy]:
     return strategies
 
 
-def _stack_strategies(call: OpCall, axis: int) -> list[OpStrategy]:
+def _stack(call: OpCall) -> EinsumPattern:
     dims: DimMap = list(range(call.inputs[0].ndim))
     inputs = [list(dims)] * len(call.inputs)
     dims.insert(call["dim"] % (len(dims) + 1), None)
-    return drop_needless_partials(einsum_strategies(_joined_pattern(call, inputs, dims), call, axis), call, axis)
+    return _joined(call, inputs, dims)
 
 
-def _joined_pattern(call: OpCall, inputs: Sequence[DimMap], output: DimMap) -> EinsumPattern:
+def _joined(call: OpCall, inputs: Sequence[DimMap], output: DimMap) -> EinsumPattern:
     """All inputs are partial, or none is; none if elements are cast, which may lose some of a sum."""
     is_uniform = len({spec.dtype for spec in call.inputs}) == 1
     return EinsumPattern(
@@ -175,14 +172,13 @@ def _joined_pattern(call: OpCall, inputs: Sequence[DimMap], output: DimMap) -> E
     )
 
 
-def _scatter_strategies(dim_map: Callable[[OpCall], DimMap], call: OpCall, axis: int) -> list[OpStrategy]:
-    """Strategies for a tensor of which a slice, select or diagonal is replaced by another tensor."""
+def _scatter(dim_map: Callable[[OpCall], DimMap], call: OpCall) -> EinsumPattern:
+    """The pattern of a tensor of which a slice, select or diagonal is replaced by another tensor."""
     replaced = dim_map(call)
     labels = [dim if dim in replaced else None for dim in range(call.inputs[0].ndim)]
     if len(call.inputs) == 1:  # a plain scalar replaces one element
-        return einsum_strategies(EinsumPattern(inputs=[labels], outputs=[labels]), call, axis)
-    pattern = EinsumPattern(inputs=[labels, replaced], outputs=[labels], linear=((0, 1),))
-    return einsum_strategies(pattern, call, axis)
+        return EinsumPattern(inputs=[labels], outputs=[labels])
+    return EinsumPattern(inputs=[labels, replaced], outputs=[labels], linear=((0, 1),))
 
 
 def _slice_scattered(call: OpCall) -> DimMap:
@@ -201,7 +197,7 @@ def _rule(dim_map: Callable[[OpCall], DimMap], **options: Any) -> OpRule:
 
 
 def _scatter_rule(dim_map: Callable[[OpCall], DimMap], **options: Any) -> OpRule:
-    return OpRule(strategies=partial(_scatter_strategies, dim_map), **options)
+    return einsum_rule(partial(_scatter, dim_map), **options)
 
 
 RULES = rule_table(
@@ -219,8 +215,8 @@ RULES = rule_table(
     (OpRule(strategies=_split_strategies, arguments=_local_split), "unsafe_split.Tensor"),
     (OpRule(strategies=_split_strategies, arguments=_local_split), "unsafe_split_with_sizes.default"),
     (OpRule(strategies=_cat_strategies), "cat.default"),
-    (OpRule(strategies=_stack_strategies), "stack.default"),
-    (OpRule(strategies=_pad_strategies, depends_on_values=True), "constant_pad_nd.default"),
+    (move_rule(_stack), "stack.default"),
+    (move_rule(_pad, depends_on_values=True), "constant_pad_nd.default"),
     (_rule(lambda call: _dims(call, *call["dims"])), "flip.default"),
     (_rule(_rolled), "roll.default"),
     (_rule(_repeated), "repeat.default"),

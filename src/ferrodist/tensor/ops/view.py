@@ -10,6 +10,7 @@ import torch
 
 from ferrodist.collectives.reduce_op import ReduceOp
 from ferrodist.errors import UnsupportedOpError
+from ferrodist.tensor.copied_views import rebind
 from ferrodist.tensor.op_strategy import EinsumPattern, OpRule, OpStrategy, einsum_strategies, rule_table
 from ferrodist.tensor.placement import PARTIAL_OPS, Partial, Replicate, Shard
 from ferrodist.tensor.spec import DTensorSpec
@@ -36,21 +37,27 @@ def dim_map_strategies(dim_map: Callable[[OpCall], Sequence[int | None]], call: 
         linear=((0,),),
         commuting=EXTREMA_AND_PRODUCT,
     )
-    return drop_needless_partials(einsum_strategies(pattern, call, axis), call, axis)
+    return move_strategies(pattern, call, axis)
 
 
-def drop_needless_partials(strategies: Sequence[OpStrategy], call: OpCall, axis: int) -> list[OpStrategy]:
-    """Leave out strategies that turn a shard into a partial sum, unless that takes far fewer bytes in the end.
+def move_rule(pattern_of: Callable[[OpCall], EinsumPattern], **options: Any) -> OpRule:
+    """A rule of an operator that moves elements: an `einsum_rule` with the strategies of `move_strategies`."""
+    return OpRule(strategies=lambda call, axis: move_strategies(pattern_of(call), call, axis), **options)
+
+
+def move_strategies(pattern: EinsumPattern, call: OpCall, axis: int) -> list[OpStrategy]:
+    """The strategies of a pattern, without those that turn a shard into a partial sum at too high a price.
 
     If a sharded dim is cut, the tensor may be gathered once; or each rank may put zeros for the other ranks' elements,
     and each result is a partial sum, which costs twice its bytes when it is read. The latter is for results that are a
     small share of the tensor, and not for bools, as masks are: most operators need those replicated.
     """
+    strategies = einsum_strategies(pattern, call, axis)
     sharded = [spec for spec in call.inputs if isinstance(spec.placements[axis], Shard)]
     num_results = sum(result.numel() for result in call.results)
     is_small = 2 * num_results <= sum(math.prod(spec.shape) for spec in sharded)
     if is_small and not any(spec.dtype is torch.bool for spec in sharded):
-        return list(strategies)
+        return strategies
     return [
         strategy
         for strategy in strategies
@@ -157,7 +164,7 @@ def _reshape_strategies(call: OpCall, axis: int) -> list[OpStrategy]:
 
 
 def _reshape_sharding(call: OpCall, axis: int, placement: Shard, result: list[int]) -> Shard | None:
-    """The view's sharding given its input's, or None if there is none; see [Note: views of sharded dims]."""
+    """The view's sharding given its input's, or None if it has no sharding; see [Note: views of sharded dims]."""
     shape = list(call.inputs[0].shape)
     found = [group for group in _dim_groups(shape, result) if placement.dim in group[0]]
     if not found:
@@ -213,7 +220,7 @@ def _reshape_alias(tensor: Any, size: Sequence[int], stride: Sequence[int]) -> A
 
 
 def _as_strided(tensor: Any, size: Sequence[int], stride: Sequence[int], storage_offset: int | None = None) -> Any:
-    """A view of memory: autograd takes views of replicated tensors, for the gradient of what is written to a view."""
+    """A view of memory: autograd takes views of replicated tensors, for the gradient of writes to a view."""
     spec: DTensorSpec = tensor._spec
     local = tensor._local
     if any(placement != Replicate() for placement in spec.placements) or (
@@ -230,7 +237,15 @@ def _as_strided(tensor: Any, size: Sequence[int], stride: Sequence[int], storage
     return type(tensor)._wrap_view(view, result, tensor, offset)
 
 
+def _set(tensor: Any, source: Any) -> Any:
+    """Give a tensor the memory and the placements of another."""
+    if not (hasattr(tensor, "_spec") and hasattr(source, "_spec")):
+        raise UnsupportedOpError("set_() takes distributed tensors: distribute both, or work on to_local()")
+    return rebind(tensor, source)
+
+
 DECOMPOSITIONS: dict[torch._ops.OpOverload, Callable[..., Any]] = {
     _aten._reshape_alias.default: _reshape_alias,
     _aten.as_strided.default: _as_strided,
+    _aten.set_.source_Tensor: _set,
 }

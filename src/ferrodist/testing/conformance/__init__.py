@@ -1,1 +1,1 @@
-"""Conformance suites for stores, backends and collectives."""
+"""Conformance suites: the specification of stores, backends and collectives, as checks."""

@@ -1,8 +1,9 @@
-"""Running the checks of a suite and telling all that failed, not only the first."""
+"""Collecting and running the checks of a suite, with a report of all that failed."""
 
 from __future__ import annotations
 
 import inspect
+import sys
 from typing import TYPE_CHECKING, Any
 
 from ferrodist.errors import DistributedError
@@ -11,12 +12,22 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
 
 
+def public_functions(module: str) -> tuple[Callable[..., None], ...]:
+    """The public functions that a module defines, in order: in modules of checks, the checks."""
+    found = vars(sys.modules[module]).items()
+    return tuple(
+        value
+        for name, value in found
+        if inspect.isfunction(value) and value.__module__ == module and not name.startswith("_")
+    )
+
+
 def run_checks(suite: str, checks: Iterable[tuple[str, Callable[..., None], tuple[Any, ...]]]) -> None:
     """Call every check and raise AssertionError with the rules that are broken.
 
     Args:
-        suite: What is checked, for the message.
-        checks: Name, function and arguments of each. A check fails by raising; its docstring states the rule.
+        suite: The name of the suite, for the message.
+        checks: Name, function and arguments of each check. A check fails by raising; its docstring states the rule.
     """
     failures: list[tuple[str, Exception]] = []
     num_checks = 0

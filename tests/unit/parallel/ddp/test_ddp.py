@@ -1,4 +1,4 @@
-"""DDP: what ranks compute together is what one process computes, and what goes wrong is raised."""
+"""DDP: ranks together compute the result of one process, and errors are raised."""
 
 import contextlib
 import copy
@@ -13,6 +13,7 @@ from ddp_ranks import Branches, CountingBackend, Tied, assert_same_bits, caught,
 from torch.utils.checkpoint import checkpoint
 
 from ferrodist import DDP, ReduceOp, SimulatedBackend, SubBackend, allreduce
+from ferrodist.backends.base import Backend
 from ferrodist.errors import (
     CollectiveMismatchError,
     DistributedError,
@@ -24,8 +25,12 @@ from ferrodist.errors import (
     RankFailedError,
     UnsupportedOpError,
 )
+from ferrodist.parallel.ddp.join import Join
+from ferrodist.parallel.ddp.reducer import Reducer
+from ferrodist.parallel.module_guard import ModuleGuard
 from ferrodist.testing import run_ranks
 
+NOT_PICKLED = (Backend, Reducer, ModuleGuard, Join)
 BATCH = 12  # divides over 1, 2 and 3 ranks
 SMALL = 1e-4  # a bucket of about a hundred bytes: several buckets for small models
 LIMIT = 20
@@ -178,7 +183,7 @@ def test_ranks_start_buckets_in_one_order():
 
 @pytest.mark.parametrize("world_size", [2, 3])
 def test_several_dtypes(world_size):
-    """Each dtype is averaged in buckets of its own; a gradient that differs in dtype by parameter keeps it."""
+    """Each dtype is averaged in buckets of its own, and gradients keep their parameters' dtypes."""
     dtypes = [torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.complex64, torch.float32]
 
     def gradients(group):
@@ -195,7 +200,7 @@ def test_several_dtypes(world_size):
 
 
 def test_half_precision_gradients_are_averaged_in_single_precision():
-    """A mean of large bfloat16 or float16 gradients neither overflows nor rounds on the way."""
+    """The mean of large bfloat16 or float16 gradients neither overflows nor is rounded in between."""
 
     def gradients(group):
         module = torch.nn.Module()
@@ -230,7 +235,7 @@ def test_gradients_keep_the_strides_of_their_parameter():
 
 
 def test_a_parameter_that_some_ranks_use():
-    """Ranks without a gradient count as zeros and get the average; nobody's gradient stays None."""
+    """Ranks without a gradient contribute zeros and get the average; a gradient that no rank has stays None."""
     start = seeded(Branches)
 
     def gradients(group):
@@ -317,8 +322,8 @@ def test_checkpointed_modules(use_reentrant):
             torch.testing.assert_close(grad, parameter.grad, rtol=0, atol=1e-12)
 
 
-def test_sync_gradients_averages_what_backward_did_not_make():
-    """Gradients that were put in by hand are averaged on demand."""
+def test_sync_gradients_averages_gradients_set_by_hand():
+    """Gradients that a program assigns are averaged on demand."""
 
     def gradients(group):
         ddp = DDP(torch.nn.Linear(2, 1), group)
@@ -330,8 +335,8 @@ def test_sync_gradients_averages_what_backward_did_not_make():
     assert run_ranks(gradients, 3) == [[[1.0, 1.0], [1.0]]] * 3
 
 
-def test_sync_gradients_replaces_what_cannot_be_written_to():
-    """A gradient that was expanded, or made under inference_mode, becomes one with memory of its own."""
+def test_sync_gradients_replaces_gradients_that_cannot_be_written_to():
+    """A gradient that was expanded, or made under inference_mode, is replaced by one with its own memory."""
 
     def gradients(group):
         ddp = DDP(torch.nn.Linear(3, 1), group)
@@ -344,7 +349,7 @@ def test_sync_gradients_replaces_what_cannot_be_written_to():
 
 
 def test_sync_gradients_after_backward_changes_nothing():
-    """The explicit form may follow backward, as programs of the crate do it."""
+    """An explicit call may follow backward, as in programs for the crate."""
     start = seeded(mlp)
 
     def gradients(group):
@@ -398,7 +403,7 @@ def test_parameters_come_from_rank_0(bucket_size_mb, num_messages):
 
 
 def test_parameters_come_from_any_root():
-    """broadcast_parameters takes the values of the rank it is given, and refuses one that is not there."""
+    """broadcast_parameters sends the values of the given rank, and refuses a rank that doesn't exist."""
 
     def values(group):
         ddp = DDP(torch.nn.Linear(2, 2), group)
@@ -413,7 +418,7 @@ def test_parameters_come_from_any_root():
 
 
 def test_a_broadcast_of_parameters_ends_in_its_time():
-    """The timeout that it is given holds when a rank does not come, whatever the group's."""
+    """The given timeout holds when a rank does not come, whatever the group's."""
 
     def attempt(group):
         ddp = DDP(torch.nn.Linear(2, 1), group)
@@ -428,7 +433,7 @@ def test_a_broadcast_of_parameters_ends_in_its_time():
 
 
 def test_buffers_come_from_rank_0_before_each_forward():
-    """In training mode running statistics are rank 0's when a forward begins; without the option they stay apart."""
+    """In training mode running statistics are rank 0's when a forward begins; without the option they differ."""
 
     def statistics(group, broadcast_buffers):
         ddp = DDP(torch.nn.BatchNorm1d(1, momentum=1.0), group, broadcast_buffers=broadcast_buffers)
@@ -483,8 +488,8 @@ def test_ranks_evaluate_with_equal_buffers(step):
         torch.testing.assert_close(other, first, rtol=0, atol=0)
 
 
-def test_buffers_of_their_own_in_evaluation_are_warned_of():
-    """A rank that evaluates after a forward that nothing averaged is told, once, and how to make its buffers equal."""
+def test_evaluation_with_different_buffers_warns():
+    """A rank that evaluates after a forward without averaging is warned, once, with advice."""
 
     def evaluated(group):
         ddp = DDP(torch.nn.BatchNorm1d(2), group)
@@ -558,7 +563,7 @@ DIFFERENT = {
 
 @pytest.mark.parametrize("kind", DIFFERENT)
 def test_different_modules_are_refused(kind):
-    """A rank whose module is not rank 0's is named on all ranks, with what differs first, and the group stays good."""
+    """A rank whose module differs is named on all ranks, with the first difference; the group stays usable."""
     make, pattern = DIFFERENT[kind]
 
     def attempt(group):
@@ -620,8 +625,8 @@ UNSUPPORTED = {
 
 @pytest.mark.parametrize("kind", UNSUPPORTED)
 @pytest.mark.filterwarnings("ignore:.*nested tensor.*")
-def test_what_cannot_be_carried_is_named(kind):
-    """A parameter or buffer that collectives can't carry is named on every rank, and the group stays good."""
+def test_tensors_that_cannot_be_sent_are_named(kind):
+    """A parameter or buffer that collectives can't send is named on every rank, and the group stays usable."""
     make, pattern = UNSUPPORTED[kind]
 
     def attempt(group):
@@ -635,7 +640,7 @@ def test_what_cannot_be_carried_is_named(kind):
 
 
 def test_a_buffer_that_was_replaced_is_named():
-    """A buffer that can't be written to any more is named by forward, and the group stays good."""
+    """A buffer that can't be written to any more is named by forward, and the group stays usable."""
     make, pattern = UNSUPPORTED["expanded buffer"]
 
     def attempt(group):
@@ -653,7 +658,7 @@ def test_a_buffer_that_was_replaced_is_named():
 
 
 def test_a_buffer_that_was_replaced_under_inference_mode():
-    """It has rank 0's values like any other."""
+    """It gets rank 0's values like any other."""
 
     def attempt(group):
         module = WithBuffer(torch.ones(4))
@@ -667,7 +672,7 @@ def test_a_buffer_that_was_replaced_under_inference_mode():
 
 
 def test_uneven_parameter_sets_name_the_first_missing():
-    """A rank with more parameters than rank 0 says which is the first of them."""
+    """The error about a rank with more parameters than rank 0 names the first of them."""
 
     def attempt(group):
         return str(caught(lambda: DDP(mlp()[: 3 + group.rank], group)))
@@ -679,7 +684,7 @@ def test_uneven_parameter_sets_name_the_first_missing():
 
 
 def test_state_dict_is_the_modules():
-    """States go from a bare module to a wrapped one and back, inside other modules too."""
+    """States move between a bare and a wrapped module, also inside other modules."""
     start = seeded(mlp)
 
     def exchange(group):
@@ -711,7 +716,7 @@ class Deep(torch.nn.Module):
 
 @pytest.mark.parametrize("make", [mlp, Deep, lambda: torch.nn.Linear(2, 2)])
 def test_names_are_those_of_the_state_dict(make):
-    """What named_parameters and named_buffers give is loaded, inside other modules too, and each name is found."""
+    """Names of named_parameters and named_buffers can be loaded and looked up, also inside other modules."""
     ddp = DDP(make(), SimulatedBackend.create_group(1)[0])
     for model in (ddp, torch.nn.ModuleDict({"model": ddp})):
         named = {**dict(model.named_parameters()), **dict(model.named_buffers())}
@@ -730,7 +735,7 @@ def test_names_are_those_of_the_state_dict(make):
 
 @pytest.mark.parametrize("make", [mlp, Deep, lambda: torch.nn.Linear(2, 2)])
 def test_a_checkpoint_of_torchs_ddp_is_loaded(make):
-    """Names that begin with "module." throughout, as torch's DDP saves them, are those of the module without it."""
+    """Names that all begin with "module.", as torch's DDP saves them, load into the module without it."""
     ddp, start = DDP(make(), SimulatedBackend.create_group(1)[0]), make()
     theirs = torch.nn.Module()
     theirs.module = start
@@ -747,7 +752,7 @@ def test_a_checkpoint_of_torchs_ddp_is_loaded(make):
 
 @pytest.mark.parametrize(("how", "expected"), [("abort", GroupAbortedError), ("close", PeerLostError)])
 def test_a_peer_that_leaves_during_backward(how, expected):
-    """Survivors get the error out of backward itself, whichever bucket they wait for."""
+    """Survivors get the error from backward itself, whichever bucket they wait for."""
     start = seeded(mlp)
 
     def backward(group):
@@ -803,8 +808,8 @@ def test_buckets_of_two_models_in_one_backward():
 
 
 @pytest.mark.parametrize("num_models", [2, 130])
-def test_models_of_one_group_take_turns(num_models):
-    """Any number of equal models train beside each other as long as the ranks keep one order."""
+def test_several_models_of_one_group_train(num_models):
+    """Any number of equal models train in one group as long as the ranks keep one order."""
 
     def gradients(group):
         models = [DDP(torch.nn.Linear(1, 1, bias=False), group) for _ in range(num_models)]
@@ -816,7 +821,7 @@ def test_models_of_one_group_take_turns(num_models):
 
 
 def test_a_bucket_that_meets_another_allreduce():
-    """A rank that averages something else of the same size doesn't pass for one in backward."""
+    """Another allreduce of the same size is not taken for a bucket."""
 
     def backward(group):
         ddp = DDP(torch.nn.Linear(50, 1, bias=False), group)
@@ -830,7 +835,7 @@ def test_a_bucket_that_meets_another_allreduce():
 
 
 def test_a_rank_that_skips_backward():
-    """The others' timeout says that DDP averaged gradients, of which model and parameters, and what to look for."""
+    """The others' timeout names the model and parameters that DDP was averaging, with advice."""
 
     def backward(group):
         ddp = DDP(torch.nn.Linear(2, 1), group)
@@ -877,7 +882,7 @@ def test_a_rank_that_does_not_make_the_model():
 
 
 def test_a_failed_backward_before_any_bucket_may_be_repeated():
-    """What failed before anything was sent leaves the ranks in step."""
+    """A failure before anything was sent leaves the ranks in step."""
     start = seeded(Branches)
 
     def gradients(group):
@@ -899,7 +904,7 @@ def test_a_failed_backward_before_any_bucket_may_be_repeated():
 
 @pytest.mark.parametrize("freezes", [False, True])
 def test_a_failed_backward_after_a_bucket_ends_the_group(freezes):
-    """A rank that goes on after a backward that failed halfway would mix up buckets: all ranks are told instead."""
+    """A rank that continued after a failed backward would mix up buckets: all ranks get an error instead."""
     start = seeded(Branches)
 
     def backward(group):
@@ -923,7 +928,7 @@ def test_a_failed_backward_after_a_bucket_ends_the_group(freezes):
         assert "Make a new group" in str(error)
 
 
-def test_marks_of_a_failed_backward_are_forgotten():
+def test_gradient_counts_of_a_failed_backward_are_forgotten():
     """After a backward that failed before any bucket started, gradients in another order start no bucket early."""
     start = seeded(Branches)
 
@@ -945,7 +950,7 @@ def test_marks_of_a_failed_backward_are_forgotten():
 
 
 def test_a_module_that_changes_its_dtype_is_averaged_in_the_new_one():
-    """After double() gradients are reduced in float64, not through the float32 buckets of before."""
+    """After double() gradients are reduced in float64, not through the former float32 buckets."""
 
     def gradient(group):
         ddp = DDP(torch.nn.Linear(1, 1, bias=False), group)
@@ -987,7 +992,7 @@ def test_sparse_gradients_are_refused():
 
 
 def test_a_sparse_gradient_of_one_rank_ends_the_group():
-    """A rank that refuses a gradient when others have started buckets tells them, in place of letting them wait."""
+    """A rank that refuses a gradient when others have started buckets aborts the group instead of letting them wait."""
 
     def attempt(group):
         layers = torch.nn.Embedding(4, 2, sparse=group.rank == 1), torch.nn.Linear(2, 1)
@@ -1001,8 +1006,8 @@ def test_a_sparse_gradient_of_one_rank_ends_the_group():
         assert "the gradient of '0.weight' on rank 1" in str(error)
 
 
-def test_gradients_are_looked_at_before_any_is_sent():
-    """Where all ranks refuse a gradient by hand the group stays good, and nothing of that round meets the next."""
+def test_gradients_are_checked_before_any_is_sent():
+    """Where all ranks refuse an assigned gradient the group stays usable, and the next round starts anew."""
 
     def gradients(group):
         ddp = DDP(torch.nn.Linear(2, 1), group, bucket_size_mb=1e-9)
@@ -1072,7 +1077,7 @@ def test_an_optimizer_that_steps_in_a_hook_is_refused(options, drops_gradient, w
 
 
 def test_hooks_may_change_gradients():
-    """A hook that only changes gradients is no reason for an error."""
+    """A hook that only changes gradients is no error."""
 
     def gradient(group):
         model = torch.nn.Linear(1, 1, bias=False)
@@ -1090,7 +1095,7 @@ def test_hooks_may_change_gradients():
 
 @pytest.mark.parametrize("is_gone", [True, False])
 def test_a_module_is_trained_alone(is_gone):
-    """Once its DDP is gone, or in no_sync(), one rank may train the module while the others do something else."""
+    """Without its DDP, or in no_sync(), one rank may train the module while the others do something else."""
 
     def gradient(group):
         ddp = DDP(torch.nn.Linear(1, 1, bias=False), group)
@@ -1127,7 +1132,7 @@ def test_modules_without_trainable_parameters():
     ],
 )
 def test_wrong_arguments(arguments, kind, text):
-    """Each is refused with what should be there instead."""
+    """Each is refused with the expected values."""
 
     def attempt(group):
         DDP(*arguments)
@@ -1148,7 +1153,7 @@ def test_wrong_bucket_sizes(size, kind):
 
 
 def test_a_switch_is_true_or_false():
-    """What only looks like a switch is refused."""
+    """Other values than bools are refused."""
     group = SimulatedBackend.create_group(1)[0]
     with pytest.raises(TypeError, match="broadcast_buffers must be True or False, not str"):
         DDP(torch.nn.Linear(1, 1), group, broadcast_buffers="no")
@@ -1175,6 +1180,18 @@ def test_a_copy_joins_a_group_when_it_trains(duplicate):
         return evaluated, twin.module.weight.grad.item()
 
     assert run_ranks(gradients, 2) == [((1, 1), 1.5)] * 2
+
+
+def test_a_pickled_ddp_has_nothing_of_its_group():
+    """Its state is the module, options and flags: no group, reducer or guard, which belong to this process."""
+
+    def leftovers(group):
+        ddp = DDP(torch.nn.Linear(1, 1), group)
+        copied = copy.deepcopy(ddp)
+        states = (ddp.__getstate__(), copied.__getstate__())
+        return [[name for name, value in state.items() if isinstance(value, NOT_PICKLED)] for state in states]
+
+    assert run_ranks(leftovers, 2) == [[[], []]] * 2
 
 
 def test_a_copy_keeps_a_group_that_is_not_the_default():

@@ -1,4 +1,4 @@
-"""The plan of DDP's buckets: a pure function."""
+"""The assignment of tensors to DDP's buckets: a pure function."""
 
 import math
 
@@ -28,7 +28,7 @@ def test_a_tensor_may_fill_a_bucket_exactly():
 
 
 def test_a_large_tensor_has_a_bucket_of_its_own():
-    """What is larger than a bucket travels alone, between those before and after it."""
+    """A tensor larger than a bucket travels alone, between those before and after it."""
     assert members(compute_bucket_assignment(tensors(1, 100, 1, 1), 12)) == [(0,), (1,), (2, 3)]
 
 
@@ -60,6 +60,6 @@ def test_every_tensor_is_in_one_bucket(max_bytes):
     assert all(len(bucket.members) == 1 or bucket.size_bytes <= max_bytes for bucket in plan)
 
 
-def test_no_tensors_need_no_buckets():
-    """A module without parameters has an empty plan."""
+def test_no_tensors_make_no_buckets():
+    """A module without parameters has no buckets."""
     assert compute_bucket_assignment([], 1) == []

@@ -1,4 +1,4 @@
-"""Communication hooks: what reduces a bucket in place of an allreduce."""
+"""Communication hooks, which reduce a bucket instead of an allreduce."""
 
 import copy
 import math
@@ -39,7 +39,7 @@ def train(group, start, make_hook, num_steps, **options):
 
 
 def test_the_plain_hook_gives_the_bits_of_no_hook():
-    """A hook that does what DDP does gives the same training."""
+    """The hook that does the same as DDP gives the same training."""
     start = seeded(mlp, torch.float32)
     states = [run_ranks(train, 3, start, hook, 4)[0][0] for hook in (None, HOOKS["allreduce"])]
     assert_same_bits(states)
@@ -69,7 +69,7 @@ def test_compression_rounds_to_16_bits(hook, bits):
 
 
 def test_compression_leaves_half_precision_as_it_is():
-    """What has 16 bits already is averaged as it is."""
+    """Gradients of 16 bits are averaged as they are."""
 
     def gradient(group, hook):
         ddp = DDP(torch.nn.Linear(1, 1, bias=False, dtype=torch.float16), group, comm_hook=hook)
@@ -97,7 +97,7 @@ def matrix_gradients(group, hook, num_steps=1):
 
 @pytest.mark.parametrize("rank", [1, 3])
 def test_power_sgd_has_the_rank_it_is_given(rank):
-    """The average is a matrix of low rank, and what it left out is sent in the steps that follow."""
+    """The average is a matrix of low rank, and its residual is sent in the following steps."""
 
     def averages(group):
         return matrix_gradients(group, comm_hooks.PowerSGD(rank=rank, start_step=0), 60)
@@ -129,8 +129,8 @@ def test_power_sgd_sends_thin_matrices():
     assert first == [12 * 2 + 3, 8, 10 * 2]
 
 
-def test_top_k_sends_the_largest_and_remembers_the_rest():
-    """An element that was not sent comes in a later step, with all that it has gathered."""
+def test_top_k_sends_the_largest_and_feeds_back_the_rest():
+    """An element that was not sent comes in a later step, with all that it has accumulated."""
 
     def gradients(group):
         module = torch.nn.Module()
@@ -164,7 +164,7 @@ def test_top_k_divides_by_the_number_of_ranks(ratio):
 @pytest.mark.parametrize("hook", ["power_sgd", "top_k"])
 @pytest.mark.parametrize("factor", [math.inf, math.nan, 1e38])
 def test_residuals_outlast_an_overflow(hook, factor):
-    """When one rank overflows and scales are halved after it, all goes on as without that step."""
+    """When one rank overflows and scales are halved after it, training continues as without that step."""
     inputs = torch.randn(4, 16, generator=torch.Generator().manual_seed(4))
 
     def averages(group, steps):
@@ -189,7 +189,7 @@ def test_residuals_outlast_an_overflow(hook, factor):
 
 @pytest.mark.parametrize("hook", ["power_sgd", "top_k"])
 def test_training_with_a_scaler_recovers(hook):
-    """A scaler that begins too high comes down, and then the optimizer steps."""
+    """A scaler that begins too high decreases, and then the optimizer steps."""
 
     def train_scaled(group):
         ddp = DDP(torch.nn.Linear(16, 16), group, comm_hook=HOOKS[hook]())
@@ -224,7 +224,7 @@ class TwoWeights(torch.nn.Module):
 @pytest.mark.parametrize("on_some_ranks", [False, True], ids=["no_rank", "some_ranks"])
 @pytest.mark.parametrize("make_hook", [lambda: comm_hooks.PowerSGD(1, start_step=0), lambda: comm_hooks.TopK(0.05)])
 def test_residuals_wait_for_their_parameters(make_hook, on_some_ranks):
-    """What was not sent is not lost in steps in which a parameter has no gradient: sums of averages become exact."""
+    """Residuals survive steps in which a parameter has no gradient: sums of averages become exact."""
     directions = torch.randn(2, 12, 10, generator=torch.Generator().manual_seed(5), dtype=torch.float64)
 
     def total(group):
@@ -249,8 +249,8 @@ def test_residuals_wait_for_their_parameters(make_hook, on_some_ranks):
     torch.testing.assert_close(first, directions.mean(0), rtol=0, atol=1e-3)
 
 
-def test_power_sgd_keeps_its_start_through_zeros():
-    """Steps whose gradients are zeros leave the next one as good as if they had not been."""
+def test_power_sgd_keeps_its_warm_start_through_zeros():
+    """Steps whose gradients are zeros don't harm the next one."""
 
     def gradients(group, num_zeros):
         ddp = DDP(torch.nn.Linear(16, 16, bias=False), group, comm_hook=comm_hooks.PowerSGD(2, start_step=0))
@@ -286,7 +286,7 @@ def test_power_sgd_compresses_other_layouts(layout):
 
 @pytest.mark.parametrize("hook", ["power_sgd", "top_k"])
 def test_a_hook_with_residuals_serves_one_model(hook):
-    """A second DDP with the same hook object is told so; a copy of the first has a copy of the hook."""
+    """A second DDP with the same hook object gets an error; a copy of the first has a copy of the hook."""
 
     def attempt(group):
         shared = HOOKS[hook]()
@@ -303,8 +303,8 @@ def test_a_hook_with_residuals_serves_one_model(hook):
         assert "of two models, whose residuals would mix" in str(error)
 
 
-def test_continued_goes_on_once():
-    """Who waits a second time gets the first one's result, and nothing is done again."""
+def test_continued_calls_its_function_once():
+    """A second waiter gets the first one's result."""
     calls = []
 
     def then(result):
@@ -319,7 +319,7 @@ def test_continued_goes_on_once():
     assert len(calls) == 1
 
 
-def test_a_hook_of_ones_own():
+def test_a_custom_hook():
     """Any function from a bucket to a pending collective will do; the result may be another tensor."""
     seen = []
 
@@ -347,8 +347,8 @@ def test_a_hook_of_ones_own():
         ),
     ],
 )
-def test_what_a_hook_returns_is_checked(hook, text):
-    """A hook that gives something else raises out of backward, and says what it should have given."""
+def test_results_of_hooks_are_checked(hook, text):
+    """A hook that returns something else raises from backward, with the expected result."""
 
     def attempt(group):
         ddp = DDP(torch.nn.Linear(2, 1), group, comm_hook=hook)
@@ -405,7 +405,7 @@ def test_hooks_are_compared():
     ],
 )
 def test_settings_of_hooks_are_compared(make, texts):
-    """A rank whose hook is set otherwise is named when the DDP is made."""
+    """A rank whose hook has other settings is named when the DDP is made."""
     errors = run_ranks(lambda group: caught(lambda: DDP(torch.nn.Linear(1, 1), group, comm_hook=make(group.rank))), 2)
     for error in errors:
         assert type(error) is CollectiveMismatchError

@@ -1,4 +1,4 @@
-"""DDP where programs do what few programs do: gradients of others' making, models in two DDPs, odd outputs."""
+"""DDP in unusual programs: replaced gradients, modules in two DDPs, unusual outputs."""
 
 import contextlib
 import copy
@@ -42,8 +42,8 @@ CHANGES = {
 @pytest.mark.parametrize("as_views", [True, False])
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("change", CHANGES)
-def test_gradients_that_get_other_memory_are_still_averaged(change, backend, as_views):
-    """What gives a gradient other memory or another dtype between two steps changes nothing about averages."""
+def test_gradients_moved_to_other_memory_are_averaged(change, backend, as_views):
+    """Giving a gradient other memory or another dtype between two steps doesn't change averages."""
 
     def train(group):
         model = linear()
@@ -97,7 +97,7 @@ def test_hooks_on_parameters_run_before_gradients_are_sent(backend, when, replac
 
 
 def test_a_parameter_belongs_to_the_last_ddp():
-    """An older DDP of it refuses to train, on all ranks, until the newer one is gone."""
+    """An older DDP of it refuses to train, on all ranks, until the newer one is collected."""
 
     def share(group):
         layer = linear()
@@ -115,7 +115,7 @@ def test_a_parameter_belongs_to_the_last_ddp():
 
 
 def test_a_ddp_inside_another_is_refused():
-    """The outer one has the parameters, and the inner one says so."""
+    """The outer one owns the parameters, and the inner one says so."""
 
     def nest(group):
         inner = DDP(linear(), group)
@@ -126,8 +126,8 @@ def test_a_ddp_inside_another_is_refused():
         assert "wrap that once" in str(error)
 
 
-def test_ranks_that_freeze_different_parameters_are_told():
-    """Though the parameters have one shape."""
+def test_ranks_that_freeze_different_parameters_get_an_error():
+    """Even if the parameters have one shape."""
 
     def train(group):
         model = torch.nn.Sequential(torch.nn.Linear(2, 2, bias=False), torch.nn.Linear(2, 2, bias=False))
@@ -145,7 +145,7 @@ def test_ranks_that_freeze_different_parameters_are_told():
 @pytest.mark.parametrize("block", ["join", "no_sync", "both"])
 @pytest.mark.parametrize("change", ["unfreeze", "double"])
 def test_changes_directly_before_a_block(change, block):
-    """What has changed since the last step is seen where a block begins, also by a rank without batches."""
+    """Changes since the last step are noticed when a join block begins, also by a rank without batches."""
 
     def train(group):
         model = torch.nn.Sequential(torch.nn.Linear(2, 2, bias=False), linear())
@@ -177,7 +177,7 @@ def test_changes_directly_before_a_block(change, block):
 
 
 def test_no_hooks_stay_on_leaves():
-    """A module that returns its input or a parameter leaves nothing on them."""
+    """A module that returns its input or a parameter leaves no hooks on them."""
 
     class Echo(torch.nn.Module):
         def __init__(self):
@@ -201,7 +201,7 @@ def test_no_hooks_stay_on_leaves():
 
 @pytest.mark.parametrize("bucket_size_mb", [25, 1e-6])
 def test_a_parameter_used_outside_of_forward(bucket_size_mb):
-    """With unused parameters allowed its bucket doesn't wait: a gradient that comes later is explained, not lost."""
+    """With unused parameters allowed its bucket doesn't wait: a later gradient is an error, and not lost."""
 
     class Half(torch.nn.Module):
         def __init__(self):
@@ -240,8 +240,8 @@ class Later:
     cache: object = dataclasses.field(init=False)
 
 
-def test_outputs_of_odd_forms():
-    """That contain themselves, or lack a field, or are sets."""
+def test_outputs_in_unusual_containers():
+    """Containers that contain themselves, lack a field, or are sets."""
 
     class Odd(torch.nn.Module):
         def __init__(self, form):
@@ -268,7 +268,7 @@ def test_outputs_of_odd_forms():
 
 
 def test_sync_gradients_with_a_hook_ends_in_its_time():
-    """Also where the hook's collective would wait for the group's time."""
+    """The timeout also bounds the hook's collective."""
     has_ended = threading.Event()
 
     def late(group):
@@ -289,7 +289,7 @@ def test_sync_gradients_with_a_hook_ends_in_its_time():
 
 
 def test_drift_is_noticed_after_an_unfreeze():
-    """A step with gradients of its own is refused though parameters were unfrozen in between."""
+    """A step with unaveraged gradients is refused though parameters were unfrozen in between."""
 
     def train(group):
         model = torch.nn.Sequential(linear(), torch.nn.Linear(1, 1))
@@ -307,7 +307,7 @@ def test_drift_is_noticed_after_an_unfreeze():
 
 
 def test_accumulation_without_averages_may_go_on_for_steps():
-    """Inside no_sync a rank may step by itself, as LocalSGD does, also in the explicit form."""
+    """Inside no_sync a rank may step by itself, as with LocalSGD, also without overlap."""
 
     def train(group):
         ddp = DDP(linear(), group, overlap_comm=False)
@@ -323,7 +323,7 @@ def test_accumulation_without_averages_may_go_on_for_steps():
 
 
 def test_a_ddp_inside_a_checkpoint_sees_the_same_buffers_twice():
-    """Its second forward, in backward, takes no buffers from rank 0: it sends nothing."""
+    """Its second forward, in backward, broadcasts no buffers."""
 
     def train(group):
         ddp = DDP(torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.BatchNorm1d(2)), group)
@@ -338,7 +338,7 @@ def test_a_ddp_inside_a_checkpoint_sees_the_same_buffers_twice():
 
 
 def test_unused_parameters_do_not_hold_up_buckets_in_later_steps():
-    """What one forward did not reach may be reached by the next, and the other way round."""
+    """Parameters that one forward did not use may be used by the next, and vice versa."""
 
     class Branches(torch.nn.Module):
         def __init__(self):

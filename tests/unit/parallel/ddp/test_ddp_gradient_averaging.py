@@ -1,4 +1,4 @@
-"""DDP: what is averaged when, in one backward and over several."""
+"""DDP: when gradients are averaged, in one backward and over several."""
 
 import contextlib
 import copy
@@ -48,7 +48,7 @@ def test_no_sync_accumulates_without_messages(world_size):
 
 
 def test_no_sync_leaves_buffers_alone():
-    """A forward in no_sync() sends no buffers either, so ranks may make different numbers of them."""
+    """A forward in no_sync() sends no buffers either, so ranks may run different numbers of them."""
 
     def forwards(group):
         ddp = DDP(torch.nn.BatchNorm1d(2), group)
@@ -61,7 +61,7 @@ def test_no_sync_leaves_buffers_alone():
 
 
 def test_no_sync_ends_with_an_error():
-    """What is raised inside the block doesn't leave averaging switched off."""
+    """An exception inside the block doesn't leave averaging switched off."""
 
     def gradient(group):
         ddp = DDP(torch.nn.Linear(1, 1, bias=False), group)
@@ -75,7 +75,7 @@ def test_no_sync_ends_with_an_error():
 
 @pytest.mark.parametrize("as_views", [True, False])
 def test_gradients_are_views_of_the_buckets(as_views):
-    """Gradients lie in the buckets' memory, in every step, with any zero_grad; or have their own when asked to."""
+    """Gradients are in the buckets' memory, in every step, with any zero_grad; or have their own on request."""
 
     def are_views(group):
         ddp = DDP(torch.nn.Linear(3, 2), group, gradient_as_bucket_view=as_views)
@@ -137,7 +137,7 @@ def test_rank_0_decides_the_order():
 
 
 def test_the_first_bucket_is_small():
-    """A megabyte is on its way before the first bucket of full size is there."""
+    """A megabyte is sent before the first bucket of full size is complete."""
 
     def sizes(group):
         ddp = DDP(torch.nn.Sequential(*[torch.nn.Linear(256, 1024, bias=False) for _ in range(4)]), group)
@@ -148,7 +148,7 @@ def test_the_first_bucket_is_small():
 
 @pytest.mark.parametrize("lacking", [(1,), (0, 2)])
 def test_a_parameter_without_a_gradient_on_some_ranks_is_named(lacking):
-    """All ranks raise, naming the parameter and the ranks that lack its gradient, and the group stays good."""
+    """All ranks raise, naming the parameter and the ranks that lack its gradient, and the group stays usable."""
     start = seeded(Branches)
 
     def attempt(group):
@@ -192,7 +192,7 @@ def test_buckets_do_not_wait_for_unused_parameters():
 @pytest.mark.parametrize("use_reentrant", [False, True])
 @pytest.mark.parametrize("whole", [False, True], ids=["inside", "whole model"])
 def test_checkpointing(use_reentrant, static_graph, whole):
-    """Activation checkpointing of both kinds, in the model or around it, gives the gradients that it gives without."""
+    """Activation checkpointing of both kinds, in the model or around it, doesn't change gradients."""
     start = seeded(Tied)
 
     def gradients(group):
@@ -223,8 +223,8 @@ def test_checkpointing(use_reentrant, static_graph, whole):
             torch.testing.assert_close(checkpointed[name], gradient, rtol=0, atol=1e-12)
 
 
-def test_a_second_gradient_of_a_bucket_under_way_is_refused():
-    """Where a re-entrant checkpoint uses a parameter again, all ranks are told what to do, and static_graph does it."""
+def test_a_second_gradient_after_its_bucket_has_started_is_refused():
+    """Where a re-entrant checkpoint uses a parameter again, all ranks raise with advice, and static_graph solves it."""
 
     class Twice(torch.nn.Module):
         def __init__(self):
@@ -269,7 +269,7 @@ def test_a_static_graph_that_changes_is_refused():
 
 
 def test_a_static_graph_starts_buckets_during_backward():
-    """From the second step on buckets start as their counted gradients are there, and unused ones don't hold them."""
+    """From the second step on buckets start when their counted gradients are there, without waiting for unused ones."""
     start = seeded(Branches)
 
     def overlaps(group):
@@ -289,7 +289,7 @@ def test_a_static_graph_starts_buckets_during_backward():
 
 @pytest.mark.filterwarnings("ignore:Using backward")  # with create_graph=True, which torch says once
 def test_double_backward_is_refused():
-    """create_graph=True would need a graph across ranks: the error says what to do in its place, which works."""
+    """create_graph=True would need a graph across ranks: the error names an alternative, which works."""
     start = seeded(mlp)
 
     def attempt(group):
@@ -334,7 +334,7 @@ def without_layer(module):
     ],
 )
 def test_parameters_that_change_afterwards_are_refused(change, text):
-    """A parameter that nobody would average is named by the next forward, with what to do."""
+    """A new parameter, which would not be averaged, is named by the next forward, with advice."""
 
     def attempt(group):
         ddp = DDP(seeded(mlp), group)
@@ -348,7 +348,7 @@ def test_parameters_that_change_afterwards_are_refused(change, text):
 
 
 def test_a_layer_without_parameters_may_be_added():
-    """Only parameters are counted on."""
+    """The guard watches parameters only."""
 
     def output(group):
         ddp = DDP(torch.nn.Sequential(torch.nn.Linear(1, 1)), group)
@@ -359,8 +359,8 @@ def test_a_layer_without_parameters_may_be_added():
 
 
 @pytest.mark.parametrize("how", ["sync_gradients", "overlapped_sync_gradients"])
-def test_the_explicit_form(how):
-    """With overlap_comm=False backward sends nothing, and either call averages to the bits that overlapping gives."""
+def test_averaging_without_overlap(how):
+    """With overlap_comm=False backward sends nothing, and either call averages to the bits of overlapped averaging."""
     start = seeded(mlp)
 
     def gradients(group):
@@ -381,7 +381,7 @@ def test_the_explicit_form(how):
         assert_same_bits([plain, explicit])
 
 
-def test_a_step_without_averages_is_refused():
+def test_a_step_before_averaging_is_refused():
     """With overlap_comm=False a step before sync_gradients() is an error of the next forward."""
 
     def attempt(group):
@@ -399,7 +399,7 @@ def test_a_step_without_averages_is_refused():
         assert "call sync_gradients() before optimizer.step()" in str(error)
 
 
-def test_parameters_of_one_memory():
+def test_parameters_that_are_views_of_one_tensor():
     """Parameters that are views of one tensor have gradients of their own, all averaged."""
 
     def gradients(group):
@@ -414,7 +414,7 @@ def test_parameters_of_one_memory():
 
 
 def test_options_are_compared():
-    """A rank with another option is named when the DDP is made, for it would reduce other messages."""
+    """A rank with another option is named when the DDP is made, since it would reduce other messages."""
 
     def attempt(group):
         return caught(lambda: DDP(torch.nn.Linear(1, 1), group, bucket_size_mb=group.rank + 1))
@@ -440,7 +440,7 @@ def test_wrong_options(options, kind, text):
 
 @pytest.mark.filterwarnings("ignore:The .grad attribute")  # of the compiler's own looking around
 def test_a_compiled_module():
-    """A module that torch.compile has made is averaged like any other, and so is a compiled DDP."""
+    """A compiled module is averaged like any other, and so is a compiled DDP."""
     start = seeded(mlp)
 
     def gradients(group):

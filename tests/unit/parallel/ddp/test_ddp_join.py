@@ -29,7 +29,7 @@ def step_with(model, optimizer, batches):
 @pytest.mark.parametrize("overlap_comm", [True, False])
 @pytest.mark.parametrize("as_views", [True, False])
 def test_uneven_batches_are_those_of_one_process(as_views, overlap_comm):
-    """A step is that of one process with the batches that there are, and all ranks end with the same model."""
+    """A step is that of one process with the remaining batches, and all ranks end with the same model."""
     start = seeded(mlp)
     alone = copy.deepcopy(start)
     optimizer = torch.optim.SGD(alone.parameters(), lr=0.1)
@@ -66,7 +66,7 @@ def test_uneven_batches_are_those_of_one_process(as_views, overlap_comm):
 
 
 def test_division_by_all_ranks():
-    """With divide_by_initial_world_size ranks without a batch count as zeros."""
+    """With divide_by_initial_world_size ranks without a batch contribute zeros."""
 
     def gradients(group):
         ddp = DDP(torch.nn.Linear(1, 1, bias=False), group)
@@ -95,7 +95,7 @@ def test_buffers_come_from_a_rank_that_has_a_batch():
 
 
 def test_buffers_are_equal_after_a_block_in_which_all_had_as_many_batches():
-    """When no rank was left over, the ranks leave the block with the buffers of one of them, too."""
+    """Even if no rank finished early, the ranks leave the block with one rank's buffers."""
 
     def statistics(group):
         ddp = DDP(torch.nn.BatchNorm1d(1, momentum=1.0), group)
@@ -107,7 +107,7 @@ def test_buffers_are_equal_after_a_block_in_which_all_had_as_many_batches():
 
 
 def test_accumulation_in_join():
-    """Ranks that accumulate in no_sync() are helped only in the backwards that average."""
+    """Ranks that accumulate in no_sync() are shadowed only in backwards that average."""
 
     def gradients(group):
         ddp = DDP(torch.nn.Linear(1, 1, bias=False), group)
@@ -125,7 +125,7 @@ def test_accumulation_in_join():
 
 
 def test_no_batches_at_all():
-    """Ranks that all have nothing, and a rank that has nothing, end well."""
+    """The block ends when all ranks, or one, have no batches at all."""
 
     def train(group):
         ddp = DDP(torch.nn.Linear(1, 1), group)
@@ -140,7 +140,7 @@ def test_no_batches_at_all():
 
 
 def test_early_termination_raises():
-    """With throw_on_early_termination every rank raises when the first one is done, and the group stays good."""
+    """With throw_on_early_termination every rank raises when the first one is done, and the group stays usable."""
 
     def train(group):
         ddp = DDP(torch.nn.Linear(1, 1), group)
@@ -163,7 +163,7 @@ def test_early_termination_raises():
 
 
 def test_an_error_inside_ends_the_group():
-    """A rank that leaves by an exception can't help: the others are told, with its words, and don't wait."""
+    """A rank that leaves by an exception aborts the group with its message, and the others don't wait."""
 
     def train(group):
         ddp = DDP(torch.nn.Linear(1, 1), group)
@@ -184,7 +184,7 @@ def test_an_error_inside_ends_the_group():
 
 
 def test_steps_that_differ_are_named():
-    """Ranks of which one averages and one calls forward again all get the same error."""
+    """If one rank averages and another calls forward again, all get the same error."""
 
     def train(group):
         ddp = DDP(torch.nn.BatchNorm1d(1), group)

@@ -1,4 +1,4 @@
-"""DDP: what a step sends and what memory it makes, once it has settled."""
+"""DDP: messages and allocations of a step in steady state."""
 
 import copy
 from pathlib import Path
@@ -43,7 +43,7 @@ def operations_of_step(model, optimizer, inputs):
 @pytest.mark.parametrize("backend", ["simulated", "native-threads"])
 @pytest.mark.parametrize("make", [mlp, TiedGpt])
 def test_steps_allocate_nothing_for_communication(make, backend):
-    """After the third step a step makes the tensors that it makes without DDP, and no other."""
+    """After the third step a step allocates the same tensors as without DDP."""
     start = seeded(make, torch.float32)
     inputs = torch.ones(2, 6) if make is mlp else torch.ones(2, 6, dtype=torch.int64)
 
@@ -82,7 +82,7 @@ def test_a_step_takes_a_collective_for_each_bucket(overlap_comm):
 
 
 def test_buckets_are_in_symmetric_memory():
-    """After the first step an engine finds the buckets in memory that its ranks share, and stages nothing."""
+    """After the first step the engine finds the buckets in symmetric memory, and stages nothing."""
 
     def addresses(group):
         ddp = DDP(torch.nn.Linear(4, 4), group)

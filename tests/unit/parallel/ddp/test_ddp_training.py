@@ -1,4 +1,4 @@
-"""Twenty steps of training: what ranks end with is what one process ends with."""
+"""Twenty steps of training end as in one process."""
 
 import copy
 
@@ -104,7 +104,7 @@ def train_rank(group, start, batches, make_optimizer, dtype=torch.float32):
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 @pytest.mark.parametrize("task", TASKS)
 def test_training_equals_one_process(task, optimizer):
-    """In double precision weights and losses are those of one process with the whole batch, to 1e-6 and far below."""
+    """In double precision weights and losses are those of one process with the whole batch, to far below 1e-6."""
     make, batches = TASKS[task]
     start = seeded(make)
     expected, losses = train_alone(copy.deepcopy(start), batches, OPTIMIZERS[optimizer], torch.float64)
@@ -134,7 +134,7 @@ def test_float32_training_equals_one_process(task):
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("task", ["mlp", "gpt"])
 def test_training_has_the_bits_of_one_process_that_adds_in_order(task, backend, optimizer):
-    """Where one process adds up the parts' gradients in rank order, weights and losses are the same bits."""
+    """If one process adds up the ranks' gradients in rank order, weights and losses are the same bits."""
     make, batches = TASKS[task]
     start = seeded(make, torch.float32)
     expected, losses = train_in_parts(copy.deepcopy(start), batches, OPTIMIZERS[optimizer], 2)

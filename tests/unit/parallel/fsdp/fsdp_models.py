@@ -24,11 +24,11 @@ def whole_gradients(fsdp):
     with torch.no_grad():
         for unit in fsdp._units:
             for flat in unit.flats:
-                names = [name for name, piece in zip(flat.names, flat.parameters, strict=True) if piece.grad is None]
+                names = [name for name, shard in zip(flat.names, flat.parameters, strict=True) if shard.grad is None]
                 saved = flat.shard.clone()
-                for piece in flat.parameters:
-                    piece.copy_(torch.zeros_like(piece) if piece.grad is None else piece.grad)
-                state.update(zip(flat.names, (value.clone() for value in flat.gather_values()), strict=True))
+                for shard in flat.parameters:
+                    shard.copy_(torch.zeros_like(shard) if shard.grad is None else shard.grad)
+                state.update(zip(flat.names, (value.clone() for value in flat.gather_full()), strict=True))
                 state.update(dict.fromkeys(names))
                 flat.shard.copy_(saved)
     return state

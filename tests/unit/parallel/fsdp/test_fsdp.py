@@ -1,4 +1,4 @@
-"""FSDP: what ranks that divide a model compute is what one process computes."""
+"""FSDP: ranks that shard a model compute the result of one process."""
 
 import copy
 import math
@@ -157,7 +157,7 @@ def check_equal_to_one_process(model, optimizer, world_size, backend, **options)
 @pytest.mark.parametrize("strategy", STRATEGIES)
 @pytest.mark.parametrize(("name", "optimizer"), [*((name, "adamw") for name in MODELS), ("mlp", "momentum")])
 def test_training_equals_one_process(name, strategy, optimizer):
-    """After 20 steps loss and weights are those of one process with all ranks' batches, whatever is divided."""
+    """After 20 steps loss and weights are those of one process with all ranks' batches, with every strategy."""
     make, wrap = MODELS[name]
     world_size = 4 if strategy == "hybrid" else 2
     check_equal_to_one_process(
@@ -167,19 +167,19 @@ def test_training_equals_one_process(name, strategy, optimizer):
 
 @pytest.mark.parametrize("name", MODELS)
 def test_training_in_double_precision_equals_one_process(name, monkeypatch):
-    """What is left in float32 is rounding: in float64 it is a billion times smaller."""
+    """The difference in float32 is rounding: in float64 it is a billion times smaller."""
     monkeypatch.setattr(f"{__name__}.LIMIT", 1e-13)
     make, wrap = MODELS[name]
     check_equal_to_one_process(seeded(make).double(), "adamw", 3, "simulated", wrap=wrap)
 
 
 @pytest.mark.parametrize(
-    ("backend", "is_joined"), [("tcp-threads", False), ("native-threads", False), ("native", True)]
+    ("backend", "uses_shared_view"), [("tcp-threads", False), ("native-threads", False), ("native", True)]
 )
 @pytest.mark.parametrize("name", MODELS)
-def test_training_equals_one_process_on_each_backend(name, backend, is_joined, monkeypatch):
-    """The same over connections and shared memory, with three ranks, which divide hardly anything evenly."""
-    if is_joined:  # as large units are
+def test_training_equals_one_process_on_each_backend(name, backend, uses_shared_view, monkeypatch):
+    """The same over connections and shared memory, with three ranks, which divide hardly any shape evenly."""
+    if uses_shared_view:  # as large units are
         monkeypatch.setattr(flat_layout, "_SMALL_BYTES", 0)
     make, wrap = MODELS[name]
     check_equal_to_one_process(seeded(make), "adamw", 3, backend, wrap=wrap)
@@ -199,21 +199,21 @@ def test_training_equals_one_process_on_each_backend(name, backend, is_joined, m
     ids=str,
 )
 def test_options_change_no_result(world_size, options):
-    """Prefetching, freeing and the choice of units decide when ranks talk, not what they compute."""
+    """Prefetching, freeing and the choice of units change when ranks communicate, not the result."""
     check_equal_to_one_process(seeded(Gpt), "adamw", world_size, "simulated", **{"wrap": Block, **options})
 
 
 @pytest.mark.parametrize("prefetch", [0, 1])
 @pytest.mark.parametrize("kind", ["reentrant", "other"])
 def test_activation_checkpointing(kind, prefetch):
-    """Blocks that are computed again in backward find their parameters."""
+    """Recomputed blocks find their parameters in backward."""
     model = seeded(Gpt, kind)
     check_equal_to_one_process(model, "momentum", 2, "simulated", wrap=Block, backward_prefetch=prefetch)
 
 
 @pytest.mark.parametrize("options", [{"foreach": True}, {"fused": True}], ids=str)
 def test_foreach_and_fused_optimizers(options):
-    """They step on pieces, empty ones too, as on parameters."""
+    """They step on shards, also empty ones, as on parameters."""
     model, steps = seeded(mlp), batches(5)
 
     def make(parameters):
@@ -225,7 +225,7 @@ def test_foreach_and_fused_optimizers(options):
 
 
 def test_an_optimizer_made_before_stays_right(run):
-    """The module's parameters become the pieces, so that nothing holds stale ones."""
+    """The module's own parameters become the shards, so that the optimizer holds no stale ones."""
     model, steps = seeded(mlp), batches(3)
     expected, _ = alone(model, OPTIMIZERS["momentum"], steps)
 
@@ -252,7 +252,7 @@ class Branches(torch.nn.Module):
 
 
 def test_parameters_that_some_or_no_rank_reaches(run):
-    """What one rank's loss doesn't reach counts as zeros there; what no rank's reaches keeps no gradient."""
+    """A rank without a gradient contributes zeros; a gradient that no rank has stays None."""
     model = seeded(Branches)
     inputs, _ = batches(1)[0]
 
@@ -260,7 +260,7 @@ def test_parameters_that_some_or_no_rank_reaches(run):
         fsdp = FSDP(copy.deepcopy(model), group, wrap=torch.nn.Linear)
         outputs = fsdp(inputs, 0, 1, 2)
         (outputs[0].sum() + outputs[1].sum() if group.rank == 0 else outputs[0].sum()).backward()
-        grads = [piece.grad for piece in fsdp.parameters()]
+        grads = [shard.grad for shard in fsdp.parameters()]
         with_gradients = [grad is not None for grad in grads]
         total = fsdp.clip_grad_norm_(math.inf)
         return with_gradients, float(total)
@@ -388,9 +388,8 @@ def started_on(monkeypatch, rank):
     ],
 )
 def test_number_of_collectives_in_a_step(run, strategy, expected, monkeypatch):
-    """A step gathers each unit before forward, and again before backward unless it stayed, and reduces it once.
-
-    No memory is allotted for it. Where ranks use each other's shards as they lie a barrier ends forward and backward.
+    """A step gathers each unit before forward, and again before backward unless it stayed, and reduces it once. Where
+    ranks compute in shared memory units are not gathered, and a barrier ends forward and backward.
     """
     model, steps = seeded(Gpt), batches(2)
     names = started_on(monkeypatch, rank=0)
@@ -404,12 +403,12 @@ def test_number_of_collectives_in_a_step(run, strategy, expected, monkeypatch):
         train(fsdp, steps[1:], optimizer)
 
     run(program, 4)
-    is_joined = run is not run_ranks and strategy != "none"
-    assert Counter(names) == Counter(expected) + Counter(barrier=2 * is_joined)
+    uses_shared_view = run is not run_ranks and strategy != "none"
+    assert Counter(names) == Counter(expected) + Counter(barrier=2 * uses_shared_view)
 
 
 def test_units_are_reduced_while_backward_goes_on(monkeypatch):
-    """When autograd comes to a layer, the one behind it has been reduced, and the one before it is being gathered."""
+    """When autograd reaches a layer, the one behind it has been reduced, and the one before it is being gathered."""
     names = started_on(monkeypatch, rank=0)
     model = seeded(mlp)
 
@@ -433,7 +432,7 @@ def test_units_are_reduced_while_backward_goes_on(monkeypatch):
 
 @pytest.mark.parametrize("prefetch", [0, 1, 2])
 def test_units_are_gathered_while_forward_goes_on(run, prefetch):
-    """From the second forward on, as many of the next units are under way as asked for, and those behind are free."""
+    """From the second forward on, the requested number of next units is being gathered, and previous ones are freed."""
     model = seeded(mlp)
 
     def program(group):
@@ -454,7 +453,7 @@ def test_units_are_gathered_while_forward_goes_on(run, prefetch):
 
 
 def test_the_same_bits_on_every_backend_and_for_every_division(monkeypatch):
-    """Means fold in rank order: whether all ranks or none divide, over whatever connection, bits are the same."""
+    """Means are computed in rank order: bits don't depend on the strategy or the backend."""
     model, steps = seeded(Gpt), batches(5)
 
     def bits(backend, **options):
@@ -462,8 +461,13 @@ def test_the_same_bits_on_every_backend_and_for_every_division(monkeypatch):
         return states[0]
 
     expected, expected_losses = bits("simulated", strategy=ShardingStrategy.NO_SHARD)
-    for backend, is_joined in [("simulated", 0), ("tcp-threads", 0), ("native-threads", 0), ("native-threads", 1)]:
-        if is_joined:
+    for backend, uses_shared_view in [
+        ("simulated", 0),
+        ("tcp-threads", 0),
+        ("native-threads", 0),
+        ("native-threads", 1),
+    ]:
+        if uses_shared_view:
             monkeypatch.setattr(flat_layout, "_SMALL_BYTES", 0)
         for strategy in (ShardingStrategy.FULL_SHARD, ShardingStrategy.SHARD_GRAD_OP):
             state, losses = bits(backend, strategy=strategy)
@@ -481,7 +485,7 @@ def test_one_rank_computes_the_bits_of_a_module():
 
 
 def test_a_mesh_of_two_axes(run):
-    """Along the first are copies, along the second the ranks that divide one: as hybrid(2) of the group."""
+    """Replicas along the first, shards along the second: the same as hybrid(2) of the group."""
     model, steps = seeded(mlp), batches(3)
     expected, _ = alone(model, OPTIMIZERS["momentum"], steps)
 
@@ -499,7 +503,7 @@ def test_a_mesh_of_two_axes(run):
 
 @pytest.mark.parametrize(("shape", "num_shards"), [((2,), 2), ((1, 2), 2), ((2, 1), 1)])
 def test_meshes_of_which_one_axis_has_one_rank(shape, num_shards):
-    """It divides over all, or has copies only."""
+    """Such a mesh means full sharding, or replicas only."""
     model, steps = seeded(mlp), batches(2)
     expected, _ = alone(model, OPTIMIZERS["momentum"], steps)
 
@@ -513,7 +517,7 @@ def test_meshes_of_which_one_axis_has_one_rank(shape, num_shards):
 
 
 def test_a_slice_of_a_mesh():
-    """Two models, each divided over the ranks of one slice."""
+    """Two models, each sharded over the ranks of one slice."""
     model, steps = seeded(mlp), batches(2)
     expected, _ = alone(model, OPTIMIZERS["momentum"], steps)
 
@@ -541,8 +545,8 @@ def test_mixed_precision(run):
             mixed_precision=MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=torch.float32, cast_inputs=False),
         )
         losses = train(fsdp, steps, OPTIMIZERS["adamw"](fsdp.parameters()), group)
-        assert {piece.dtype for piece in fsdp.parameters()} == {torch.float32}
-        assert {piece.grad.dtype for piece in fsdp.parameters()} == {torch.float32}
+        assert {shard.dtype for shard in fsdp.parameters()} == {torch.float32}
+        assert {shard.grad.dtype for shard in fsdp.parameters()} == {torch.float32}
         return fsdp.full_state_dict(), losses
 
     expected, expected_losses = alone(model, OPTIMIZERS["adamw"], steps)
@@ -554,7 +558,7 @@ def test_mixed_precision(run):
 
 
 def test_meta_device(run):
-    """A model that was never whole in memory gets rank 0's values, and trains."""
+    """A model that never existed in full gets rank 0's values, and trains."""
     with torch.device("meta"):
         model = mlp()
 
@@ -570,7 +574,7 @@ def test_meta_device(run):
 
 
 def test_lstm(run):
-    """Modules that keep lists of their parameters see them whole in forward."""
+    """Modules with lists of their parameters see full ones in forward."""
     model = torch.nn.LSTM(6, 4, batch_first=True)
     inputs = torch.rand(BATCH, 5, 6)
     expected, _ = model(inputs)
@@ -585,7 +589,7 @@ def test_lstm(run):
 
 
 def test_two_forwards_then_two_backwards(run):
-    """Each backward follows the forward that it belongs to."""
+    """Each backward follows its own forward."""
     model, steps = seeded(Gpt), batches(2)
 
     def program(group):

@@ -1,4 +1,4 @@
-"""FSDP between a forward and its backward, and around both: what programs do there counts as in one process."""
+"""FSDP between a forward and its backward, and around both: programs behave as in one process."""
 
 import copy
 import gc
@@ -23,7 +23,7 @@ def loss_of(model):
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_zero_grad_between_forward_and_backward(run, strategy):
-    """Gradients of the step before are dropped, as in one process."""
+    """Gradients of the previous step are dropped, as in one process."""
     module = layers()
     expected = expected_gradients(module, loss_of)
 
@@ -41,17 +41,17 @@ def test_zero_grad_between_forward_and_backward(run, strategy):
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
-def test_what_follows_a_forward_without_backward(run, strategy):
-    """An optimizer made then gets the pieces, and clipping sees all gradients."""
+def test_a_forward_without_backward(run, strategy):
+    """An optimizer made then gets the shards, and clipping sees all gradients."""
     module = layers()
 
     def program(group):
         fsdp = wrapped(module, group, strategy=strategy)
-        pieces = [id(piece) for piece in fsdp.parameters()]
+        shards = [id(shard) for shard in fsdp.parameters()]
         loss_of(fsdp).backward()
         norm = fsdp.clip_grad_norm_(1e9)
         loss_of(fsdp)
-        assert [id(piece) for piece in fsdp.parameters()] == pieces
+        assert [id(shard) for shard in fsdp.parameters()] == shards
         torch.testing.assert_close(fsdp.clip_grad_norm_(1e9), norm, rtol=1e-6, atol=0)
         optimizer = torch.optim.SGD(fsdp.parameters(), lr=1.0)
         before = fsdp.full_state_dict()
@@ -74,7 +74,7 @@ def test_requires_grad_between_forward_and_backward(run):
         loss = fsdp(inputs).square().mean()
         fsdp.requires_grad_(True)
         loss.backward()
-        assert all(piece.grad is None for piece in fsdp.parameters())
+        assert all(shard.grad is None for shard in fsdp.parameters())
         own = copy.deepcopy(module).requires_grad_(False)
         reference = INPUTS.clone().requires_grad_()
         own(reference).square().mean().backward()
@@ -93,8 +93,8 @@ class Masked(torch.nn.Linear):
         return super().forward(inputs)
 
 
-def test_changes_that_no_counter_sees_stay_in_their_call(run):
-    """They act on what was gathered, each time anew, also where pages are shared with other ranks."""
+def test_changes_that_bypass_version_counters_end_with_the_call(run):
+    """They affect the gathered parameters of one call, also where pages are shared with other ranks."""
     torch.manual_seed(1)
     module = torch.nn.Sequential(Masked(6, 6), torch.nn.Tanh(), Masked(6, 6))
     results = []
@@ -107,8 +107,8 @@ def test_changes_that_no_counter_sees_stay_in_their_call(run):
             loss_of(fsdp).backward()
             optimizer.step()
         with torch.no_grad():
-            for piece in fsdp.parameters():
-                piece.zero_()
+            for shard in fsdp.parameters():
+                shard.zero_()
         return fsdp(INPUTS).abs().max().item(), fsdp.full_state_dict()
 
     for largest, state in run(program, 2):
@@ -118,7 +118,7 @@ def test_changes_that_no_counter_sees_stay_in_their_call(run):
 
 
 def test_loading_after_a_prefetch(run):
-    """What was gathered before is dropped: the next forward has the new values."""
+    """Prefetched values are dropped: the next forward has the loaded ones."""
     module = layers(2)
     zeros = {name: torch.zeros_like(value) for name, value in module.state_dict().items()}
 
@@ -142,7 +142,7 @@ def test_loading_after_a_prefetch(run):
 
 @pytest.mark.parametrize("options", [{}, {"foreach": True}, {"fused": True}], ids=str)
 def test_a_step_after_a_prefetch(run, options):
-    """What was gathered before an optimizer's step is gathered again, also where torch doesn't count the changes."""
+    """A unit prefetched before an optimizer's step is gathered again, also where torch doesn't count the changes."""
     module = layers()
 
     def trained(model, prefetch):
@@ -179,7 +179,7 @@ class Rescaled(torch.nn.Sequential):
 
 
 def test_a_forward_that_scales_its_weights(run):
-    """It computes what it does in one process, though FSDP had gathered a unit before its weights were scaled."""
+    """The result is that of one process, though a unit was gathered before its weights were scaled."""
     torch.manual_seed(0)
     module = Rescaled(*[torch.nn.Linear(6, 6) for _ in range(3)])
 
@@ -202,7 +202,7 @@ def test_a_forward_that_scales_its_weights(run):
 
 
 def test_a_step_between_forward_and_a_load_is_noticed(run):
-    """A load between a forward and its backward changes what backward would use."""
+    """A load between a forward and its backward would change the values that backward uses."""
     module = layers(2)
 
     def program(group):
@@ -217,21 +217,21 @@ def test_a_step_between_forward_and_a_load_is_noticed(run):
 
 
 @pytest.mark.parametrize("how", ["double", "data", "vector"])
-def test_pieces_that_get_other_memory_are_named(how):
-    """What FSDP gathers would not be there."""
+def test_shards_moved_to_other_memory_are_named(how):
+    """FSDP would gather the former memory."""
 
     def program(group):
         fsdp = wrapped(layers(2), group)
         if how == "double":
             fsdp.double()
         elif how == "data":
-            piece = max(fsdp.parameters(), key=torch.Tensor.numel)
-            piece.data = piece.data.clone()
+            shard = max(fsdp.parameters(), key=torch.Tensor.numel)
+            shard.data = shard.data.clone()
         else:
             vector = torch.nn.utils.parameters_to_vector(fsdp.parameters()).detach()
             torch.nn.utils.vector_to_parameters(vector.clone(), fsdp.parameters())
         group.barrier()  # an error ends the group, which the other rank may still be using
-        with pytest.raises(UnsupportedOpError, match="was given other memory"):
+        with pytest.raises(UnsupportedOpError, match="was moved to other memory"):
             fsdp(INPUTS)
 
     run_ranks(program, 2)
@@ -239,7 +239,7 @@ def test_pieces_that_get_other_memory_are_named(how):
 
 @pytest.mark.parametrize("how", ["replaced", "added", "parameter", "removed"])
 def test_modules_that_change_afterwards_are_named(how):
-    """A layer that nobody would divide is named by the next forward; one without parameters may come."""
+    """A new layer is named by the next forward; one without parameters may be added."""
 
     def program(group):
         fsdp = wrapped(layers(3), group)
@@ -278,7 +278,7 @@ def test_a_loss_that_forward_did_not_return_is_refused():
         fsdp = FSDP(Hidden(), group, strategy=ShardingStrategy.NO_SHARD)
         fsdp(INPUTS)
         group.barrier()
-        with pytest.raises(UnsupportedOpError, match="not through what forward returned"):
+        with pytest.raises(UnsupportedOpError, match="by another path than through the forward"):
             fsdp.module.loss.backward()
 
     run_ranks(program, 2)
@@ -299,7 +299,7 @@ def test_double_backward_is_refused(run):
 
 @pytest.mark.parametrize("view", [False, True])
 def test_a_unit_that_returns_its_parameter_is_refused(run, view):
-    """It would be given up at once."""
+    """The parameter would be freed at once."""
 
     class Scale(torch.nn.Module):
         def __init__(self):
@@ -327,7 +327,7 @@ def test_a_unit_that_returns_its_parameter_is_refused(run, view):
 
 
 def test_no_sync_and_then_a_unit_that_only_some_ranks_have_reached(run):
-    """Who has no gradient of it counts as zeros, also where the synchronised step leaves it out."""
+    """A rank without its gradient contributes zeros, also where the synchronised step skips the unit."""
 
     class Model(torch.nn.Module):
         def __init__(self):
@@ -373,7 +373,7 @@ def test_training_inside_summon_is_refused(run):
 
 
 def test_one_rank_goes_on_after_a_failed_backward():
-    """What the failed backward made is forgotten."""
+    """Gradients of the failed backward are dropped."""
     module = layers()
     expected = expected_gradients(module, loss_of)
 
@@ -401,7 +401,7 @@ def test_one_rank_goes_on_after_a_failed_backward():
 
 @pytest.mark.parametrize("step", ["nothing", "forward", "backward"])
 def test_a_dropped_fsdp_is_collected(monkeypatch, step):
-    """With its memory, whatever it has done."""
+    """With its memory, in whatever state."""
     monkeypatch.setattr(flat_layout, "_SMALL_BYTES", 0)
 
     def program(group):
@@ -412,10 +412,10 @@ def test_a_dropped_fsdp_is_collected(monkeypatch, step):
                 loss.backward()
             del loss
         flats = [weakref.ref(flat) for unit in fsdp._units for flat in unit.flats]
-        fulls = [weakref.ref(full) for flat in flats for full in flat().fulls]
+        full_params = [weakref.ref(full) for flat in flats for full in flat().full_params]
         del fsdp
         gc.collect()
-        return [reference() is None for reference in (*flats, *fulls)]
+        return [reference() is None for reference in (*flats, *full_params)]
 
     for gone in run_ranks(program, 2, backend="native"):
         assert gone
@@ -430,13 +430,13 @@ def test_many_calls_of_a_unit_cost_no_more_each():
         trace.end_call(1, number)
     run = BackwardRun(trace, plan_backward(trace.events, 1, [1]))
     while run.next_step is not None:
-        call = run.take_step().call
-        assert call == -1 or run.is_past(call)
-    assert not run.is_past(3000)
+        call = run.advance().call
+        assert call == -1 or run.was_used(call)
+    assert not run.was_used(3000)
 
 
 def test_a_child_that_is_used_and_not_called():
-    """Where nothing is divided its gradient is averaged like any, though the child is a unit."""
+    """Without sharding its gradient is averaged like any other, though the child is a unit."""
 
     class Tied(torch.nn.Module):
         def __init__(self):

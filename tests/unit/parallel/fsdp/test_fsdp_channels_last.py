@@ -1,4 +1,4 @@
-"""Weights whose channels lie last stay so under FSDP, and all that is divided is found again."""
+"""Channels-last weights keep their memory format under FSDP, in training and in states."""
 
 import copy
 
@@ -57,7 +57,7 @@ def check_equal(state, expected):
 @pytest.mark.parametrize("num_dims", [2, 3])
 @pytest.mark.parametrize("strategy", STRATEGIES, ids=str)
 def test_training_is_that_of_one_process(run, strategy, num_dims):
-    """In forward weights lie as they did, and whole states have the values and strides of one process."""
+    """In forward weights keep their strides, and full states have the values and strides of one process."""
     model, inputs = made(num_dims), batch(num_dims)
 
     def program(group):
@@ -79,8 +79,8 @@ def test_training_is_that_of_one_process(run, strategy, num_dims):
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES, ids=str)
-def test_states_go_from_one_order_to_the_other(tmp_path, strategy):
-    """Whole states and checkpoints fit models whose weights lie in the other order, divided or not."""
+def test_states_load_into_the_other_memory_format(tmp_path, strategy):
+    """Full states and checkpoints load into models with the other memory format, sharded or not."""
     inputs = batch()
     own = made()
     trained(own, inputs, trained(own, inputs))
@@ -116,8 +116,8 @@ def test_states_go_from_one_order_to_the_other(tmp_path, strategy):
                 torch.testing.assert_close(state[name], value, rtol=1e-4, atol=1e-5)
 
 
-def test_sharded_states_of_another_order_are_refused():
-    """A rank's part is elements in an order, which another model would take for others."""
+def test_sharded_states_of_another_memory_format_are_refused():
+    """A shard's elements have an order, and another model would mix them up."""
 
     def program(group):
         last, first = (FSDP(made(is_last=is_last), group) for is_last in (True, False))
@@ -134,8 +134,8 @@ def test_sharded_states_of_another_order_are_refused():
     run_ranks(program, 2)
 
 
-def test_ranks_whose_weights_lie_differently():
-    """They are told, and which weight it is."""
+def test_ranks_with_different_memory_formats():
+    """They get an error that names the weight."""
 
     def program(group):
         with pytest.raises(CollectiveMismatchError, match=r"'first.weight'.*channels last"):
@@ -145,7 +145,7 @@ def test_ranks_whose_weights_lie_differently():
 
 
 def test_models_on_the_meta_device():
-    """Weights get memory in the order in which they were to lie."""
+    """Weights are allocated in their memory format."""
 
     def program(group):
         with torch.device("meta"):

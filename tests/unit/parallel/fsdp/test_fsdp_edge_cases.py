@@ -1,4 +1,4 @@
-"""FSDP of odd models, used in odd ways: each works as it would without FSDP, or says why not."""
+"""FSDP of unusual models and uses: each works as without FSDP, or raises with the reason."""
 
 import copy
 import math
@@ -90,13 +90,13 @@ def seeded(kind):
 
 
 def test_a_unit_that_is_called_twice(run):
-    """Its gradients are reduced when both calls' are there."""
+    """Its gradients are reduced when those of both calls are there."""
     check_gradients(run, seeded(Twice), lambda model: model(INPUTS))
 
 
 @pytest.mark.parametrize("world_size", [1, 3])
-def test_parameters_of_every_kind(run, world_size):
-    """Scalars, none at all, complex ones, two dtypes in a model, integers; units without parameters."""
+def test_parameters_of_all_kinds(run, world_size):
+    """Scalars, no parameters, complex ones, two dtypes, integers; units without parameters."""
     wrap = (torch.nn.Linear, torch.nn.PReLU, torch.nn.Identity)
     model = seeded(Odd)
     expected = expected_gradients(model, lambda model: model(INPUTS))
@@ -112,7 +112,7 @@ def test_parameters_of_every_kind(run, world_size):
 
 
 def test_an_output_that_is_a_view_and_is_changed_in_place(run):
-    """Backward still learns that it has come to the unit: an in-place operation takes a view's hooks away."""
+    """Backward still notices the unit: an in-place operation removes a view's hooks."""
 
     def loss(model):
         hidden = model(INPUTS)
@@ -125,7 +125,7 @@ def test_an_output_that_is_a_view_and_is_changed_in_place(run):
 
 @pytest.mark.parametrize("strategy", [ShardingStrategy.FULL_SHARD, ShardingStrategy.SHARD_GRAD_OP])
 def test_frozen_units(run, strategy):
-    """They are gathered for backward, and never reduced."""
+    """They are gathered for backward, and not reduced."""
     check_gradients(run, seeded(Frozen), lambda model: model(INPUTS).sum(), strategy=strategy)
 
 
@@ -141,13 +141,13 @@ def test_a_model_whose_every_parameter_is_frozen(run):
         expected = INPUTS.clone().requires_grad_()
         model(expected).sum().backward()
         torch.testing.assert_close(inputs.grad, expected.grad)
-        assert all(piece.grad is None for piece in fsdp.parameters())
+        assert all(shard.grad is None for shard in fsdp.parameters())
 
     run(program, 2)
 
 
 def test_evaluation_between_forward_and_backward(run):
-    """A forward under no_grad, in eval mode, leaves the other forward's backward as it is; so does one in inference."""
+    """A forward under no_grad or inference_mode, in eval mode, doesn't disturb the other forward's backward."""
     model = layers()
     expected = expected_gradients(model, lambda model: model(INPUTS).square().sum())
 
@@ -168,7 +168,7 @@ def test_evaluation_between_forward_and_backward(run):
 
 
 def test_a_forward_whose_result_is_not_used(run):
-    """Its backward never comes, and nothing waits for it."""
+    """Its backward never comes, and the next forward works."""
     model = layers()
     expected = expected_gradients(model, lambda model: model(INPUTS).sum())
 
@@ -185,7 +185,7 @@ def test_a_forward_whose_result_is_not_used(run):
 
 
 def test_no_grad_inside_of_a_model(run):
-    """Units that run without gradients have none, and those after them have."""
+    """Units that run without gradients get none, and those after them do."""
 
     class Partly(torch.nn.Module):
         def __init__(self):
@@ -215,7 +215,7 @@ def test_two_losses_and_a_second_backward_through_one_graph(run):
 
 
 def test_gradients_of_chosen_tensors(run):
-    """torch.autograd.grad with respect to inputs leaves the pieces without gradients, and the model usable."""
+    """torch.autograd.grad with respect to inputs leaves the shards without gradients, and the model usable."""
     model = layers()
     expected = expected_gradients(model, lambda model: model(INPUTS).sum())
 
@@ -225,7 +225,7 @@ def test_gradients_of_chosen_tensors(run):
         (gradient,) = torch.autograd.grad(fsdp(inputs).sum(), inputs)
         own = INPUTS.clone().requires_grad_()
         torch.testing.assert_close(gradient, torch.autograd.grad(model(own).sum(), own)[0])
-        assert all(piece.grad is None for piece in fsdp.parameters())
+        assert all(shard.grad is None for shard in fsdp.parameters())
         fsdp(INPUTS).sum().backward()
         assert_same(whole_gradients(fsdp), expected)
 
@@ -235,7 +235,7 @@ def test_gradients_of_chosen_tensors(run):
 @pytest.mark.parametrize("use_reentrant", [True, False])
 @pytest.mark.parametrize("wrap", [torch.nn.Sequential, torch.nn.Linear])
 def test_checkpoints_around_and_inside_of_units(run, wrap, use_reentrant):
-    """What is computed again finds its parameters, whether a checkpoint holds units or a unit holds checkpoints."""
+    """Recomputed modules find their parameters, whether a checkpoint contains units or a unit contains checkpoints."""
 
     class Model(torch.nn.Module):
         def __init__(self):
@@ -257,7 +257,7 @@ def test_checkpoints_around_and_inside_of_units(run, wrap, use_reentrant):
 
 @pytest.mark.filterwarnings("ignore:The .grad attribute:UserWarning")  # the compiler looks at it of all inputs
 def test_compiled_modules_inside(run):
-    """torch.compile of a module that no unit is inside of sees whole parameters."""
+    """A compiled module without units inside sees full parameters."""
     model = layers()
 
     class Compiled(torch.nn.Module):
@@ -282,7 +282,7 @@ def test_compiled_modules_inside(run):
 
 
 def test_gradient_scaler(run):
-    """It finds infinities on all ranks where one has some, if the ranks agree about what it found."""
+    """Infinities of one rank are found on all ranks."""
     model = layers()
 
     def program(group):
@@ -330,7 +330,7 @@ def test_a_forward_that_raises_on_all_ranks(run):
 
 
 def test_a_call_that_raises_and_is_caught_by_the_model(run):
-    """The rest of the forward, and its backward, go on without it."""
+    """The rest of the forward, and its backward, continue without it."""
 
     class Trying(torch.nn.Module):
         def __init__(self):
@@ -360,7 +360,7 @@ def test_copies_and_pickles_are_refused(run):
 
 
 def test_an_optimizer_step_between_forward_and_backward(run):
-    """Backward would use other parameters than forward: an error, on all ranks."""
+    """Backward would use other parameters than forward: an error on all ranks."""
 
     def program(group):
         fsdp = wrapped(layers(), group)
@@ -385,8 +385,8 @@ def test_two_models_of_one_shape_are_told_apart(run):
     run(program, 2)
 
 
-def test_ranks_that_stop_reading_late(run):
-    """A rank that is done with a forward and changes its shard at once changes nothing that others still compute."""
+def test_a_rank_that_changes_its_shard_early(run):
+    """A rank that finishes a forward and changes its shard at once doesn't affect ranks that still compute."""
     model = layers()
 
     def linger(*_):
@@ -400,8 +400,8 @@ def test_ranks_that_stop_reading_late(run):
         for _ in range(10):
             with torch.no_grad():
                 outputs.append(fsdp(INPUTS))
-                for piece in fsdp.parameters():
-                    piece.add_(1)
+                for shard in fsdp.parameters():
+                    shard.add_(1)
         return outputs
 
     results = run(program, 2)
@@ -410,7 +410,7 @@ def test_ranks_that_stop_reading_late(run):
 
 
 def test_mixed_precision_of_buffers_and_inputs(run):
-    """All that is floating-point is computed in the dtype; shards, integers and a model without it stay as they are."""
+    """Floating-point computation uses the dtype; shards and integers keep theirs."""
     model = torch.nn.Sequential(torch.nn.Linear(6, 6), torch.nn.BatchNorm1d(6))
     precision = MixedPrecision(param_dtype=torch.bfloat16, buffer_dtype=torch.bfloat16)
 
@@ -420,15 +420,15 @@ def test_mixed_precision_of_buffers_and_inputs(run):
         fsdp(INPUTS).sum().backward()
         assert fsdp.module[1].running_mean.dtype is torch.bfloat16
         assert fsdp.module[1].num_batches_tracked.dtype is torch.int64
-        assert {piece.dtype for piece in fsdp.parameters()} == {torch.float32}
-        assert {piece.grad.dtype for piece in fsdp.parameters()} == {torch.float32}
+        assert {shard.dtype for shard in fsdp.parameters()} == {torch.float32}
+        assert {shard.grad.dtype for shard in fsdp.parameters()} == {torch.float32}
         assert MixedPrecision().cast(INPUTS) is INPUTS
 
     run(program, 2)
 
 
 def test_half_precision_scaling(run):
-    """float16 with a GradScaler: an overflow is found, and its step left out, on every rank."""
+    """float16 with a GradScaler: an overflow is found, and its step skipped, on every rank."""
     model = layers()
 
     def program(group):
@@ -438,8 +438,8 @@ def test_half_precision_scaling(run):
         before = fsdp.full_state_dict()
         scaler.scale(fsdp(INPUTS).float().sum()).backward()
         if group.rank:  # what only this rank has
-            for piece in fsdp.parameters():
-                piece.grad.fill_(1)
+            for shard in fsdp.parameters():
+                shard.grad.fill_(1)
         else:
             next(iter(fsdp.parameters())).grad.fill_(math.inf)
         fsdp.unscale_(scaler, optimizer)
@@ -468,8 +468,8 @@ def test_a_model_without_parameters(run):
 
 
 @pytest.mark.parametrize("prefetch", [0, 1, 5])
-def test_forwards_that_take_another_way_each_time(run, prefetch):
-    """On all ranks alike: what was prefetched for nothing is freed, and what is needed is gathered."""
+def test_forwards_with_changing_control_flow(run, prefetch):
+    """On all ranks alike: unneeded prefetched units are freed, and needed ones are gathered."""
 
     class Ways(torch.nn.Module):
         def __init__(self):

@@ -1,4 +1,4 @@
-"""What goes wrong in FSDP is raised, on all ranks, and says what to do; the shards survive it."""
+"""Errors of FSDP are raised on all ranks, with advice; the shards survive them."""
 
 import copy
 
@@ -36,7 +36,7 @@ def make(group, **options):
 
 
 def test_forward_in_another_order(run):
-    """Units of one size are told apart: no rank computes with the other's parameters."""
+    """Units of one size are told apart: no rank computes with another unit's parameters."""
 
     def program(group):
         fsdp = make(group)
@@ -48,7 +48,7 @@ def test_forward_in_another_order(run):
 
 
 def test_units_outside_of_forward(run):
-    """A layer that is called by itself says that its parameters are not gathered; the model still works."""
+    """A layer that is called alone raises that its parameters are not gathered; the model still works."""
 
     def program(group):
         for wrap in (torch.nn.Linear, None):
@@ -106,8 +106,8 @@ USES = {
 
 
 @pytest.mark.parametrize("use", USES)
-def test_a_parameter_that_is_read_without_its_modules_call(use):
-    """It is named, where a piece would be taken for it; what is not about its elements may be asked."""
+def test_a_parameter_that_is_read_outside_of_its_modules_call(use):
+    """It is named, where its shard would be used in its place."""
 
     def program(group):
         fsdp = FSDP(Borrowing(USES[use]), group, wrap=torch.nn.Embedding)
@@ -117,8 +117,8 @@ def test_a_parameter_that_is_read_without_its_modules_call(use):
     run_ranks(program, 2)
 
 
-def test_what_is_not_about_elements_may_be_asked():
-    """A dtype, a device, and whether it requires grad are those of the whole parameter."""
+def test_metadata_of_shards_may_be_read_in_forward():
+    """Dtype, device and requires_grad are those of the full parameter."""
 
     def program(group):
         fsdp = FSDP(
@@ -133,7 +133,7 @@ def test_what_is_not_about_elements_may_be_asked():
 
 @pytest.mark.parametrize("stage", ["forward", "backward"])
 def test_a_rank_that_fails_in_the_middle(run, stage):
-    """The others raise in their next collective, with shards whole; nobody hangs."""
+    """The others raise in their next collective, with intact shards, and don't hang."""
 
     def program(group):
         fsdp = make(group)
@@ -166,7 +166,7 @@ def test_a_rank_that_fails_in_the_middle(run, stage):
 
 
 def test_a_forward_after_a_backward_that_was_cut_short(run):
-    """It ends the group, for the others count on the rest of that backward."""
+    """It aborts the group, since the others wait for the rest of that backward."""
 
     def program(group):
         fsdp = make(group)
@@ -176,7 +176,7 @@ def test_a_forward_after_a_backward_that_was_cut_short(run):
             def fail(_):
                 raise KeyError("on purpose")
 
-            fsdp._units[1].flats[0].fulls[0].register_hook(fail)
+            fsdp._units[1].flats[0].full_params[0].register_hook(fail)
             with pytest.raises(KeyError):
                 output.sum().backward()
             with pytest.raises(GroupAbortedError, match="earlier backward of FSDP on rank 1"):
@@ -189,7 +189,7 @@ def test_a_forward_after_a_backward_that_was_cut_short(run):
 
 
 def test_different_modules():
-    """Every rank raises, and says what differs; the group goes on."""
+    """Every rank raises with the difference; the group stays usable."""
 
     def program(group):
         with pytest.raises(CollectiveMismatchError, match=r"rank 1 has parameter 'weight' of shape \(4, 3\)"):
@@ -202,7 +202,7 @@ def test_different_modules():
 
 
 def test_parameters_that_cannot_be_divided():
-    """Each is named, with what to do, on all ranks."""
+    """Each is named, with advice, on all ranks."""
 
     def program(group):
         for module, message in [
@@ -234,7 +234,7 @@ def test_sparse_gradients(run):
 
 
 def test_wrong_arguments():
-    """Each is refused with a sentence that says what it may be."""
+    """Each is refused with the allowed values."""
 
     def program(group):
         layer = torch.nn.Linear(2, 2)
@@ -261,7 +261,7 @@ def test_wrong_arguments():
         with pytest.raises(InvalidRankError):
             FSDP(layer, DeviceMesh(group, (1,), ranks=[1 - group.rank]))
         inner = FSDP(torch.nn.Linear(2, 2), group)
-        with pytest.raises(ValueError, match="FSDP inside"):
+        with pytest.raises(ValueError, match="contains an FSDP"):
             FSDP(torch.nn.Sequential(inner), group)
         with pytest.raises(ValueError, match="build it anew"):
             FSDP(inner.module, group)
@@ -277,8 +277,8 @@ def test_wrong_arguments():
         ShardingStrategy.hybrid(0)
 
 
-def test_meta_modules_without_a_way_to_get_values():
-    """The module is named, and what to pass; with it, it works."""
+def test_meta_modules_without_an_initialiser():
+    """The module is named, with the missing argument, which then works."""
 
     class Scale(torch.nn.Module):
         def __init__(self):
@@ -301,7 +301,7 @@ def test_meta_modules_without_a_way_to_get_values():
 @pytest.mark.parametrize("wrap", [None, torch.nn.Linear])
 @pytest.mark.parametrize("how", ["replaced", "deleted"])
 def test_parameters_that_the_program_replaces(how, wrap):
-    """Nothing would divide the new one: the next forward names it, on all ranks."""
+    """The new parameter would not be sharded: the next forward names it, on all ranks."""
 
     def program(group):
         model = torch.nn.Sequential(torch.nn.Linear(3, 3), torch.nn.Linear(3, 2))

@@ -1,4 +1,4 @@
-"""What torch's own functions give for pieces of parameters and of gradients."""
+"""torch's own functions on shards of parameters and gradients."""
 
 import copy
 import io
@@ -10,7 +10,7 @@ from torch.nn.utils import clip_grad_norm_, clip_grad_value_, get_total_norm
 
 import ferrodist as fd
 from ferrodist import FSDP, ShardingStrategy, UnsupportedOpError
-from ferrodist.parallel.fsdp.flat_shard import DividedTensor
+from ferrodist.parallel.fsdp.flat_shard import FlatShardTensor
 from ferrodist.testing import run_ranks
 
 STRATEGIES = {
@@ -23,7 +23,7 @@ INPUTS = torch.linspace(-1, 1, 24).view(4, 6)
 
 
 def make():
-    """A model some of whose parameters lie on one rank, so that others have empty pieces of them."""
+    """A model some of whose parameters lie on one rank, so that others have empty shards of them."""
     torch.manual_seed(3)
     return torch.nn.Sequential(torch.nn.Linear(6, 31), torch.nn.Tanh(), torch.nn.Linear(31, 5), torch.nn.Linear(5, 1))
 
@@ -52,7 +52,7 @@ def gradients(model):
 @pytest.mark.parametrize("foreach", [None, True, False])
 @pytest.mark.parametrize("norm_type", [0.0, 0.5, 1.0, 2.0, 3.0, math.inf, -math.inf])
 def test_clipping_by_torch_is_that_of_one_process(norm_type, foreach):
-    """torch.nn.utils.clip_grad_norm_ gives all ranks the whole model's norm, and scales by it."""
+    """torch.nn.utils.clip_grad_norm_ returns the full model's norm on all ranks, and scales by it."""
     model, own = make(), with_gradients()
     expected = clip_grad_norm_(own.parameters(), 1.0, norm_type, foreach=foreach)
 
@@ -68,7 +68,7 @@ def test_clipping_by_torch_is_that_of_one_process(norm_type, foreach):
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_clipping_by_torch_however_the_model_is_divided(strategy):
-    """Copies of a part count once, and what is whole on each rank isn't added up."""
+    """Replicas count once, and unsharded gradients aren't added up."""
     model, own = make(), with_gradients()
     expected = clip_grad_norm_(own.parameters(), 1.0)
 
@@ -81,7 +81,7 @@ def test_clipping_by_torch_however_the_model_is_divided(strategy):
 
 @pytest.mark.parametrize("foreach", [None, True, False])
 def test_clipping_of_divided_distributed_and_plain_gradients_together(foreach):
-    """A list may have pieces, DTensors and the gradients of a DDP: each counts whole, once."""
+    """A list may contain shards, DTensors and gradients of a DDP: each counts in full, once."""
     torch.manual_seed(4)
     layers = [torch.nn.Linear(6, 6) for _ in range(3)]
 
@@ -104,7 +104,7 @@ def test_clipping_of_divided_distributed_and_plain_gradients_together(foreach):
 
 
 def test_norms_written_by_hand():
-    """The loops that people write around .norm() give the whole model's norm, in whatever form they look at it."""
+    """Loops around .norm() compute the full model's norm, in whatever form they access gradients."""
     model, own = make(), with_gradients()
     expected = float(get_total_norm(gradients(own)))
 
@@ -128,8 +128,8 @@ def test_norms_written_by_hand():
         assert norms == pytest.approx([expected] * len(norms), rel=1e-5)
 
 
-def test_totals_of_pieces_are_those_of_whole_tensors():
-    """Sums, means, largest and smallest elements, counts and questions are about the whole, also for empty pieces."""
+def test_totals_of_shards_are_those_of_whole_tensors():
+    """Sums, means, extremes, counts and predicates are those of the full tensor, also with empty shards."""
     names = ("sum", "mean", "max", "min", "amax", "amin", "any", "all", "count_nonzero")
     model, own = make(), with_gradients()
     expected = [[getattr(each, name)() for name in names] for each in gradients(own)]
@@ -141,8 +141,8 @@ def test_totals_of_pieces_are_those_of_whole_tensors():
         torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-3)
 
 
-def test_totals_of_what_is_computed_from_pieces():
-    """Element by element it is still divided, also under conditions and in comparisons; beside plain tensors not."""
+def test_totals_of_results_computed_from_shards():
+    """Elementwise results stay shards, also of conditions and comparisons; with plain tensors they are plain."""
 
     def ask(model):
         pairs = [(each.detach(), each.grad) for each in model.parameters()]
@@ -175,14 +175,14 @@ def test_totals_of_what_is_computed_from_pieces():
 
 
 def test_an_infinite_gradient_on_one_rank_is_found_on_all():
-    """error_if_nonfinite raises on the ranks whose pieces are finite, too, and NaN is not lost."""
+    """error_if_nonfinite raises on the ranks whose shards are finite, too, and NaN is not lost."""
     model = make()
 
     def program(group):
         fsdp = divided(model, group)
         largest = None
         if group.rank == 1:
-            next(piece.grad for piece in fsdp.parameters() if piece.grad.numel())[0] = math.nan
+            next(shard.grad for shard in fsdp.parameters() if shard.grad.numel())[0] = math.nan
         with pytest.raises(RuntimeError, match="non-finite"):
             clip_grad_norm_(fsdp.parameters(), 1.0, error_if_nonfinite=True)
         largest = [float(each.abs().max()) for each in gradients(fsdp)]
@@ -191,15 +191,15 @@ def test_an_infinite_gradient_on_one_rank_is_found_on_all():
     assert run_ranks(program, 2) == [(True, True)] * 2
 
 
-def test_a_gradient_that_a_program_puts_there_is_a_piece_too():
-    """What is assigned to .grad, as after dividing it by something, has the norm of the whole gradient."""
+def test_a_gradient_assigned_by_the_program_is_a_shard():
+    """A tensor assigned to .grad, as after a division, has the norm of the full gradient."""
     model, own = make(), with_gradients()
     expected = get_total_norm(gradients(own)) / 2
 
     def program(group):
         fsdp = divided(model, group)
-        for piece in fsdp.parameters():
-            piece.grad = piece.grad.clone() / 2
+        for shard in fsdp.parameters():
+            shard.grad = shard.grad.clone() / 2
         return clip_grad_norm_(fsdp.parameters(), math.inf)
 
     for total in run_ranks(program, 2):
@@ -207,7 +207,7 @@ def test_a_gradient_that_a_program_puts_there_is_a_piece_too():
 
 
 def test_clipping_by_value():
-    """clip_grad_value_ limits each element of the gradients, which pieces have in common with whole ones."""
+    """clip_grad_value_ limits each element of a shard, as of the full gradient."""
     model, own = make(), with_gradients()
     clip_grad_value_(own.parameters(), 0.5)
     expected = get_total_norm(gradients(own))
@@ -222,7 +222,7 @@ def test_clipping_by_value():
 
 
 def test_norms_of_the_parameters_themselves():
-    """A parameter's norm is the whole one's, in whatever form a program asks for it."""
+    """A parameter's norm is that of the full one, in whatever form a program computes it."""
     model = make()
     expected = get_total_norm(list(model.parameters())).detach()
 
@@ -250,7 +250,7 @@ PENALTIES = {
 @pytest.mark.parametrize("strategy", ["full", "hybrid"])
 @pytest.mark.parametrize("penalty", PENALTIES)
 def test_penalties_on_weights(penalty, strategy):
-    """A penalty that a loss has outside of forward counts as in one process, with its gradient, also at zeros."""
+    """A penalty outside of forward has the value and the gradient of one process, also at zeros."""
     model = make()
     with torch.no_grad():
         model[0].bias.zero_()
@@ -292,8 +292,8 @@ WHOLE = {
 
 
 @pytest.mark.parametrize("name", WHOLE)
-def test_what_needs_whole_tensors_is_refused(name):
-    """What can't be told from a piece is an error that says so, and no number."""
+def test_functions_of_full_tensors_are_refused(name):
+    """A function that needs the full tensor raises an error, and returns no number."""
     model = make()
 
     def program(group):
@@ -306,14 +306,14 @@ def test_what_needs_whole_tensors_is_refused(name):
 
 @pytest.mark.parametrize("name", ["Adafactor", "LBFGS", "Muon"])
 def test_optimizers_of_whole_matrices_are_refused(name):
-    """An optimizer that mixes the elements of a matrix would step by other numbers on pieces: it gets an error."""
+    """An optimizer that mixes the elements of a matrix would compute other steps on shards: it gets an error."""
     model = make()
     if not hasattr(torch.optim, name):
         pytest.skip(f"torch {torch.__version__} has no {name}")
 
     def program(group):
         fsdp = divided(model, group)
-        matrices = [piece for piece in fsdp.parameters() if piece.ndim == 2]
+        matrices = [shard for shard in fsdp.parameters() if shard.ndim == 2]
         optimizer = getattr(torch.optim, name)(matrices)
         with pytest.raises(UnsupportedOpError, match="element by element"):
             optimizer.step(lambda: loss_of(fsdp))
@@ -332,8 +332,8 @@ def test_optimizers_of_whole_matrices_are_refused(name):
         ("NAdam", {}),
     ],
 )
-def test_optimizers_take_pieces_for_what_they_are(name, options):
-    """What optimizers make is plain tensors, and they step as on whole parameters."""
+def test_optimizers_step_on_shards_and_keep_plain_state(name, options):
+    """Optimizers' own tensors are plain, and they step as on full parameters."""
     model = make()
 
     def trained(model):
@@ -348,9 +348,9 @@ def test_optimizers_take_pieces_for_what_they_are(name, options):
     def program(group):
         fsdp = FSDP(copy.deepcopy(model), group)
         states = trained(fsdp).state.values()
-        kept = {key: type(value) for state in states for key, value in state.items()}
-        assert kept.pop("momentum_buffer", DividedTensor) is DividedTensor  # copies of gradients
-        assert set(kept.values()) <= {torch.Tensor}
+        state_types = {key: type(value) for state in states for key, value in state.items()}
+        assert state_types.pop("momentum_buffer", FlatShardTensor) is FlatShardTensor  # copies of gradients
+        assert set(state_types.values()) <= {torch.Tensor}
         return fsdp.full_state_dict()
 
     own = copy.deepcopy(model)
@@ -361,7 +361,7 @@ def test_optimizers_take_pieces_for_what_they_are(name, options):
 
 
 def test_a_scaler_without_unscale():
-    """GradScaler.step skips the step on all ranks when one rank's piece is infinite."""
+    """GradScaler.step skips the step on all ranks when one rank's shard is infinite."""
     model = make()
 
     def program(group):
@@ -370,8 +370,8 @@ def test_a_scaler_without_unscale():
         fsdp.zero_grad()
         scaler.scale(loss_of(fsdp)).backward()
         if group.rank == 1:
-            next(piece.grad for piece in fsdp.parameters() if piece.grad.numel())[0] = math.inf
-        before = [piece.detach().clone() for piece in fsdp.parameters()]
+            next(shard.grad for shard in fsdp.parameters() if shard.grad.numel())[0] = math.inf
+        before = [shard.detach().clone() for shard in fsdp.parameters()]
         scaler.step(optimizer)
         scaler.update()
         return all(map(torch.equal, before, fsdp.parameters())), scaler.get_scale()
@@ -379,8 +379,8 @@ def test_a_scaler_without_unscale():
     assert run_ranks(program, 2) == [(True, 1.0)] * 2
 
 
-def test_pieces_are_saved_and_copied_as_plain_tensors():
-    """torch.save, torch.load and deepcopy of pieces and their gradients need no ferrodist."""
+def test_shards_are_saved_and_copied_as_plain_tensors():
+    """torch.save, torch.load and deepcopy of shards and their gradients need no ferrodist."""
     model = make()
 
     def program(group):
@@ -399,7 +399,7 @@ def test_pieces_are_saved_and_copied_as_plain_tensors():
 
 
 def test_a_norm_that_one_rank_asks_for():
-    """A rank that asks alone waits for the others no longer than the time-out, and hears what is missing."""
+    """It waits for the others until the timeout, and names the missing call."""
     model = make()
 
     def program(group):

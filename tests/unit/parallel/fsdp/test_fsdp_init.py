@@ -1,4 +1,4 @@
-"""What FSDP makes of a module, and which modules it leaves alone."""
+"""Construction of an FSDP, and the modules that it refuses."""
 
 import copy
 import gc
@@ -57,7 +57,7 @@ def is_untouched(module, shapes):
 
 @pytest.mark.filterwarnings("ignore:.*nested tensor.*")
 def test_buffers_that_cannot_be_written_are_refused():
-    """By name, on every rank, while the module is what it was."""
+    """By name, on every rank, while the module stays unchanged."""
 
     def program(group):
         module = Masked()
@@ -74,7 +74,7 @@ def test_buffers_that_cannot_be_written_are_refused():
 
 @pytest.mark.parametrize("register", ["register_hook", "register_post_accumulate_grad_hook"])
 def test_hooks_on_parameters_are_refused(register):
-    """They would never be called; without them the module is taken."""
+    """They would never be called; without them the module is accepted."""
 
     def program(group):
         module = torch.nn.Linear(6, 6)
@@ -94,7 +94,7 @@ def test_hooks_on_parameters_are_refused(register):
     ids=["DDP", "LocalSGD", "DiLoCo"],
 )
 def test_data_parallel_wrappers_refuse_an_fsdp(wrap, run):
-    """Also its module, while it has its pieces and while it has whole parameters; the shards stay."""
+    """Also its module, with its shards and with full parameters; the shards stay."""
 
     def program(group):
         fsdp = FSDP(torch.nn.Linear(16, 16), group, reshard_after_forward=False)
@@ -129,7 +129,7 @@ def test_fsdp_refuses_a_ddp_until_it_is_gone():
 
 
 def test_parameters_of_another_fsdp_are_refused():
-    """By name; also when that is gone, for they are pieces still."""
+    """By name; also after the FSDP is collected, since they are still shards."""
 
     def program(group):
         one, other = torch.nn.Linear(16, 16), torch.nn.Linear(16, 16)
@@ -179,30 +179,30 @@ def sizes(group):
     for _ in range(5):
         model = FSDP(torch.nn.Sequential(torch.nn.Linear(6, 6), torch.nn.Linear(6, 6)), group, wrap=torch.nn.Linear)
         layouts = [flat.layout for unit in model._units for flat in unit.flats]
-        found.append([(layout.row_size, layout.number, layout.dim) for layout in layouts])
+        found.append([(layout.row_size, layout.index, layout.dim) for layout in layouts])
         gone = weakref.ref(layouts[0])
         del model, layouts
         wait_until_gone(gone)
     return found
 
 
-def test_names_of_models_that_are_gone_are_free_again():
-    """So that the last of many is as small as the first."""
+def test_ids_of_collected_models_are_released():
+    """So the rows of the last of many models are as small as those of the first."""
     for found in run_ranks(sizes, 2):
         assert all(each == found[0] for each in found)
 
 
-def test_names_stay_while_a_rank_has_the_model():
-    """Ranks give back what all have given back, so that they agree on who is who."""
+def test_ids_stay_while_a_rank_has_the_model():
+    """Ranks release the ids that all have released, so that they agree."""
 
     def program(group):
-        kept = []
+        made = []
         for _ in range(3):
             model = FSDP(torch.nn.Linear(6, 6), group)
             if group.rank == 0:
-                kept.append(model)
+                made.append(model)
             (flat,) = model._units[0].flats
-            number, gone = flat.layout.number, weakref.ref(flat.layout)
+            number, gone = flat.layout.index, weakref.ref(flat.layout)
             del model, flat
             if group.rank:
                 wait_until_gone(gone)
@@ -213,8 +213,8 @@ def test_names_stay_while_a_rank_has_the_model():
 
 @pytest.mark.parametrize("strategy", [ShardingStrategy.FULL_SHARD, ShardingStrategy.NO_SHARD], ids=["full", "none"])
 @pytest.mark.parametrize("wrap", [torch.nn.Linear, by_size(20)], ids=["class", "size"])
-def test_the_last_layer_of_attention_is_no_unit(run, wrap, strategy):
-    """Attention uses its weight without calling it; gradients are the mean over the ranks all the same."""
+def test_the_last_layer_of_attention_is_not_a_unit(run, wrap, strategy):
+    """Attention uses its weight without calling it; its gradients are averaged like others."""
     model = torch.nn.MultiheadAttention(6, 2)
     batches = torch.rand(2, 3, 4, 6)
 
@@ -239,7 +239,7 @@ def test_the_last_layer_of_attention_is_no_unit(run, wrap, strategy):
 
 
 def test_many_units_of_one_size_train(run):
-    """As one process does, with units gathered ahead."""
+    """As in one process, with prefetched units."""
     torch.manual_seed(1)
     model = torch.nn.Sequential(*[torch.nn.Linear(6, 6) for _ in range(36)])
     inputs = torch.rand(4, 6)
@@ -266,7 +266,7 @@ def test_many_units_of_one_size_train(run):
     "wrap", [torch.nn.Conv2d, (torch.nn.Conv2d, torch.nn.LSTM), lambda *_: False, torch.nn.ModuleList]
 )
 def test_a_policy_that_chooses_nothing_warns(wrap):
-    """A model that would be whole on every rank, because a class was misspelt, is worth a sentence."""
+    """A misspelt class would leave the model unsharded in forward."""
     model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.ModuleList([torch.nn.Linear(2, 2)]))
     group = SimulatedBackend.create_group(1)[0]
     with pytest.warns(UserWarning, match=r"wrap= chose no module of Sequential") as caught:
@@ -276,7 +276,7 @@ def test_a_policy_that_chooses_nothing_warns(wrap):
 
 @pytest.mark.parametrize("wrap", [None, torch.nn.Sequential, by_size(10**6), (torch.nn.Conv2d, torch.nn.Linear)])
 def test_a_policy_that_chooses_something_does_not_warn(wrap):
-    """A policy that chooses the model itself, some of its modules, or is for larger models is right as it is."""
+    """A policy that chooses the model itself, some modules, or is for larger models is right."""
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         FSDP(torch.nn.Sequential(torch.nn.Linear(2, 2)), SimulatedBackend.create_group(1)[0], wrap=wrap)

@@ -1,57 +1,57 @@
-"""FSDP's pure parts: where elements lie, which modules are units, what a backward does in which order."""
+"""FSDP's pure functions: layouts of elements, choice of units, backward plans."""
 
 import pytest
 import torch
 
 from ferrodist import SimulatedBackend, by_class, by_size
-from ferrodist.parallel.fsdp.backward_plan import Event, plan_backward
+from ferrodist.parallel.fsdp.backward_plan import CallEvent, plan_backward
 from ferrodist.parallel.fsdp.flat_layout import FlatLayout
-from ferrodist.parallel.fsdp.wrap import plan_units
+from ferrodist.parallel.fsdp.wrap import find_units
 
 
-def layout_of(shapes, num_shards, group=None):
+def make_layout(shapes, num_shards, group=None):
     if group is None:
         (group,) = SimulatedBackend.create_group(1)
-    dtypes = dict.fromkeys(("kept", "gathered", "reduced"), torch.float32)
+    dtypes = dict.fromkeys(("shard_dtype", "param_dtype", "reduce_dtype"), torch.float32)
     return FlatLayout([torch.Size(shape) for shape in shapes], num_shards, group, **dtypes)
 
 
 @pytest.mark.parametrize("num_shards", [1, 2, 3, 7])
 @pytest.mark.parametrize("shapes", [[(5,)], [()], [(0, 3)], [(3, 7), (1,), (0,), (), (64, 65)]])
-def test_pieces_cover_each_parameter_once(shapes, num_shards):
-    """The pieces of all ranks are the parameter, in order, and lie inside of the shards."""
-    layout = layout_of(shapes, num_shards)
+def test_shards_cover_each_parameter_once(shapes, num_shards):
+    """The ranges of all ranks cover the parameter, in order, within the flat shards."""
+    layout = make_layout(shapes, num_shards)
     for parameter, numel in enumerate(layout.numels):
-        pieces = [layout.piece(parameter, rank) for rank in range(num_shards)]
-        covered = [element for piece in pieces for element in range(piece.start, piece.start + piece.size)]
+        shards = [layout.shard_range(parameter, rank) for rank in range(num_shards)]
+        covered = [element for shard in shards for element in range(shard.start, shard.start + shard.size)]
         assert covered == list(range(numel))
-        for piece in pieces:
-            assert 0 <= piece.offset <= piece.offset + piece.size <= layout.shard_size
-            if piece.size:
-                where = piece.rank * layout.shard_size + piece.offset
-                assert where == layout.offsets[parameter] + piece.start
+        for shard in shards:
+            assert 0 <= shard.offset <= shard.offset + shard.size <= layout.shard_size
+            if shard.size:
+                where = shard.rank * layout.shard_size + shard.offset
+                assert where == layout.offsets[parameter] + shard.start
 
 
-def test_pieces_keep_the_number_of_dims():
-    """Rules that go by a parameter's dims, as for weight decay, decide about pieces as about the whole."""
-    layout = layout_of([(8, 9), (9,), (2, 3, 4)], 2)
-    assert [layout.shape_piece(place, torch.zeros(0)).ndim for place in range(3)] == [2, 1, 3]
+def test_shards_keep_the_number_of_dims():
+    """Optimizers' rules about numbers of dims, as for weight decay, treat shards as the full parameter."""
+    layout = make_layout([(8, 9), (9,), (2, 3, 4)], 2)
+    assert [layout.shape_shard(place, torch.zeros(0)).ndim for place in range(3)] == [2, 1, 3]
 
 
-def test_flats_of_one_size_are_told_apart():
-    """Ranks that gather or reduce different ones pass other dims or counts; where elements lie is always the same."""
+def test_layouts_of_one_size_have_different_ids():
+    """Ranks that gather or reduce different ones pass other dims or counts; elements are in the same order."""
     (group,) = SimulatedBackend.create_group(1)
-    layouts = [layout_of([(5,), (300, 300)], 2, group) for _ in range(20)]
+    layouts = [make_layout([(5,), (300, 300)], 2, group) for _ in range(20)]
     assert len({layout.shard_size for layout in layouts}) == 1
     assert len({layout.dim for layout in layouts}) == 20
-    assert len({layout.number for layout in layouts}) == 20
+    assert len({layout.index for layout in layouts}) == 20
     assert len({layout.row_size for layout in layouts}) == 20
 
 
 def test_large_shards_are_whole_pages():
-    """So that they can be mapped one behind the other; small ones waste nothing."""
-    assert layout_of([(300, 300)], 2).shard_size * 4 % 4096 == 0
-    assert layout_of([(30, 30)], 2).shard_size * 4 < 900 * 2 + 4 * 32
+    """They can be mapped one behind the other; small ones waste nothing."""
+    assert make_layout([(300, 300)], 2).shard_size * 4 % 4096 == 0
+    assert make_layout([(30, 30)], 2).shard_size * 4 < 900 * 2 + 4 * 32
 
 
 class Tied(torch.nn.Module):
@@ -68,7 +68,7 @@ class Tied(torch.nn.Module):
 
 
 def units_of(module, wrap):
-    return {plan.name: sorted(plan.parameters) for plan in plan_units(module, wrap)}
+    return {plan.name: sorted(plan.parameters) for plan in find_units(module, wrap)}
 
 
 def test_units_by_class():
@@ -80,7 +80,7 @@ def test_units_by_class():
 
 
 def test_a_shared_parameter_belongs_to_the_unit_around_both():
-    """Else it would be a piece when the other module is called."""
+    """Otherwise it would be a shard when the other module is called."""
     units = units_of(Tied(), by_class(torch.nn.Embedding, torch.nn.Linear))
     assert units[""] == ["embedding.weight"]
     assert "head" not in units
@@ -94,30 +94,30 @@ def test_nested_units_divide_their_parameters():
 
 
 def test_units_by_size_and_by_function():
-    """The smallest modules that are large enough; lists of modules are never units, for nobody calls them."""
+    """The smallest modules that are large enough; lists of modules are never units, since they are not called."""
     assert list(units_of(Tied(), by_size(40))) == ["", "blocks.0", "blocks.1"]
     layers = ["", "blocks.0.0", "blocks.0.1", "blocks.1.0", "blocks.1.1"]
     assert list(units_of(Tied(), lambda name, _: name.startswith("blocks"))) == layers
 
 
 def test_wrong_policies_are_refused():
-    """A policy that is none says what it may be."""
+    """The error names the allowed types."""
     with pytest.raises(TypeError, match="wrap must be"):
-        plan_units(Tied(), 3)
+        find_units(Tied(), 3)
     with pytest.raises(TypeError, match=r"subclass of torch\.nn\.Module"):
-        plan_units(Tied(), (int,))
+        find_units(Tied(), (int,))
     with pytest.raises(TypeError, match="True or False"):
-        plan_units(Tied(), lambda name, module: None)
+        find_units(Tied(), lambda name, module: None)
     with pytest.raises(ValueError, match="min_numel"):
         by_size(0)
 
 
 def chain(num_units):
     """The trace of a root, unit 0, whose forward calls the others one after the other."""
-    trace = [Event(unit=0, call=0, begins=True)]
+    trace = [CallEvent(unit=0, call=0, begins=True)]
     for unit in range(1, num_units + 1):
-        trace += [Event(unit=unit, call=unit, begins=True), Event(unit=unit, call=unit, begins=False)]
-    return [*trace, Event(unit=0, call=0, begins=False)]
+        trace += [CallEvent(unit=unit, call=unit, begins=True), CallEvent(unit=unit, call=unit, begins=False)]
+    return [*trace, CallEvent(unit=0, call=0, begins=False)]
 
 
 def text(steps):
@@ -139,9 +139,9 @@ def test_plan_without_prefetch():
 
 
 def test_plan_reduces_a_unit_that_was_called_twice_once():
-    """Its gradients are whole only when its first call's backward is done."""
+    """Its gradients are complete only when the backward of its first call is done."""
     trace = [
-        Event(unit=unit, call=call, begins=begins)
+        CallEvent(unit=unit, call=call, begins=begins)
         for unit, call, begins in [(0, 0, 1), (1, 1, 1), (1, 1, 0), (1, 2, 1), (1, 2, 0), (0, 0, 0)]
     ]
     assert text(plan_backward(trace, 0, {1})) == (
@@ -149,7 +149,7 @@ def test_plan_reduces_a_unit_that_was_called_twice_once():
     )
 
 
-def test_plan_leaves_out_calls_that_failed():
+def test_plan_skips_calls_that_failed():
     """A call that raised, and was caught by the program, has no backward."""
     trace = [event for event in chain(2) if event.begins or event.unit != 1]
     assert "1" not in text(plan_backward(trace, 1, {0, 1, 2}))

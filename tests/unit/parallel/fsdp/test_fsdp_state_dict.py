@@ -1,4 +1,4 @@
-"""FSDP's states: whole ones are those of one process, parts come back, and what doesn't fit changes nothing."""
+"""FSDP's state dicts: full ones are those of one process, sharded ones load again, and wrong ones change nothing."""
 
 import copy
 import io
@@ -81,7 +81,7 @@ def test_full_state_is_that_of_one_process(run, strategy):
 @pytest.mark.parametrize("has_all", [True, False])
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_full_state_comes_back(run, strategy, has_all):
-    """On all ranks, whether all of them have it or only rank 0; strict about what it lacks, and then unchanged."""
+    """Loaded on all ranks, whether all of them have it or only rank 0; a state that lacks a name changes nothing."""
     model, other = seeded(), seeded()
     with torch.no_grad():
         for value in other.state_dict().values():
@@ -107,7 +107,7 @@ def test_full_state_comes_back(run, strategy, has_all):
 
 
 def test_sharded_states_come_back(run):
-    """Model and optimizer go on as if nothing had happened, from this rank's part alone."""
+    """Model and optimizer continue exactly, from this rank's shard alone."""
     model = seeded()
 
     def program(group):
@@ -128,7 +128,7 @@ def test_sharded_states_come_back(run):
 
 
 def test_sharded_states_of_others_are_refused():
-    """Of another rank, and of a model divided into other units."""
+    """States of another rank, and of a model with other units."""
     model = seeded()
 
     def program(group):
@@ -137,16 +137,16 @@ def test_sharded_states_of_others_are_refused():
         step(fsdp, optimizer)
         states = fsdp.sharded_state_dict(), fsdp.sharded_optimizer_state_dict(optimizer)
         for wrong in ({**states[0], "rank": 7}, {**states[0], "world_size": 7}, {}):
-            with pytest.raises(ValueError, match=r"of rank 7|of 7|no sharded"):
+            with pytest.raises(ValueError, match=r"of rank 7|of 7|not a sharded"):
                 fsdp.load_sharded_state_dict(wrong)
         with pytest.raises(ValueError, match="of rank 7"):
             fsdp.load_sharded_optimizer_state_dict(optimizer, {**states[1], "rank": 7})
         with pytest.raises(ValueError, match="not of this FSDP"):
             fsdp.sharded_optimizer_state_dict(adam(torch.nn.Linear(1, 1)))
         whole = FSDP(copy.deepcopy(model), group)
-        with pytest.raises(ValueError, match="divided in another way"):
+        with pytest.raises(ValueError, match="sharded in another way"):
             whole.load_sharded_state_dict(states[0])
-        with pytest.raises(ValueError, match="divided in another way"):
+        with pytest.raises(ValueError, match="sharded in another way"):
             whole.load_sharded_optimizer_state_dict(adam(whole), states[1])
 
     run_ranks(program, 3)
@@ -190,7 +190,7 @@ def change_and_fail(fsdp):
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_summoned_parameters(run, strategy):
-    """Whole inside the block; changes stay, unless they are not wanted or the block raises."""
+    """Full inside the block; changes stay, except on request or if the block raises."""
     model = seeded()
 
     def program(group):
@@ -215,27 +215,27 @@ def test_summoned_parameters(run, strategy):
     run(program, 4)
 
 
-def test_pieces_are_updated_together_or_not_at_all(run):
-    """update_shards takes one piece a parameter; what doesn't fit changes none."""
+def test_shards_are_updated_together_or_not_at_all(run):
+    """update_shards takes one shard for each parameter; a wrong one changes none."""
 
     model = seeded()
 
     def program(group):
         fsdp = FSDP(copy.deepcopy(model), group, wrap=torch.nn.Linear)
-        before = [piece.detach().clone() for piece in fsdp.parameters()]
+        before = [shard.detach().clone() for shard in fsdp.parameters()]
         with pytest.raises(ValueError, match="elements"):
-            fsdp.update_shards([*(piece + 1 for piece in before[:-1]), torch.ones(99)])
-        with pytest.raises(ValueError, match="got 1 piece"):
+            fsdp.update_shards([*(shard + 1 for shard in before[:-1]), torch.ones(99)])
+        with pytest.raises(ValueError, match="got 1 shard"):
             fsdp.update_shards(before[:1])
         with pytest.raises(TypeError, match=r"tensor of torch\.float32"):
-            fsdp.update_shards([piece.double() for piece in before])
-        assert all(torch.equal(piece, old) for piece, old in zip(fsdp.parameters(), before, strict=True))
-        for wrong in (torch.ones(3), torch.ones(1, sum(piece.numel() for piece in before))):
+            fsdp.update_shards([shard.double() for shard in before])
+        assert all(torch.equal(shard, old) for shard, old in zip(fsdp.parameters(), before, strict=True))
+        for wrong in (torch.ones(3), torch.ones(1, sum(shard.numel() for shard in before))):
             with pytest.raises(ValueError, match="elements in all"):
                 fsdp.update_shards(wrong)
-        fsdp.update_shards(torch.cat([piece.reshape(-1) + 0.5 for piece in before]))
+        fsdp.update_shards(torch.cat([shard.reshape(-1) + 0.5 for shard in before]))
         assert all(torch.equal(now, old + 0.5) for now, old in zip(fsdp.parameters(), before, strict=True))
-        fsdp.update_shards([piece + 1 for piece in before])
+        fsdp.update_shards([shard + 1 for shard in before])
         return fsdp.full_state_dict()["first.weight"]
 
     expected = run_ranks(lambda group: FSDP(copy.deepcopy(model), group).full_state_dict(), 1)[0]["first.weight"] + 1
@@ -243,16 +243,16 @@ def test_pieces_are_updated_together_or_not_at_all(run):
         assert torch.equal(value, expected)
 
 
-def test_copies_of_the_model_take_the_values_of_the_first(run):
-    """broadcast_updated_params makes ranks equal whose optimizers went apart."""
+def test_replicas_take_the_values_of_the_first(run):
+    """broadcast_updated_params makes replicas equal whose optimizers diverged."""
 
     model = seeded()
 
     def program(group):
         fsdp = FSDP(copy.deepcopy(model), group, strategy=ShardingStrategy.NO_SHARD)
         with torch.no_grad():
-            for piece in fsdp.parameters():
-                piece.add_(group.rank)
+            for shard in fsdp.parameters():
+                shard.add_(group.rank)
         fsdp.broadcast_updated_params()
         return fsdp.full_state_dict()
 
@@ -261,7 +261,7 @@ def test_copies_of_the_model_take_the_values_of_the_first(run):
 
 
 def test_plain_state_dicts_are_refused():
-    """A part of the model is not silently saved as the model."""
+    """A shard of the model is not silently saved as the model."""
 
     model = seeded()
 
@@ -293,7 +293,7 @@ class Scaled(torch.nn.Module):
 @pytest.mark.parametrize("freezes", [False, True])
 @pytest.mark.parametrize("kind", ["NAdam", "ASGD", "Adam", "Rprop", "Adagrad", "Adamax", "RAdam"])
 def test_optimizer_state_of_parameters_without_dims(kind, freezes):
-    """Momenta are divided and numbers are not, between any numbers of ranks, though both may have no dims."""
+    """Momenta are sharded and step counts are not, between any numbers of ranks, though both may have no dims."""
     model = Scaled(freezes=freezes)
 
     def make(module):
@@ -327,7 +327,7 @@ def test_optimizer_state_of_parameters_without_dims(kind, freezes):
 
 
 def test_full_optimizer_states_that_do_not_fit_are_refused():
-    """On every rank, though one alone has it, and nothing is loaded."""
+    """On every rank, even if one alone has it, and nothing is loaded."""
 
     def program(group):
         fsdp = FSDP(torch.nn.Linear(6, 6), group)
@@ -341,12 +341,12 @@ def test_full_optimizer_states_that_do_not_fit_are_refused():
         none = {name: {**entries, "exp_avg": None} for name, entries in state["state"].items()}
         for wrong, message in [
             ({**state, "state": large}, r"'exp_avg' of 'weight' has shape \(8, 8\) where the parameter has \(6, 6\)"),
-            ({**state, "state": none}, "'exp_avg' of 'weight' is no tensor"),
+            ({**state, "state": none}, "'exp_avg' of 'weight' is not a tensor"),
             ({**state, "state": {**state["state"], "other": {}}}, "state of 'other'"),
-            ({**state, "state": {"weight": 3}}, "'weight' is no dict"),
-            ({**state, "divided": {}}, "divided of 'weight'"),
+            ({**state, "state": {"weight": 3}}, "'weight' is not a dict"),
+            ({**state, "divided": {}}, "sharded entries of 'weight'"),
             ({**state, "param_groups": []}, "0 groups"),
-            ({"state": {}, "param_groups": state["param_groups"]}, "lacks what is divided"),
+            ({"state": {}, "param_groups": state["param_groups"]}, "lacks 'divided'"),
             ({}, "lacks state"),
             ([], "lacks state"),
         ]:
@@ -359,7 +359,7 @@ def test_full_optimizer_states_that_do_not_fit_are_refused():
 
 
 def test_broken_sharded_states_are_refused():
-    """With what is wrong in them; nothing is loaded."""
+    """With the reason; nothing is loaded."""
 
     def program(group):
         fsdp = FSDP(seeded(), group)
@@ -370,11 +370,11 @@ def test_broken_sharded_states_are_refused():
         without = {name: {**entry, "piece": None} for name, entry in model["parameters"].items()}
         for wrong, message in [
             (owner, "lacks parameters"),
-            ([], "no sharded model state"),
+            ([], "not a sharded model state"),
             ({**model, "buffers": 3}, "lacks buffers"),
             ({**model, "parameters": dict.fromkeys(model["parameters"])}, "lacks piece, start or shape"),
-            ({**model, "parameters": without}, "has a piece in the state that is no tensor"),
-            ({**model, "buffers": dict.fromkeys(model["buffers"])}, "no tensor of its shape"),
+            ({**model, "parameters": without}, "has a piece in the state that is not a tensor"),
+            ({**model, "buffers": dict.fromkeys(model["buffers"])}, "not a tensor of its shape"),
         ]:
             with pytest.raises(ValueError, match=message):
                 fsdp.load_sharded_state_dict(wrong)
@@ -441,8 +441,8 @@ def test_extra_state_that_cannot_be_sent_is_refused():
     run_ranks(program, 2)
 
 
-def test_names_of_pieces_are_those_of_the_states():
-    """named_parameters and named_buffers name what full and sharded states name, inside other modules too."""
+def test_names_of_shards_are_those_of_the_states():
+    """named_parameters and named_buffers have the names of full and sharded states, also inside other modules."""
 
     def names(group):
         fsdp = FSDP(seeded(), group, wrap=torch.nn.Linear)
@@ -450,7 +450,7 @@ def test_names_of_pieces_are_those_of_the_states():
         inside = dict(torch.nn.ModuleDict({"model": fsdp}).named_parameters())
         assert set(inside) == {f"model.{name}" for name, _ in fsdp.named_parameters()}
         assert set(fsdp.sharded_state_dict()["parameters"]) == set(dict(fsdp.named_parameters()))
-        assert all(fsdp.get_parameter(name) is piece for name, piece in fsdp.named_parameters())
+        assert all(fsdp.get_parameter(name) is shard for name, shard in fsdp.named_parameters())
         return tensors, set(fsdp.full_state_dict())
 
     for named, saved in run_ranks(names, 2):
@@ -458,8 +458,8 @@ def test_names_of_pieces_are_those_of_the_states():
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
-def test_what_is_not_needed_does_nothing(strategy):
-    """Prefetching twice, and averaging gradients that were averaged or are not there, change nothing."""
+def test_repeated_prefetch_and_averaging_change_nothing(strategy):
+    """Prefetching twice, and averaging gradients that were averaged or don't exist, change nothing."""
 
     def program(group):
         fsdp = FSDP(seeded(), group, strategy=STRATEGIES[strategy], wrap=torch.nn.Linear)
@@ -467,17 +467,17 @@ def test_what_is_not_needed_does_nothing(strategy):
         fsdp.prefetch_forward_params()
         fsdp.prefetch_forward_params()
         fsdp(torch.ones(4, 6)).sum().backward()
-        before = [piece.grad.clone() for piece in fsdp.parameters()]
+        before = [shard.grad.clone() for shard in fsdp.parameters()]
         fsdp.sync_gradients()
-        assert all(torch.equal(piece.grad, old) for piece, old in zip(fsdp.parameters(), before, strict=True))
+        assert all(torch.equal(shard.grad, old) for shard, old in zip(fsdp.parameters(), before, strict=True))
 
     run_ranks(program, 2)
 
 
-def test_a_small_parameter_may_lie_on_one_rank():
-    """Cuts between ranks are multiples of 16 elements."""
+def test_a_small_parameter_may_be_on_one_rank():
+    """Shards are cut at multiples of 16 elements."""
 
     def program(group):
-        return [piece.numel() for piece in FSDP(torch.nn.Linear(4, 4), group).parameters()]
+        return [shard.numel() for shard in FSDP(torch.nn.Linear(4, 4), group).parameters()]
 
     assert run_ranks(program, 2) == [[16, 0], [0, 4]]

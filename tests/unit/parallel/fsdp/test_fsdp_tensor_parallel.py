@@ -1,4 +1,4 @@
-"""FSDP of tensor-parallel modules, over the other axis of a mesh: what ranks compute is what one process computes."""
+"""FSDP of tensor-parallel modules, over the other axis of a mesh: ranks compute the result of one process."""
 
 import copy
 import time
@@ -120,13 +120,13 @@ def check_close(state, expected, limit=LIMIT):
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_training_is_that_of_one_process(run, strategy):
-    """Weights after clipped steps of AdamW; the values of rank 0 of the mesh count, and optimizers see pieces."""
+    """Weights after clipped steps of AdamW; values come from rank 0 of the mesh, and optimizers see shards."""
     model = seeded()
 
     def program(group):
         mesh = mesh_of(group)
         fsdp = divided(model, mesh, offset=group.rank, strategy=STRATEGIES[strategy])
-        assert not any(isinstance(piece, fd.DTensor) for piece in fsdp.parameters())
+        assert not any(isinstance(shard, fd.DTensor) for shard in fsdp.parameters())
         norms = train(fsdp, adam(fsdp), part(mesh, "dp"), max_norm=0.1)
         return fsdp.full_state_dict(), norms
 
@@ -136,7 +136,7 @@ def test_training_is_that_of_one_process(run, strategy):
         torch.testing.assert_close(norms, expected_norms, rtol=LIMIT, atol=0)
 
 
-def test_copies_of_a_divided_model(run):
+def test_replicas_of_a_tensor_parallel_model(run):
     """HSDP: a mesh of three axes, of which FSDP has two."""
     model = seeded()
 
@@ -151,8 +151,8 @@ def test_copies_of_a_divided_model(run):
         check_close(state, expected)
 
 
-def test_one_rank_divides_what_three_have(run):
-    """Where a group of FSDP has one rank, norms and states still go over the other axis."""
+def test_a_shard_group_of_one_rank(run):
+    """Norms and states still go over the other axis."""
     model = seeded()
 
     def program(group):
@@ -190,7 +190,7 @@ class Joined(torch.nn.Module):
 
 @pytest.mark.parametrize("is_torchs", [False, True])
 @pytest.mark.parametrize("norm_type", [1.0, 3.0, float("inf")])
-def test_norms_where_only_some_parameters_are_distributed(norm_type, is_torchs):
+def test_norms_where_only_some_parameters_are_dtensors(norm_type, is_torchs):
     """Plain parameters count once, though all ranks of the other axis have them."""
     plain = torch.nn.Linear(4, 4).double()
 
@@ -231,7 +231,7 @@ def test_accumulation_without_sync(run):
 
 
 def test_checkpointed_and_frozen_layers(run):
-    """Segments are computed again with the distributed parameters; those that come to be trained later are, too."""
+    """Segments are recomputed with DTensors, and so are layers that are unfrozen later."""
     model = seeded(checkpoints=True)
 
     def program(group):
@@ -256,7 +256,7 @@ def test_checkpointed_and_frozen_layers(run):
 
 
 def test_mixed_precision():
-    """Distributed parameters are gathered, and used, in the dtype of computing."""
+    """DTensors are gathered, and used, in the compute dtype."""
     model = seeded()
     seen = []
 
@@ -326,7 +326,7 @@ def continued_undivided(group, model, states):
 
 
 def test_full_states_are_those_of_the_undivided_module(run):
-    """They go into an FSDP of an undivided module, its own into this, and training goes on as in one process."""
+    """They load into an FSDP of an undivided module and vice versa, and training continues as in one process."""
     model, other = seeded(), seeded(3)
     with torch.no_grad():
         other.first.scale.add_(1)  # buffers come with the state
@@ -343,7 +343,7 @@ def test_full_states_are_those_of_the_undivided_module(run):
 
 
 def test_states_that_do_not_fit_are_refused():
-    """A part where the whole is wanted, and another rank's part; nothing is loaded."""
+    """A local tensor instead of the full one, and another rank's shard; nothing is loaded."""
     model = seeded()
     states = {}
 
@@ -368,7 +368,9 @@ def test_states_that_do_not_fit_are_refused():
             states[at, 1 - other],
             strict=True,
         ):
-            with pytest.raises(ValueError, match=r"state of another part of 'first\.down\.bias'.*Nothing was loaded"):
+            with pytest.raises(
+                ValueError, match=r"state of another local tensor of 'first\.down\.bias'.*Nothing was loaded"
+            ):
                 load(state)
         check_close(fsdp.full_state_dict(), before, limit=0)
 
@@ -376,7 +378,7 @@ def test_states_that_do_not_fit_are_refused():
 
 
 def test_sharded_states_come_back(run):
-    """Model and optimizer go on as if nothing had happened, from this rank's part alone."""
+    """Model and optimizer continue exactly, from this rank's shard alone."""
     model = seeded()
 
     def program(group):
@@ -397,8 +399,8 @@ def test_sharded_states_come_back(run):
     run(program, 4)
 
 
-def test_divided_buffers():
-    """Given by rank 0 of FSDP's group, saved whole and as parts, and loaded again."""
+def test_sharded_buffers():
+    """Broadcast by rank 0 of FSDP's group, saved in full and as shards, and loaded again."""
     table = torch.arange(10.0).view(5, 2)
 
     def program(group):
@@ -441,7 +443,7 @@ def test_summoned_parameters(run):
 
 
 def test_infinities_are_found_on_all_ranks():
-    """One in the piece of a part of one rank has all ranks of the mesh leave the step out."""
+    """One in the local shard of one rank makes all ranks of the mesh skip the step."""
     model = seeded()
 
     def program(group):
@@ -449,7 +451,7 @@ def test_infinities_are_found_on_all_ranks():
         optimizer, scaler = adam(fsdp), torch.amp.GradScaler("cpu", init_scale=2.0)
         scaler.scale(loss_of(fsdp, INPUTS)).backward()
         if group.rank == 1:
-            next(piece for piece in fsdp.parameters() if piece.numel()).grad.fill_(torch.inf)
+            next(shard for shard in fsdp.parameters() if shard.numel()).grad.fill_(torch.inf)
         fsdp.unscale_(scaler, optimizer)
         scaler.step(optimizer)
         return fsdp.full_state_dict()
@@ -487,8 +489,8 @@ class Changing(Pair):
         ("returns a view", "returned one of its parameters"),
     ],
 )
-def test_whole_parameters_are_not_changed_or_kept(run, how, message):
-    """Though they are DTensors, whose parts lie in the unit's memory."""
+def test_full_parameters_are_not_changed_or_returned(run, how, message):
+    """Though they are DTensors, with local tensors in the unit's memory."""
     module = torch.nn.Sequential(Changing(4, 6).double())
     module[0].how = how
 
@@ -500,8 +502,8 @@ def test_whole_parameters_are_not_changed_or_kept(run, how, message):
     run(program, 4)
 
 
-def test_a_failure_reaches_ranks_that_have_other_parts():
-    """One rank's mistake in a unit ends the groups of both axes, long before a timeout."""
+def test_a_failure_reaches_ranks_of_other_groups():
+    """One rank's error in a unit aborts the groups of both axes, long before a timeout."""
     module = torch.nn.Sequential(Changing(4, 6).double(), Pair(4, 6).double())
 
     def program(group):
@@ -522,15 +524,17 @@ def parallel(mesh):
     return fd.parallelize(module, mesh["tp"], {"0": fd.ColumnParallel(), "1": fd.RowParallel()})
 
 
-def test_groups_whose_ranks_have_different_parts_are_refused():
-    """The axis that divides the module, and the whole mesh; the module stays as it was."""
+def test_groups_with_different_local_tensors_are_refused():
+    """The tensor-parallel axis, and the whole mesh; the module stays unchanged."""
 
     def program(group):
         mesh = mesh_of(group)
         module = parallel(mesh)
         before = dict(module.named_parameters())
         for over in (mesh["tp"], group):
-            with pytest.raises(ValueError, match=r"different parts of parameter '0\.weight', at .*another axis"):
+            with pytest.raises(
+                ValueError, match=r"different local tensors of parameter '0\.weight', at .*another axis"
+            ):
                 FSDP(module, over)
         assert all(now is before[name] for name, now in module.named_parameters())
         FSDP(module, mesh["dp"])
@@ -538,8 +542,8 @@ def test_groups_whose_ranks_have_different_parts_are_refused():
     run_ranks(program, 4)
 
 
-def test_distributed_parameters_that_cannot_be_divided_are_refused():
-    """Those with hooks of others than parallelize, and parts of sums; plans that differ between ranks."""
+def test_dtensors_that_cannot_be_sharded_are_refused():
+    """Those with hooks of others than parallelize, and partial sums; specs that differ between ranks."""
 
     def program(group):
         mesh = mesh_of(group)
@@ -560,8 +564,8 @@ def test_distributed_parameters_that_cannot_be_divided_are_refused():
     run_ranks(program, 4)
 
 
-def test_distributed_parameters_come_back_when_making_fails():
-    """Nothing half done: the module trains as before, and FSDP can be made of it."""
+def test_dtensors_are_restored_when_construction_fails():
+    """The module trains as before, and can be wrapped again."""
     plain = torch.nn.Linear(4, 4).double()
 
     def give(module):
@@ -586,8 +590,8 @@ def test_distributed_parameters_come_back_when_making_fails():
 
 
 @pytest.mark.parametrize("make", [fd.DDP, partial(fd.LocalSGD, period=2)], ids=["DDP", "LocalSGD"])
-def test_other_wrappers_refuse_distributed_parameters(make):
-    """With what to use in their place; of one rank too."""
+def test_other_wrappers_refuse_dtensors(make):
+    """With an alternative; also those of one rank."""
 
     def program(group):
         for shape in [(2, 1), (1, 2)]:

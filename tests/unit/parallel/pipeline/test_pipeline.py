@@ -1,4 +1,4 @@
-"""A pipeline computes what one process does."""
+"""A pipeline computes the result of one process."""
 
 import pipeline_models
 import pytest
@@ -72,7 +72,7 @@ def test_models(backend, model):
 
 
 def test_steps_accumulate():
-    """Gradients are added to those that are there; each step is scaled by itself."""
+    """Gradients are added to existing ones; each step is scaled by itself."""
 
     def program(group):
         stages = Mlp.stages(2)
@@ -88,7 +88,7 @@ def test_steps_accumulate():
 
 
 def test_sum_of_losses():
-    """With LossReduction.SUM nothing is scaled."""
+    """With LossReduction.SUM losses are not scaled."""
 
     def program(group):
         inputs, targets = Mlp.batch(6)
@@ -105,7 +105,7 @@ def test_sum_of_losses():
 
 
 def test_forward_and_backward():
-    """Apart they are a step: outputs are joined, and their gradients are those of one process."""
+    """Separately they are a step: outputs are joined, and their gradients are those of one process."""
 
     def program(group):
         for kind, stages_per_rank in KINDS:
@@ -141,8 +141,8 @@ rank 1: F1.0 F3.0 F1.2 F1.1 F3.2 F3.1   B3.0 B3.1 B3.2       B1.1 I1.0 I1.2 W1.0
 
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("width", [3, 250])
-def test_a_schedule_of_ones_own(backend, width):
-    """Stages may go forward and backward in any order; large activations don't get lost between small gradients."""
+def test_a_custom_schedule(backend, width):
+    """Stages may run forward and backward in any order; large activations between small gradients arrive."""
     schedule = Schedule.from_text(IN_AN_ORDER_OF_ITS_OWN)
 
     def make():
@@ -177,7 +177,7 @@ def test_a_schedule_of_ones_own(backend, width):
 
 
 def test_forward_for_inference():
-    """Under no_grad nothing is kept, and there is no backward from it."""
+    """Under no_grad nothing is saved, and backward is refused."""
 
     def program(group):
         pipeline = Pipeline(Mlp.stages(2), group, 3)
@@ -188,7 +188,7 @@ def test_forward_for_inference():
         assert pipeline.peak_activations == 0
         if group.rank:
             assert not outputs.requires_grad
-        with pytest.raises(RuntimeError, match="no forward to go backward from"):
+        with pytest.raises(RuntimeError, match="no forward to run backward from"):
             pipeline.backward()
         pipeline(Mlp.batch(6)[0])
 
@@ -218,7 +218,7 @@ class Odd(nn.Module):
 
 
 def test_nested_values_of_changing_shapes():
-    """Tuples, masks, numbers, dicts, unused tensors and a parameter go along; each microbatch has its own shape."""
+    """Tuples, masks, numbers, dicts, unused tensors and a parameter arrive; each microbatch has its own shape."""
     batches = [torch.randn(size, 4, generator=pipeline_models.seeded(size)) for size in (3, 1, 0, 5)]
 
     def program(group):
@@ -257,7 +257,7 @@ class Skipping(nn.Module):
 
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_skips(backend):
-    """What goes past stages arrives, whatever ranks they are on, and its gradients come back."""
+    """Values that bypass stages arrive, whatever ranks they are on, and so do their gradients."""
     skips = {"one": (0, 2), "two": (1, 3), "three": (0, 3)}
 
     def make():
@@ -289,7 +289,7 @@ def test_skips(backend):
 
 
 @pytest.mark.parametrize("kind", [PipelineSchedule.LOOPED_BFS, PipelineSchedule.ZERO_BUBBLE_V])
-def test_gradients_of_what_several_stages_take(kind):
+def test_gradients_of_a_value_of_several_stages(kind):
     """They add up as in one process, to the bit."""
 
     class Taking(nn.Linear):

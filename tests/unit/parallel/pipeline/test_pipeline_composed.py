@@ -72,7 +72,7 @@ class Tied(Gpt):
 
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_shared_parameters(backend):
-    """Stages of several ranks that share a parameter have its whole gradient, so that it stays equal."""
+    """Stages of several ranks that share a parameter get its full gradient, so that it stays equal."""
 
     def program(group):
         for kind, stages_per_rank in FEW_KINDS:
@@ -93,7 +93,7 @@ def test_shared_parameters(backend):
 
 
 def test_shared_parameters_by_name():
-    """Where a rank has only its own stages they are named; ranks that find none are told of it."""
+    """Ranks with only their own stages name them; ranks that name none get an error."""
 
     def program(group):
         stages = tied_stages(2)
@@ -129,7 +129,7 @@ class Checkpointed(nn.Module):
 
 
 def test_activation_checkpointing():
-    """Stages that keep no activations have the gradients of those that do."""
+    """Stages that recompute activations have the gradients of those that hold them."""
     for _, stages_per_rank in FEW_KINDS:
         one_process(Gpt, 2 * stages_per_rank, 3, 7)
 
@@ -172,7 +172,7 @@ def test_mixed_precision():
 
 
 def test_writes_in_place():
-    """A stage may write to what it is given, as a layer may in one process."""
+    """A stage may write to its input, as a layer may in one process."""
 
     def make(count):
         return [
@@ -207,7 +207,7 @@ def whole_gpt():
 
 
 def test_state_dicts():
-    """They have the names of the whole model, of which each rank has a part, and take a state of it."""
+    """They have the names of the whole model, of which each rank has a part, and load a state of it."""
 
     def program(group):
         model = whole_gpt()
@@ -242,7 +242,7 @@ def train(model, step, optimizer_state=None):
 
 @pytest.mark.parametrize("is_whole", [False, True])
 def test_optimizers_in_checkpoints(tmp_path, is_whole):
-    """States of optimizers go from pipeline to pipeline of other stages, and from and to the whole model."""
+    """States of optimizers move between pipelines of other stages, and from and to the whole model."""
     tokens, following = Gpt.batch(4)
 
     def pipelined(group, count, kind):
@@ -287,7 +287,7 @@ def test_optimizers_in_checkpoints(tmp_path, is_whole):
 
 @pytest.mark.parametrize("wrapper", [None, DDP, FSDP])
 def test_checkpoints(tmp_path, wrapper):
-    """Saved by a pipeline of two ranks, also with DDP or FSDP beside, and loaded by the model, and by one of three."""
+    """Saved by a pipeline of two ranks, also with DDP or FSDP inside, and loaded by the model, and by one of three."""
 
     def save(group):
         mesh = DeviceMesh(group, (2, -1), ("pipeline", "data"))
@@ -331,7 +331,7 @@ class Odd(nn.Module):
 @pytest.mark.parametrize("wrapper", [DDP, FSDP])
 @pytest.mark.parametrize("kind", [PipelineSchedule.ONE_F_ONE_B, PipelineSchedule.ZERO_BUBBLE_H1])
 def test_a_step_after_a_failure_in_data_parallel_stages(wrapper, kind):
-    """What the failed one has left to be averaged is not counted."""
+    """Gradients of the failed step are not averaged."""
 
     def program(group):
         mesh = DeviceMesh(group, (2, 2), ("pipeline", "data"))
@@ -358,7 +358,7 @@ def test_a_step_after_a_failure_in_data_parallel_stages(wrapper, kind):
 
 @pytest.mark.parametrize("wrapper", [DDP, FSDP])
 def test_a_last_microbatch_without_gradients(wrapper):
-    """What the others have left is averaged all the same."""
+    """Gradients of the other microbatches are averaged all the same."""
 
     def program(group):
         mesh = DeviceMesh(group, (2, 2), ("pipeline", "data"))
@@ -393,7 +393,7 @@ def tied_model():
 
 @pytest.mark.parametrize("num_ranks", [1, 2])
 def test_optimizers_of_shared_parameters_in_checkpoints(tmp_path, num_ranks):
-    """Their states go to ranks that have several of the places, and back; the whole model takes them, too."""
+    """Their states move to ranks that have several of the names, and back; the whole model loads them, too."""
 
     def make(group):
         kinds = {
@@ -437,7 +437,7 @@ def test_optimizers_of_shared_parameters_in_checkpoints(tmp_path, num_ranks):
 @pytest.mark.parametrize("prefixes", [["", ""], ["a.", "b."], ["deep.", "deep.er."]])
 @pytest.mark.parametrize("wrap", [lambda stage, _: stage, DDP, FSDP])
 def test_names_are_those_of_the_whole_model(prefixes, wrap):
-    """named_parameters and named_buffers of a pipeline name what its checkpoint has, wrapped stages or not."""
+    """named_parameters and named_buffers of a pipeline have the names of its checkpoint, wrapped stages or not."""
 
     def names(group):
         alone = new_group([group.rank], group=group)

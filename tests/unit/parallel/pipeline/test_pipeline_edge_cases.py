@@ -1,4 +1,4 @@
-"""Pipelines that are used in ways that few programs use them."""
+"""Pipelines in unusual uses."""
 
 import contextlib
 import copy
@@ -42,7 +42,7 @@ class Failing(nn.Module):
 
 
 def test_a_wrong_batch_after_a_failure():
-    """The error is that of the batch; it names no stage, in which the step before has failed."""
+    """The error is that of the batch; it names no stage of the failed step."""
 
     def program(group):
         stages = [Failing(fails="forward"), Failing()]
@@ -57,8 +57,8 @@ def test_a_wrong_batch_after_a_failure():
     run_ranks(program, 2)
 
 
-def test_what_a_step_leaves():
-    """After a step, a failed one, or a forward for inference, batch and activations are gone, without the collector."""
+def test_batches_and_activations_are_freed_after_a_step():
+    """Also after a failed one, and after a forward for inference, without garbage collection."""
 
     class Watched(nn.Sequential):
         def forward(self, x):
@@ -103,8 +103,8 @@ rank 1: F1.0 F2.0 F1.1 F2.1 B2.0 F1.2 B2.1 B1.0 F2.2 B1.1 B2.2 B1.2
 """
 
 
-def test_what_a_failure_leaves_aside():
-    """Gradients that wait on their own rank, and receives that have begun, are gone though the pipeline stays."""
+def test_gradients_and_receives_are_dropped_after_a_failure():
+    """Stored gradients of the rank itself, and started receives, are freed though the pipeline stays."""
 
     def under_way():
         return {type(each) for each in gc.get_objects() if isinstance(each, (PackedValue, PendingRecv))}
@@ -131,8 +131,8 @@ def test_what_a_failure_leaves_aside():
     assert run_ranks(program, 2, backend="native") == [(None, set()), ({PackedValue, PendingRecv}, set())]
 
 
-def test_a_pipeline_that_is_let_go():
-    """It and its parameters are gone, without the collector; after a failure too."""
+def test_a_dropped_pipeline_is_freed():
+    """With its parameters, without garbage collection; after a failure too."""
 
     def program(group):
         gc.collect()
@@ -149,7 +149,7 @@ def test_a_pipeline_that_is_let_go():
 
 
 def test_a_step_after_a_forward():
-    """The forward is given up: the step keeps no more than it has itself, and there is no backward from the forward."""
+    """The forward is dropped: the step holds nothing of it, and there is no backward from it."""
 
     def program(group):
         pipeline = Pipeline(Mlp.stages(2), group, 4, schedule=PipelineSchedule.ONE_F_ONE_B, loss_fn=Mlp.loss)
@@ -162,14 +162,14 @@ def test_a_step_after_a_forward():
         pipeline.step(inputs, targets)
         assert all(torch.equal(one.grad, two) for one, two in zip(pipeline.parameters(), expected, strict=True))
         assert pipeline.peak_activations == peak
-        with pytest.raises((RuntimeError, PipelineError), match="no forward to go backward from"):
+        with pytest.raises((RuntimeError, PipelineError), match="no forward to run backward from"):
             pipeline.backward()
 
     run_ranks(program, 2)
 
 
 def test_failures_with_shared_parameters():
-    """Who waits for the gradients of others is told too; what is shared is right in the next step."""
+    """Ranks that wait for gradients of others get the error too; the next step is right."""
 
     def program(group):
         layers = [fill(nn.Linear(6, 6), seed) for seed in range(2)]
@@ -193,12 +193,12 @@ def test_failures_with_shared_parameters():
 
 
 def test_wrong_names_of_shared_parameters():
-    """All ranks are told, though one of them alone can see it."""
+    """All ranks get the error, though one of them alone can see it."""
 
     def program(group):
         for places, what in (
             ([(0, "0.wieght"), (1, "0.weight")], "rank 0: stage 0 has no parameter '0.wieght' to share"),
-            ([(0, "0.weight"), (2, "0.weight")], "'0.weight' of stage 2 is shared, and there are 2 stages"),
+            ([(0, "0.weight"), (2, "0.weight")], "'0.weight' of stage 2 is shared, but there are 2 stages"),
             ([(0, "0.weight"), (-1, "0.weight")], "'0.weight' of stage -1 is shared"),
         ):
             with pytest.raises(UnsupportedOpError, match=what):
@@ -208,7 +208,7 @@ def test_wrong_names_of_shared_parameters():
 
 
 def test_a_shared_parameter_that_is_frozen():
-    """It gets no gradient, with which an optimizer would change it, nor does it where one rank alone has frozen it."""
+    """It gets no gradient, which an optimizer would apply, even if one rank alone has frozen it."""
 
     def program(group):
         layer = fill(nn.Linear(6, 6))
@@ -221,7 +221,7 @@ def test_a_shared_parameter_that_is_frozen():
     assert run_ranks(program, 2, backend="native") == [(True, True), (True, False)]
 
 
-def test_shared_gradients_are_not_kept():
+def test_dropped_shared_gradients_are_freed():
     """When the program has dropped them, they are gone."""
 
     def program(group):
@@ -237,7 +237,7 @@ def test_shared_gradients_are_not_kept():
 
 
 def test_shared_parameters_that_are_replaced():
-    """The new ones are shared as the old ones were."""
+    """The new ones are shared like the old ones."""
 
     def program(group):
         layer = fill(nn.Linear(6, 6))
@@ -254,7 +254,7 @@ def test_shared_parameters_that_are_replaced():
 
 
 def test_a_shared_parameter_that_nothing_uses():
-    """It has no gradient, as in one process; one of a step before stays."""
+    """It gets no gradient, as in one process; one of a previous step stays."""
 
     class Choosing(nn.Module):
         def __init__(self, layer):
@@ -295,8 +295,8 @@ class Versioned(nn.Linear):
 
 @pytest.mark.parametrize("prefixes", [("0.", "1."), ("", "deep.er."), ("a.", "b.")])
 @pytest.mark.parametrize("is_compiled", [False, True])
-def test_states_of_what_has_a_pipeline_in_it(prefixes, is_compiled):
-    """It loads what it has saved, by names of the whole model; alone the pipeline also knows the versions."""
+def test_states_of_modules_that_contain_a_pipeline(prefixes, is_compiled):
+    """They load by names of the whole model; the pipeline also knows the versions."""
 
     def program(group):
         layers = [nn.Sequential(Versioned(6, 6)), Versioned(6, 6)]
@@ -324,7 +324,7 @@ def test_states_of_what_has_a_pipeline_in_it(prefixes, is_compiled):
 @pytest.mark.parametrize("prefixes", [None, ("", "deep.er.")])
 @pytest.mark.parametrize("is_compiled", [False, True])
 def test_states_of_earlier_versions(prefixes, is_compiled):
-    """Names that a module knows from before, and what it can do without, are as in one process."""
+    """Former names, and optional names, are handled as in one process."""
 
     def rename(module, state, prefix, *_):
         if prefix + "old" in state:
@@ -349,8 +349,8 @@ def test_states_of_earlier_versions(prefixes, is_compiled):
     run_ranks(program, 2)
 
 
-def test_assigned_at_one_place():
-    """Stages whose parameters lie at one place of the model get what is assigned."""
+def test_assign_to_stages_with_one_prefix():
+    """Stages whose parameters have one prefix get the assigned tensors."""
 
     def program(group):
         stages = [nn.Linear(6, 6, bias=False), nn.PReLU(6)]
@@ -366,8 +366,8 @@ def test_assigned_at_one_place():
     assert run_ranks(program, 2) == [True, True]
 
 
-def test_who_divided_the_batch_says_so():
-    """The outputs are one by one where the inputs are, though the last stage's rank was given none."""
+def test_outputs_are_microbatches_if_the_inputs_are():
+    """Though the last stage's rank passed no inputs."""
 
     def program(group):
         pipeline = Pipeline([nn.Identity(), nn.Identity()], group, 2)
@@ -384,7 +384,7 @@ def test_who_divided_the_batch_says_so():
 
 
 def test_a_stage_that_is_replaced():
-    """The new one would have the parameters, and the old one the work: it is refused, on all ranks."""
+    """The new one would have the parameters, and the old one would run: it is refused, on all ranks."""
 
     def program(group):
         pipeline = Pipeline(Mlp.stages(2), group, 2, loss_fn=Mlp.loss)
@@ -396,7 +396,7 @@ def test_a_stage_that_is_replaced():
     run_ranks(program, 2)
 
 
-def test_a_wrong_timeout_is_told():
+def test_a_wrong_timeout_fails_on_all_ranks():
     """The other ranks don't wait for their own."""
 
     def program(group):
@@ -409,8 +409,8 @@ def test_a_wrong_timeout_is_told():
     run_ranks(program, 2)
 
 
-def test_inputs_that_are_conjugated():
-    """What is said of a tensor and is not in its memory is divided with it: conj(), and the negative of conj().imag."""
+def test_conjugated_inputs():
+    """Flags that are not in a tensor's memory are split with it: conj(), and the negative of conj().imag."""
 
     def program(group):
         pipeline = Pipeline([nn.Identity(), nn.Identity()], group, 2)
@@ -424,7 +424,7 @@ def test_inputs_that_are_conjugated():
 
 
 def test_another_default_device():
-    """What a pipeline makes for itself is where it can be sent from."""
+    """A pipeline's own tensors are on a device from which they can be sent."""
 
     def program(group):
         pipeline = Pipeline(Mlp.stages(2), group, 2, loss_fn=Mlp.loss)
@@ -438,8 +438,8 @@ def test_another_default_device():
     run_ranks(program, 2, backend="native")
 
 
-def test_modes_around_a_step():
-    """A step finds gradients in no_grad and inference_mode too."""
+def test_steps_under_no_grad_and_inference_mode():
+    """A step computes gradients there too."""
 
     def program(group):
         pipeline = Pipeline(Mlp.stages(2), group, 2, loss_fn=Mlp.loss)
@@ -455,8 +455,8 @@ def test_modes_around_a_step():
     run_ranks(program, 2)
 
 
-def test_a_backward_that_is_given_no_gradient():
-    """It is an error, and not a backward that finds nothing."""
+def test_a_backward_without_gradients():
+    """It is an error, and not an empty backward."""
 
     def program(group):
         pipeline = Pipeline(Mlp.stages(2), group, 2)
@@ -470,7 +470,7 @@ def test_a_backward_that_is_given_no_gradient():
 
 
 def test_copies_and_pickles():
-    """They are refused, with what to do instead."""
+    """They are refused, with alternatives."""
 
     def program(group):
         pipeline = Pipeline(Mlp.stages(2), group, 2)
@@ -494,7 +494,7 @@ class Remembering(nn.Linear):
 
 
 def test_states_of_stages():
-    """What a stage has itself is in the state, and what is assigned is there; a compiled stage has its usual names."""
+    """A stage's own tensors are in the state, and assigned ones in the stage; compiled stages have usual names."""
 
     def program(group):
         stages = [fill(Remembering(6, 6), seed) for seed in range(2)]
@@ -514,7 +514,7 @@ def test_states_of_stages():
 
 @pytest.mark.parametrize("wrapper", [DDP, FSDP])
 def test_checkpoints_of_wrapped_layers(tmp_path, wrapper):
-    """A stage that is one layer, in DDP or FSDP, has the names of the whole model as well."""
+    """A stage of one layer, in DDP or FSDP, has the names of the whole model as well."""
 
     def make(seed):
         return [fill(nn.Linear(6, 6), seed), fill(nn.Linear(6, 6), seed + 1)]
@@ -543,8 +543,8 @@ class Calling(nn.Module):
 
 
 @pytest.mark.parametrize("num_rows", [2, 100_000])
-def test_writes_to_what_goes_past_a_stage(num_rows):
-    """A stage that writes to what it is given does not change what another rank is given of it, however large."""
+def test_writes_to_a_skip(num_rows):
+    """A stage that writes to its input does not change another rank's, however large."""
 
     def give(x):
         made = x.expand(num_rows, 6).clone()
@@ -565,8 +565,8 @@ def test_writes_to_what_goes_past_a_stage(num_rows):
     run_ranks(program, 2, backend="native")
 
 
-def test_what_a_failure_leaves_of_large_values():
-    """What was on its way when a stage failed does not keep the activations of that stage either."""
+def test_large_values_are_freed_after_a_failure():
+    """Values that were being sent when a stage failed don't hold the activations of that stage."""
 
     class Large(nn.Module):
         def __init__(self, fails):
@@ -593,8 +593,8 @@ def test_what_a_failure_leaves_of_large_values():
 
 
 @pytest.mark.parametrize(("num_ranks", "num_rows"), [(1, 1), (2, 100_000)])
-def test_a_buffer_that_goes_along(num_ranks, num_rows):
-    """It arrives as it was returned, whole or in part, though the next microbatch changes it."""
+def test_a_returned_buffer(num_ranks, num_rows):
+    """It arrives as it was returned, in full or in part, though the next microbatch changes it."""
 
     class Counting(nn.Module):
         def __init__(self):

@@ -1,4 +1,4 @@
-"""What goes wrong in a pipeline is an error on all ranks, which says where, and they can go on."""
+"""A failure in a pipeline is an error on all ranks, with its stage, and they can continue."""
 
 import os
 import re
@@ -82,8 +82,8 @@ class WordlessError(Exception):
         raise RuntimeError("no words")
 
 
-def test_an_exception_without_words():
-    """The other ranks are told of it all the same."""
+def test_an_exception_without_a_message():
+    """The other ranks get an error all the same."""
 
     def loss(output, target):
         raise WordlessError
@@ -98,8 +98,8 @@ def test_an_exception_without_words():
     run_ranks(program, 2)
 
 
-def test_a_loss_that_is_none():
-    """A loss of several elements, or that is no tensor, is the last stage's failure."""
+def test_a_wrong_loss():
+    """A loss of several elements, or of another type, is a failure of the last stage."""
 
     def program(group):
         for loss, what in ((lambda x, y: x, "of shape"), (lambda x, y: 1.0, "of type float")):
@@ -113,7 +113,7 @@ def test_a_loss_that_is_none():
 
 
 def test_wrong_batches():
-    """Who is given a wrong batch raises what is wrong with it, the other ranks that it could not take part."""
+    """The rank with the wrong batch raises the reason, and the other ranks that it could not take part."""
 
     def program(group):
         pipeline = Pipeline(Mlp.stages(2), group, 4, loss_fn=Mlp.loss)
@@ -138,7 +138,7 @@ def test_wrong_batches():
 
 
 def test_batches_of_two_sizes():
-    """Inputs and targets of other sizes are an error on all ranks, though each can be divided."""
+    """Inputs and targets of different sizes are an error on all ranks, though each can be split."""
 
     def program(group):
         pipeline = Pipeline(Mlp.stages(2), group, 2, loss_fn=lambda output, target: output.sum() + target.sum())
@@ -149,7 +149,7 @@ def test_batches_of_two_sizes():
 
 
 def test_uneven_microbatches_without_targets():
-    """A mean of losses that the last stage computes itself can't be weighed."""
+    """A mean of losses that the last stage computes itself can't be weighted."""
 
     class Ends(nn.Module):
         def forward(self, x):
@@ -190,7 +190,7 @@ def test_ranks_that_make_different_pipelines():
 
 
 def test_wrong_arguments():
-    """Each is refused with what is wrong."""
+    """Each is refused with the reason."""
 
     def program(group):
         stages = Mlp.stages(3)
@@ -205,7 +205,7 @@ def test_wrong_arguments():
             (stages[:2], 2, {"schedule": mine}, ValueError, "'mine' is for 2 ranks, 1 microbatch and 2 stages"),
             (stages[:2], 2, {"schedule": "gpipe"}, TypeError, "is a PipelineSchedule or a Schedule, not 'gpipe'"),
             (stages[:2], 0, {}, ValueError, "num_microbatches"),
-            (stages[:2], 2, {"skips": {"a b": (0, 1)}}, ValueError, "no name of an argument"),
+            (stages[:2], 2, {"skips": {"a b": (0, 1)}}, ValueError, "can't be the name of an argument"),
             (stages[:2], 2, {"skips": {"a": (1, 0)}}, ValueError, "from stage 1 to stage 0"),
             (stages[:2], 2, {"loss_reduction": "mean"}, TypeError, "LossReduction"),
         ]
@@ -217,8 +217,8 @@ def test_wrong_arguments():
     run_ranks(program, 2)
 
 
-def test_skips_that_are_not_as_declared():
-    """A stage that gives none, or others, fails; it does not leave anybody waiting."""
+def test_undeclared_skips():
+    """A stage that returns none, or others, fails, and no rank waits for them."""
 
     class Gives(nn.Module):
         def __init__(self, **names):
@@ -238,8 +238,8 @@ def test_skips_that_are_not_as_declared():
     run_ranks(program, 2)
 
 
-def test_values_that_can_not_go_along():
-    """What is no tensor, number or text is refused where it is returned; its place is named."""
+def test_values_that_cannot_be_sent():
+    """Values of other types are refused where they are returned, with their path."""
 
     class Odd(nn.Module):
         def __init__(self, made):
@@ -263,7 +263,7 @@ def test_values_that_can_not_go_along():
 
 
 def test_a_rank_that_is_killed():
-    """The others know within a second, wherever they wait."""
+    """The others raise within a second, wherever they wait."""
 
     def program(group, victim, stage):
         class Dies(nn.Linear):
@@ -290,7 +290,7 @@ def test_a_rank_that_is_killed():
 
 
 def test_a_rank_that_does_not_come():
-    """The wait ends, and says for what it was; ranks that wait for who waited are told of it."""
+    """The wait ends with the name of the value; ranks that wait for a waiting rank raise, too."""
 
     def program(group):
         pipeline = Pipeline(Mlp.stages(3), group, 2, loss_fn=Mlp.loss)
@@ -304,7 +304,7 @@ def test_a_rank_that_does_not_come():
 
 
 def test_a_rank_that_goes_forward_only():
-    """What the others wait for then are gradients."""
+    """The others wait for gradients, and say so."""
 
     def program(group):
         pipeline = Pipeline(Mlp.stages(2), group, 2, loss_fn=Mlp.loss)

@@ -1,4 +1,4 @@
-"""Batches divided and joined again, and what the losses of microbatches count."""
+"""Batches split and joined again, and the weights of microbatches' losses."""
 
 import pytest
 import torch
@@ -13,12 +13,12 @@ def outputs_of(values, *, is_joined=True):
     outputs = Outputs()
     outputs.is_joined = is_joined
     for microbatch, value in enumerate(values):
-        outputs.take(microbatch, value)
+        outputs.add(microbatch, value)
     return outputs
 
 
-def test_what_is_divided():
-    """Tensors are, along dim 0, the first parts one longer; what has no dim, and what is no tensor, goes to all."""
+def test_split_of_nested_batches():
+    """Tensors are split along dim 0, the first microbatches one longer; other values are passed to all."""
     batch = ({"x": torch.arange(14).reshape(7, 2), "scale": torch.tensor(2.0)}, "mode", [None, 3])
     parts, counts = split_batch(batch, 3, "inputs")
     assert counts == [3, 2, 2]
@@ -28,8 +28,8 @@ def test_what_is_divided():
     assert all(part[0]["scale"] is batch[0]["scale"] and part[1:] == ("mode", [None, 3]) for part in parts)
 
 
-def test_parts_are_no_views():
-    """A write to one microbatch leaves the others as they are for autograd; those of a tensor with history keep it."""
+def test_microbatches_are_not_views():
+    """For autograd a write to one microbatch changes no other; those of a tensor with history keep it."""
     parts, _ = split_batch(torch.zeros(4), 2, "inputs")
     version = parts[1]._version
     parts[0].add_(1)
@@ -41,13 +41,13 @@ def test_parts_are_no_views():
 
 
 def test_sparse_batches():
-    """They can't be divided, which torch would say at length."""
+    """They can't be split, and the error is short."""
     with pytest.raises(ValueError, match=r"inputs has a tensor of layout torch\.sparse_coo, which can't be divided"):
         split_batch([torch.eye(4).to_sparse(), torch.eye(4)], 2, "inputs")
 
 
-def test_microbatches_stay():
-    """What is divided already stays, and nobody counts its samples."""
+def test_microbatches_are_not_split_again():
+    """Microbatches are passed through, and their samples are not counted."""
     given = Microbatches([torch.ones(1), torch.ones(3)])
     parts, counts = split_batch(given, 2, "inputs")
     assert parts == given
@@ -57,12 +57,12 @@ def test_microbatches_stay():
 
 
 @pytest.mark.parametrize("is_joined", [True, False])
-def test_gradients_go_back(is_joined):
-    """Outputs want gradients where the stage's do; of those that are given each microbatch has its own, or None."""
+def test_gradients_are_split(is_joined):
+    """Outputs require grad where the stage's do; each microbatch gets its part of a given gradient, or None."""
     leaf = torch.ones(3, 2, requires_grad=True)
     values = [{"a": (part * 2, part.detach()), "b": part * 3, "n": 1} for part in leaf.split([1, 2])]
     outputs = outputs_of(values, is_joined=is_joined)
-    given = outputs.give()
+    given = outputs.result()
     first, gradient = torch.arange(6.0).reshape(3, 2), {"n": None}
     if is_joined:
         assert (given["a"][0].requires_grad, given["a"][1].requires_grad, given["n"]) == (True, False, 1)
@@ -85,16 +85,16 @@ def test_gradients_go_back(is_joined):
         {"a": [None], "b": torch.ones(2)},
     ],
 )
-def test_gradients_of_another_form(wrong):
-    """They are refused, with what is right."""
+def test_gradients_in_another_nesting(wrong):
+    """They are refused, with the right nesting."""
     leaf = torch.ones(2, requires_grad=True)
     outputs = outputs_of([{"a": [leaf * 1, leaf * 2], "b": leaf * 3}])
-    with pytest.raises(ValueError, match="nested as what forward"):
+    with pytest.raises(ValueError, match="nested as the result of forward"):
         outputs.split(wrong)
 
 
-def test_gradients_of_other_microbatches():
-    """There are as many as microbatches; one alone is that of the only one."""
+def test_gradients_of_another_number_of_microbatches():
+    """The numbers must match; a single gradient is that of a single microbatch."""
     leaf = torch.ones(2, requires_grad=True)
     outputs = outputs_of([leaf * 1, leaf * 2], is_joined=False)
     for wrong, number in ((Microbatches([leaf]), 1), (torch.ones(2), 1), (Microbatches([leaf] * 3), 3)):
@@ -106,20 +106,20 @@ def test_gradients_of_other_microbatches():
 @pytest.mark.parametrize(
     "values", [[torch.ones(1), (torch.ones(1),)], [(torch.ones(1), 1), (torch.ones(1), 2)], [torch.tensor(1.0)] * 2]
 )
-def test_what_is_not_joined(values):
-    """Outputs of different forms, or without a dim, can be had one by one."""
+def test_outputs_that_cannot_be_joined(values):
+    """Outputs of different nestings, or without a dim, are available one by one."""
     with pytest.raises(ValueError, match="can't be joined along dim 0: pass the inputs as Microbatches"):
-        outputs_of(values).give()
-    assert len(outputs_of(values, is_joined=False).give()) == 2
+        outputs_of(values).result()
+    assert len(outputs_of(values, is_joined=False).result()) == 2
 
 
 def share(losses):
     """What a pipeline of one rank knows of the losses at the end of a step."""
-    return run_ranks(lambda group: losses.share(group, 10).item(), 1)[0]
+    return run_ranks(lambda group: losses.gather(group, 10).item(), 1)[0]
 
 
-def test_what_losses_count():
-    """In a mean by their samples, or equally where these are unknown; in a sum 1; a step forgets the one before."""
+def test_weights_of_losses():
+    """In a mean by their samples, or equal where these are unknown; in a sum 1; a step forgets the previous one."""
     values = [torch.tensor(value, requires_grad=True) for value in (1.0, 2.0, 6.0)]
     mean, total = Losses(LossReduction.MEAN, 3), Losses(LossReduction.SUM, 3)
     for losses, counts, expected in (
@@ -131,7 +131,7 @@ def test_what_losses_count():
         losses.count(counts, "targets")
         weights = []
         for microbatch, value in enumerate(values):
-            (begun,) = losses.take(microbatch, value)
+            (begun,) = losses.add(microbatch, value)
             assert begun is value
             weights.append(losses.gradients[microbatch][0].item())
         assert weights == pytest.approx(expected)
@@ -142,16 +142,16 @@ def test_what_losses_count():
 
 
 def test_losses_without_gradients():
-    """Nothing goes backward from one, which backward() of one process would say."""
+    """Such a loss has no backward, an error in one process, too."""
     with pytest.raises(ValueError, match="the loss has no gradient"):
-        Losses(LossReduction.MEAN, 1).take(0, torch.tensor(3.0))
+        Losses(LossReduction.MEAN, 1).add(0, torch.tensor(3.0))
 
 
 @pytest.mark.parametrize("wrong", [1.0, torch.ones(2), torch.ones(0), torch.tensor(1j)])
-def test_what_is_no_loss(wrong):
+def test_wrong_losses(wrong):
     """A loss is a tensor of one real element."""
     with pytest.raises((TypeError, ValueError), match="the loss is"):
-        Losses(LossReduction.MEAN, 1).take(0, wrong)
+        Losses(LossReduction.MEAN, 1).add(0, wrong)
 
 
 @pytest.mark.parametrize(
@@ -166,8 +166,8 @@ def test_what_is_no_loss(wrong):
         (LossReduction.MEAN, [2, 1], None, "a batch of 3 samples makes uneven microbatches"),
     ],
 )
-def test_samples_of_both_ends(reduction, inputs, targets, message):
-    """Inputs and targets have equally many, where both are known; uneven ones can't be weighed without targets."""
+def test_numbers_of_samples_are_compared(reduction, inputs, targets, message):
+    """Inputs and targets have equally many, where both are known; uneven ones can't be weighted without targets."""
     losses = Losses(reduction, 2)
     losses.count(inputs, "inputs")
     losses.count(targets, "targets")

@@ -1,4 +1,4 @@
-"""What goes from rank to rank in a pipeline: letters, and large tensors apart from them."""
+"""Values between ranks of a pipeline: messages, and large tensors out-of-band."""
 
 import contextlib
 import enum
@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from ferrodist.backends.subgroup import SubBackend
-from ferrodist.collectives.p2p import begin_send, recv, send
+from ferrodist.collectives.p2p import recv, send, start_tensor_send
 from ferrodist.collectives.serialization import PackedValue, encode_value
 from ferrodist.deadline import Deadline
 from ferrodist.errors import (
@@ -20,7 +20,7 @@ from ferrodist.errors import (
     ProtocolError,
 )
 from ferrodist.parallel.pipeline import runtime
-from ferrodist.parallel.pipeline.runtime import PendingRecv, send_parcel
+from ferrodist.parallel.pipeline.runtime import PendingRecv, send_value
 from ferrodist.testing import run_ranks
 
 BACKENDS = ["simulated", "native"]
@@ -57,35 +57,35 @@ def same(one, other):
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_there_they_are(backend):
-    """Values arrive as they were, whether their receives begin before or with the wait; small tensors are aligned."""
+def test_values_arrive(backend):
+    """Values arrive unchanged, whether their receives are prefetched or not; small tensors are aligned."""
 
     def program(group):
         for tag, (value, is_apart) in enumerate(VALUES.values()):
             if group.rank == 0:
-                for request in send_parcel(PackedValue.of(value, "it"), 1, tag, group):
+                for request in send_value(PackedValue.of(value, "it"), 1, tag, group):
                     request.wait(10)
                 continue
-            receipt = PendingRecv(0, tag, group, is_ahead=bool(tag % 2))
-            parcel = receipt.wait(Deadline(10))
+            pending = PendingRecv(0, tag, group, prefetch=bool(tag % 2))
+            parcel = pending.wait(Deadline(10))
             assert same(parcel.open(), value)
-            assert receipt.has_bodies == is_apart
+            assert pending.has_out_of_band == is_apart
             assert all(tensor.data_ptr() % 64 == 0 for tensor in parcel.tensors)
 
     run_ranks(program, 2, backend=backend)
 
 
-def test_who_wants_gradients():
-    """The receiver knows which tensors the sender wants gradients of; a tensor that is there twice comes once."""
+def test_requires_grad_arrives():
+    """The receiver knows which tensors require grad at the sender; a tensor that appears twice is sent once."""
 
     def program(group):
         one, other = torch.ones(2, requires_grad=True), torch.ones(300 * KIB)
         value = [one, other, {"again": one}, other.clone().requires_grad_()]
         if group.rank == 0:
-            for request in send_parcel(PackedValue.of(value, "it"), 1, 0, group):
+            for request in send_value(PackedValue.of(value, "it"), 1, 0, group):
                 request.wait(10)
             return
-        parcel = PendingRecv(0, 0, group, is_ahead=True).wait(Deadline(10))
+        parcel = PendingRecv(0, 0, group, prefetch=True).wait(Deadline(10))
         assert parcel.wants_gradient == [True, False, True]
         found = parcel.open()
         assert found[0] is found[2]["again"]
@@ -110,7 +110,7 @@ class _Bytes(bytes):
 
 
 def test_subclasses_arrive_as_plain_values():
-    """Between stages of one rank too, so that it makes no difference where they are."""
+    """Also between stages of one rank, so that their ranks make no difference."""
     value = {
         _Text("key"): (np.float64(1.5), _Number.TWO, _Text("text"), _Bytes(b"12"), True, None),
         _Number.TWO: -(2**63),
@@ -119,9 +119,9 @@ def test_subclasses_arrive_as_plain_values():
     def program(group):
         parcel = PackedValue.of(value, "it")
         if group.rank == 0:
-            send_parcel(parcel, 1, 0, group)
+            send_value(parcel, 1, 0, group)
         else:
-            parcel = PendingRecv(0, 0, group, is_ahead=False).wait(Deadline(10))
+            parcel = PendingRecv(0, 0, group, prefetch=False).wait(Deadline(10))
         return parcel.open()
 
     expected = {"key": (1.5, 2, "text", b"12", True, None), 2: -(2**63)}
@@ -131,8 +131,8 @@ def test_subclasses_arrive_as_plain_values():
 
 
 @pytest.mark.parametrize("value", [{2**64: 1}, {"a": [-(2**63) - 1]}, {"a": np.datetime64(1, "s")}, {None: 1}])
-def test_values_that_have_no_place(value):
-    """They are refused where they are made."""
+def test_values_of_other_types(value):
+    """They are refused by the sender."""
     with pytest.raises(TypeError, match="from rank to rank"):
         PackedValue.of(value, "it")
 
@@ -160,9 +160,9 @@ WRONG_PLANS = [
 ]
 
 
-@pytest.mark.parametrize("is_ahead", [False, True])
-def test_what_is_no_letter(is_ahead):
-    """It is an error that names the sender, however it is wrong."""
+@pytest.mark.parametrize("prefetch", [False, True])
+def test_malformed_messages(prefetch):
+    """However malformed, they are an error that names the sender."""
     encode = msgspec.msgpack.encode
     wrong = [
         torch.zeros(3, dtype=torch.uint8),
@@ -181,89 +181,89 @@ def test_what_is_no_letter(is_ahead):
                 send(letter, 1, tag=tag, group=group)
                 continue
             with pytest.raises(
-                ProtocolError, match=r"rank 0 of group .* sent what is no value of a pipeline"
+                ProtocolError, match=r"rank 0 of group .* sent a message that is not a pipeline value"
             ) as failure:
-                PendingRecv(0, tag, group, is_ahead=is_ahead).wait(Deadline(10))
+                PendingRecv(0, tag, group, prefetch=prefetch).wait(Deadline(10))
             assert failure.value.ranks == (0,)
 
     run_ranks(program, 2)
 
 
-@pytest.mark.parametrize("is_ahead", [False, True])
-def test_a_body_that_does_not_come(is_ahead):
-    """The wait for it has the same deadline as that for the letter."""
+@pytest.mark.parametrize("prefetch", [False, True])
+def test_a_missing_out_of_band_tensor(prefetch):
+    """The wait for it has the same deadline as that for the message."""
 
     def program(group):
         if group.rank == 0:
             parcel = PackedValue.of(torch.ones(300 * KIB), "it")
             letter = encode_value(parcel, "it")[0]
-            for request in begin_send(letter, 1, tag=0, group=group):
+            for request in start_tensor_send(letter, 1, tag=0, group=group):
                 request.wait(10)
             group.barrier()
             return
         with pytest.raises(DistributedTimeoutError):
-            PendingRecv(0, 0, group, is_ahead=is_ahead).wait(Deadline(0.2))
+            PendingRecv(0, 0, group, prefetch=prefetch).wait(Deadline(0.2))
         group.barrier()
 
     run_ranks(program, 2)
 
 
-def test_given_up():
-    """What is given up takes nothing: the next receive has the value."""
+def test_cancelled_receives_take_nothing():
+    """The next receive gets the value."""
 
     def program(group):
         if group.rank == 1:
-            PendingRecv(0, 0, group, is_ahead=True).cancel()
-            PendingRecv(0, 0, group, is_ahead=False).cancel()
+            PendingRecv(0, 0, group, prefetch=True).cancel()
+            PendingRecv(0, 0, group, prefetch=False).cancel()
         group.barrier()
         if group.rank == 0:
-            send_parcel(PackedValue.of([torch.ones(2)], "it"), 1, 0, group)
+            send_value(PackedValue.of([torch.ones(2)], "it"), 1, 0, group)
         else:
-            assert torch.equal(PendingRecv(0, 0, group, is_ahead=True).wait(Deadline(10)).open()[0], torch.ones(2))
+            assert torch.equal(PendingRecv(0, 0, group, prefetch=True).wait(Deadline(10)).open()[0], torch.ones(2))
 
     run_ranks(program, 2)
 
 
-def test_bodies_that_are_given_up():
-    """Nor does what comes apart from a letter go to a receipt that was given up after the letter had come."""
+def test_cancelled_out_of_band_receives_take_nothing():
+    """Also when they were cancelled after the message had arrived."""
 
     def program(group):
         tensor = torch.ones(300 * KIB)
         if group.rank == 0:
             parcel = PackedValue.of(tensor, "it")
-            begin_send(encode_value(parcel, "it")[0], 1, tag=0, group=group)
+            start_tensor_send(encode_value(parcel, "it")[0], 1, tag=0, group=group)
             group.barrier()
             group.barrier()
             send(tensor, 1, tag=0, group=group)
             return
-        receipt = PendingRecv(0, 0, group, is_ahead=True)
+        pending = PendingRecv(0, 0, group, prefetch=True)
         group.barrier()
-        assert receipt.has_bodies
-        receipt.cancel()
+        assert pending.has_out_of_band
+        pending.cancel()
         group.barrier()
         assert torch.equal(recv(None, torch.float32, 0, tag=0, group=group, timeout=2), tensor)
 
     run_ranks(program, 2)
 
 
-def test_a_group_that_ends_before_the_letter():
-    """Who waits is told why; the receive that was ahead is not read."""
+def test_a_group_that_fails_before_the_message():
+    """The waiting rank gets the reason; the prefetched receive is not decoded."""
 
     def program(group):
         own = SubBackend(group, [0, 1])
-        receipt = PendingRecv(1 - own.rank, 0, own, is_ahead=True)
+        pending = PendingRecv(1 - own.rank, 0, own, prefetch=True)
         group.barrier()
         if group.rank == 0:
             own.abort("on purpose")
         with pytest.raises(DistributedError, match="on purpose"):
-            receipt.wait(Deadline(5))
+            pending.wait(Deadline(5))
 
     run_ranks(program, 2)
 
 
 @pytest.mark.parametrize("ends", [False, True])
-def test_a_letter_that_comes_as_it_is_given_up(monkeypatch, ends):
-    """What would have read it begins no receive of what comes apart; nor can it where the group was left as well."""
+def test_a_message_that_arrives_during_cancel(monkeypatch, ends):
+    """Its decoding starts no out-of-band receive; nor can it if the group was left as well."""
     readers = []
 
     class Held(runtime.TensorReceive):
@@ -276,28 +276,28 @@ def test_a_letter_that_comes_as_it_is_given_up(monkeypatch, ends):
         own = SubBackend(group, [0, 1])
         if group.rank == 0:
             parcel = PackedValue.of(torch.ones(300 * KIB), "it")
-            begin_send(encode_value(parcel, "it")[0], 1, tag=0, group=own)
+            start_tensor_send(encode_value(parcel, "it")[0], 1, tag=0, group=own)
             group.barrier()
             return
-        receipt = PendingRecv(0, 0, own, is_ahead=True)
+        pending = PendingRecv(0, 0, own, prefetch=True)
         group.barrier()
         if ends:
             own.close()
         else:
-            receipt.cancel()
+            pending.cancel()
         (read,) = readers
         read()
-        assert not receipt.has_bodies
+        assert not pending.has_out_of_band
         if ends:
             with pytest.raises(GroupClosedError):
-                receipt.wait(Deadline(5))
+                pending.wait(Deadline(5))
 
     run_ranks(program, 2)
 
 
-@pytest.mark.parametrize("is_ahead", [False, True])
-def test_a_group_that_fails_while_a_letter_is_read(monkeypatch, is_ahead):
-    """Why it failed is told, and not that the letter was none."""
+@pytest.mark.parametrize("prefetch", [False, True])
+def test_a_group_that_fails_during_decoding(monkeypatch, prefetch):
+    """The error is the group's failure, not a malformed message."""
 
     class Failing(runtime.TensorReceive):
         def __init__(self, group, *args, shape, dtype):
@@ -311,9 +311,9 @@ def test_a_group_that_fails_while_a_letter_is_read(monkeypatch, is_ahead):
         group = SubBackend(group, [0, 1])
         if group.rank == 0:
             with contextlib.suppress(PipelineError):
-                send_parcel(PackedValue.of(torch.ones(300 * KIB), "it"), 1, 0, group)
+                send_value(PackedValue.of(torch.ones(300 * KIB), "it"), 1, 0, group)
         else:
             with pytest.raises(PipelineError, match="stage 3 has failed"):
-                PendingRecv(0, 0, group, is_ahead=is_ahead).wait(Deadline(10))
+                PendingRecv(0, 0, group, prefetch=prefetch).wait(Deadline(10))
 
     run_ranks(program, 2)

@@ -1,4 +1,4 @@
-"""What does a rank's actions: what it waits for, what it receives ahead, and what it gives up."""
+"""The executor of a rank's actions: waits, prefetched receives, and cancellation."""
 
 import pytest
 import torch
@@ -33,8 +33,8 @@ def run(own, text, group, inputs=(), timeout=5):
     return taken
 
 
-def test_what_is_sent_has_gone():
-    """Who has sent something large returns when it was taken, or waits in vain."""
+def test_sends_are_done_when_run_returns():
+    """A rank that has sent something large returns when it was received, or waits until the timeout."""
 
     def program(group):
         if group.rank == 0:
@@ -45,8 +45,8 @@ def test_what_is_sent_has_gone():
     run_ranks(program, 2, backend="native")
 
 
-def test_receives_that_are_forgotten():
-    """One that has begun ahead takes nothing any more."""
+def test_reset_cancels_receives():
+    """A prefetched receive takes nothing any more."""
 
     def program(group):
         own = make(group)
@@ -56,21 +56,21 @@ def test_receives_that_are_forgotten():
             run(own, "F0.1 SF0.1", group, [None, LARGE + 1])
             return
         run(own, "RF1.0 F1.0 RF1.1", group)
-        own.forget()
+        own.reset()
         group.barrier()
         assert torch.equal(run(own, "RF1.1 F1.1", group)[1], LARGE + 1)
 
     run_ranks(program, 2)
 
 
-def test_what_is_received_ahead(monkeypatch):
-    """Large values are, where the last one was large; small ones come by themselves."""
+def test_large_values_are_prefetched(monkeypatch):
+    """If the last value on an edge was large; small ones arrive anyway."""
     begun = []
 
     class Noted(runtime.PendingRecv):
-        def __init__(self, *args, is_ahead, **more):
-            begun.append(is_ahead)
-            super().__init__(*args, is_ahead=is_ahead, **more)
+        def __init__(self, *args, prefetch, **more):
+            begun.append(prefetch)
+            super().__init__(*args, prefetch=prefetch, **more)
 
     monkeypatch.setattr(runtime, "PendingRecv", Noted)
 

@@ -1,4 +1,4 @@
-"""Built schedules: that each runs to its end, in the order of microbatches, with its paper's bubble and memory."""
+"""Built schedules are complete, end, keep the order of microbatches, and have their papers' bubbles and memory."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import functools
 import pytest
 
 from ferrodist.parallel.pipeline.schedule.build import PipelineSchedule, build_schedule
-from ferrodist.parallel.pipeline.schedule.ir import ActionKind, Schedule, Slot, actions_of_turns, repeat
+from ferrodist.parallel.pipeline.schedule.ir import ActionKind, Schedule, Slot, assign_microbatches, repeat
 from ferrodist.parallel.pipeline.schedule.lowering import add_communication
 from ferrodist.parallel.pipeline.schedule.timeline import Costs, count_activations, predict
 from ferrodist.parallel.pipeline.schedule.validate import check_schedule
@@ -52,8 +52,8 @@ def texts(schedule):
 
 @pytest.mark.parametrize(("kind", "stages"), FAMILIES)
 @pytest.mark.parametrize("ranks", RANKS)
-def test_it_is_complete_and_ends(kind, stages, ranks):
-    """Every number of microbatches gives a schedule in which nothing is missing and nobody waits forever."""
+def test_schedules_are_complete_and_end(kind, stages, ranks):
+    """With every number of microbatches nothing is missing and no rank waits forever."""
     for microbatches in MICROBATCHES:
         spans = timeline(kind, ranks, microbatches, stages).spans
         for of_rank in spans:
@@ -81,8 +81,8 @@ def test_microbatches_come_in_order(kind, stages, ranks):
 
 
 @pytest.mark.parametrize("kind", PipelineSchedule)
-def test_name_and_size_are_in_it(kind):
-    """A schedule has its kind's name, as many ranks, stages and microbatches as asked for, and its communication."""
+def test_name_size_and_communication(kind):
+    """A schedule has its kind's name, the requested numbers, and its communication."""
     stages = KINDS[kind][-1]
     schedule = build(kind, 3, 5, stages)
     assert isinstance(schedule, Schedule)
@@ -102,14 +102,14 @@ def test_stages_go_around_the_ring_or_along_the_v():
 
 
 @pytest.mark.parametrize("kind", PipelineSchedule)
-def test_stages_of_its_own(kind):
-    """Without a number of stages it is 2 for interleaved, looped and V-shaped kinds, and 1 for the others."""
+def test_default_numbers_of_stages(kind):
+    """2 for interleaved, looped and V-shaped kinds, and 1 for the others."""
     expected = 1 if kind in {GPIPE, ONE_F_ONE_B, H1} else 2
     assert build(kind, 2, 3) == build(kind, 2, 3, expected)
 
 
 def test_small_schedules_as_in_the_papers():
-    """What two ranks do, kind by kind."""
+    """The actions of two ranks, kind by kind."""
     assert texts(build(GPIPE, 2, 2)) == ["F0.0 F0.1 B0.0 B0.1", "F1.0 F1.1 B1.0 B1.1"]
     assert texts(build(LOOPED, 2, 1)) == ["F0.0 F2.0 B2.0 B0.0", "F1.0 F3.0 B3.0 B1.0"]
     assert texts(build(ONE_F_ONE_B, 2, 3)) == ["F0.0 F0.1 B0.0 F0.2 B0.1 B0.2", "F1.0 B1.0 F1.1 B1.1 F1.2 B1.2"]
@@ -155,7 +155,7 @@ def test_bubble_of_any_times(kind, forward, backward):
 
 @pytest.mark.parametrize("ranks", RANKS)
 def test_bubble_of_zb_h1(ranks):
-    """The bubble is (p-1)(F+I-W) for m >= p, and each microbatch fewer puts off a W less."""
+    """The bubble is (p-1)(F+I-W) for m >= p, and each microbatch less defers a W less."""
     for microbatches in MICROBATCHES:
         missing = max(0, ranks - microbatches)
         assert duration(H1, ranks, microbatches, 1) == 3 * microbatches + ranks - 1 + missing
@@ -188,7 +188,7 @@ def test_bubble_of_dual_pipe_v(ranks):
 @pytest.mark.parametrize("kind", [ZBV, DUAL])
 @pytest.mark.parametrize("ranks", RANKS)
 def test_few_microbatches_in_a_v(kind, ranks):
-    """Below the papers' numbers a microbatch fewer never takes longer, and no more than 1F1B of the same model."""
+    """Below the papers' numbers a microbatch less never takes longer, and no more than 1F1B of the same model."""
     durations = [duration(kind, ranks, microbatches, 2) for microbatches in MICROBATCHES]
     assert durations == sorted(durations)
     for microbatches, found in zip(MICROBATCHES, durations, strict=True):
@@ -197,7 +197,7 @@ def test_few_microbatches_in_a_v(kind, ranks):
 
 @pytest.mark.parametrize("ranks", RANKS)
 def test_memory_of_all_forwards_first(ranks):
-    """Every rank keeps every activation."""
+    """Every rank holds every activation."""
     for kind, stages in ((GPIPE, 1), (LOOPED, 1), (LOOPED, 2), (LOOPED, 3)):
         for microbatches in MICROBATCHES:
             assert count_activations(build(kind, ranks, microbatches, stages)) == (stages * microbatches,) * ranks
@@ -205,7 +205,7 @@ def test_memory_of_all_forwards_first(ranks):
 
 @pytest.mark.parametrize("ranks", RANKS)
 def test_memory_of_1f1b(ranks):
-    """Rank r keeps min(m, p-r) activations."""
+    """Rank r holds min(m, p-r) activations."""
     for microbatches in MICROBATCHES:
         expected = tuple(min(microbatches, ranks - rank) for rank in range(ranks))
         assert count_activations(build(ONE_F_ONE_B, ranks, microbatches)) == expected
@@ -215,40 +215,40 @@ def test_memory_of_1f1b(ranks):
 @pytest.mark.parametrize("stages", [2, 3])
 @pytest.mark.parametrize("ranks", RANKS)
 def test_memory_of_interleaved_1f1b(ranks, stages):
-    """Rank r keeps 2(p-r-1) + (v-1)g + 1 activations with groups of g: the paper's p, or few more."""
+    """Rank r holds 2(p-r-1) + (v-1)g + 1 activations with groups of g: the paper's p, or few more."""
     for microbatches in MICROBATCHES:
         groups = max(1, microbatches // ranks)
         group = -(-microbatches // groups)
         assert group == ranks or microbatches % ranks
         expected = [2 * (ranks - rank - 1) + (stages - 1) * group + 1 for rank in range(ranks)]
-        kept = count_activations(build(INTERLEAVED, ranks, microbatches, stages))
-        assert kept == tuple(min(stages * microbatches, number) for number in expected)
+        in_flight = count_activations(build(INTERLEAVED, ranks, microbatches, stages))
+        assert in_flight == tuple(min(stages * microbatches, number) for number in expected)
 
 
 @pytest.mark.parametrize("ranks", RANKS)
 def test_memory_of_zb_h1(ranks):
-    """Every rank keeps min(m, p) activations: what 1F1B's first rank does."""
+    """Every rank holds min(m, p) activations, as 1F1B's first rank does."""
     for microbatches in MICROBATCHES:
-        kept = count_activations(build(H1, ranks, microbatches))
-        assert kept == (min(microbatches, ranks),) * ranks
-        assert kept[0] == count_activations(build(ONE_F_ONE_B, ranks, microbatches))[0]
+        in_flight = count_activations(build(H1, ranks, microbatches))
+        assert in_flight == (min(microbatches, ranks),) * ranks
+        assert in_flight[0] == count_activations(build(ONE_F_ONE_B, ranks, microbatches))[0]
 
 
 @pytest.mark.parametrize(("kind", "extra"), [(ZBV, 0), (DUAL, 1)])
 @pytest.mark.parametrize("ranks", RANKS)
 def test_memory_in_a_v(kind, extra, ranks):
-    """Every rank keeps 2p activations in ZB-V and 2p+1 in DualPipeV, less with few microbatches."""
+    """Every rank holds 2p activations in ZB-V and 2p+1 in DualPipeV, less with few microbatches."""
     for microbatches in MICROBATCHES:
-        kept = count_activations(build(kind, ranks, microbatches))
+        in_flight = count_activations(build(kind, ranks, microbatches))
         most = 2 * ranks + extra
         if microbatches >= 2 * ranks - 1 + extra:
-            assert kept == (most,) * ranks
-        assert max(kept) == min(2 * microbatches, most)
+            assert in_flight == (most,) * ranks
+        assert max(in_flight) == min(2 * microbatches, most)
 
 
 @pytest.mark.parametrize("ranks", [2, 3, 4, 6])
 def test_which_is_faster(ranks):
-    """Of one model in as many microbatches: the order that the papers say, and by how much."""
+    """For one model in as many microbatches: the papers' order, and the differences."""
     microbatches = 2 * ranks
 
     def bubble(kind, stages):
@@ -262,49 +262,49 @@ def test_which_is_faster(ranks):
     assert bubble(ZBV, 2) == bubble(DUAL, 2) == bubble(H1, 1) / 2 < bubble(INTERLEAVED, 2)
 
 
-def test_turns_are_counted_by_stage_and_kind():
-    """A whole backward counts as both halves, and microbatches that are not there are left out."""
-    turns = repeat("F1 F0", 2) + repeat("B1", 1) + repeat("I1", 1) + repeat("W1", 1)
-    assert turns[0] == Slot(ActionKind.FORWARD, 1)
-    all_of_them = " ".join(map(str, actions_of_turns(turns, (2, 7), 2)))
+def test_slots_are_counted_by_stage_and_kind():
+    """A whole backward counts as both halves, and excess microbatches are left out."""
+    slots = repeat("F1 F0", 2) + repeat("B1", 1) + repeat("I1", 1) + repeat("W1", 1)
+    assert slots[0] == Slot(ActionKind.FORWARD, 1)
+    all_of_them = " ".join(map(str, assign_microbatches(slots, (2, 7), 2)))
     assert all_of_them == "F7.0 F2.0 F7.1 F2.1 B7.0 I7.1 W7.1"
-    first = " ".join(map(str, actions_of_turns(turns, (2, 7), 1)))
+    first = " ".join(map(str, assign_microbatches(slots, (2, 7), 1)))
     assert first == "F7.0 F2.0 B7.0"
 
 
 @pytest.mark.parametrize("kind", [GPIPE, ONE_F_ONE_B, H1, ZBV, DUAL])
 def test_stages_that_a_kind_does_not_allow(kind):
-    """Those that have a number of stages of their own refuse another, and say what does not."""
+    """Kinds with a fixed number of stages refuse another, and name kinds without."""
     own = KINDS[kind][0]
     with pytest.raises(ValueError, match=rf"{kind.value} has stages_per_rank={own}, not 3: leave it out, or take") as e:
         build_schedule(kind, 2, 4, 3)
     assert "INTERLEAVED_ONE_F_ONE_B or LOOPED_BFS" in str(e.value)
 
 
-@pytest.mark.parametrize("place", [0, 1, 2])
-def test_numbers_below_one(place):
+@pytest.mark.parametrize("index", [0, 1, 2])
+def test_numbers_below_one(index):
     """No ranks, microbatches or stages are refused, with the argument's name."""
-    name = ("num_ranks", "num_microbatches", "stages_per_rank")[place]
+    name = ("num_ranks", "num_microbatches", "stages_per_rank")[index]
     for number in (0, -3):
         numbers = [2, 4, 2]
-        numbers[place] = number
+        numbers[index] = number
         with pytest.raises(ValueError, match=rf"^{name} must be at least 1, not {number}$"):
             build_schedule(INTERLEAVED, *numbers)
 
 
-@pytest.mark.parametrize("place", [0, 1, 2])
-def test_numbers_that_are_none(place):
+@pytest.mark.parametrize("index", [0, 1, 2])
+def test_numbers_of_other_types(index):
     """Booleans, floats and texts are refused, with the argument's name."""
-    name = ("num_ranks", "num_microbatches", "stages_per_rank")[place]
+    name = ("num_ranks", "num_microbatches", "stages_per_rank")[index]
     for number in (True, 2.0, "2"):
         numbers = [2, 4, 2]
-        numbers[place] = number
+        numbers[index] = number
         with pytest.raises(TypeError, match=rf"^{name} must be an integer, not {number!r}$"):
             build_schedule(INTERLEAVED, *numbers)
 
 
-def test_kinds_that_are_none():
-    """A text is no kind, and the message lists what there is."""
+def test_wrong_kinds():
+    """A text is not a kind, and the message lists all kinds."""
     with pytest.raises(TypeError, match=r"kind must be a PipelineSchedule, not '1f1b': it has GPIPE, ONE_F_ONE_B, "):
         build_schedule("1f1b", 2, 4)
     assert PipelineSchedule("zb-v") is ZBV

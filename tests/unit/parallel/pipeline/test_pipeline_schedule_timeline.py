@@ -1,4 +1,4 @@
-"""Predicted timelines of pipeline schedules, the activations that ranks keep, and the pictures of both."""
+"""Predicted timelines of pipeline schedules, activations that ranks hold, and pictures of both."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def test_known_bubbles(build, num_ranks: int, num_microbatches: int) -> None:
 
 
 def test_every_action_of_a_timeline() -> None:
-    """Costs by stage; transfers delay the next rank and not the one that sends."""
+    """Costs by stage; transfers delay the next rank and not the sender."""
     costs = Costs(forward=[1, 2], backward_input=[3, 4], backward_weight=0.5, transfer=[0.25, 0.125])
     timeline = predict(gpipe(2, 2), costs)
     assert [[(str(span.action), span.start, span.stop) for span in spans] for spans in timeline.spans] == [
@@ -54,7 +54,7 @@ def test_every_action_of_a_timeline() -> None:
 
 
 def test_the_order_of_a_rank_counts() -> None:
-    """Data leave when their send's turn comes, not sooner; and a rank does not do a later action while it waits."""
+    """Data are sent at their send's position, not sooner; and a rank runs no later action while it waits."""
     late = schedule_of("late", [0, 1], 2, "F0.0 F0.1 SF0.0 SF0.1", "RF1.0 RF1.1 F1.1 F1.0")
     assert [span.start for span in predict(late, Costs(transfer=0.5)).spans[1]] == [2.5, 3.5]
     waiting = schedule_of("waiting", [0, 1, 1], 1, "F0.0 SF0.0 RB0.0 B0.0", "RF1.0 F1.0 F2.0 I2.0 I1.0 SB1.0 W2.0 W1.0")
@@ -65,7 +65,7 @@ def test_the_order_of_a_rank_counts() -> None:
 @settings(max_examples=60, deadline=None)
 @given(data=st.data(), schedule=st.sampled_from(SCHEDULES))
 def test_everything_begins_as_soon_as_it_can(data: st.DataObject, schedule) -> None:
-    """With any costs: each action begins when its rank is free and its data are there, and lasts what it costs."""
+    """With any costs: each action begins when its rank is free and its data are there, and lasts for its cost."""
     number = st.integers(0, 5)
     cost = st.one_of(number, st.tuples(*[number] * schedule.num_stages))
     costs = Costs(
@@ -104,7 +104,7 @@ def test_everything_begins_as_soon_as_it_can(data: st.DataObject, schedule) -> N
 
 
 @pytest.mark.parametrize("value", [-1, math.nan, math.inf, [1, -0.5]])
-def test_costs_that_are_none(value) -> None:
+def test_wrong_costs(value) -> None:
     """They are refused by name."""
     for name in ("forward", "backward_input", "backward_weight", "transfer"):
         with pytest.raises(ValueError, match=f"^costs are finite and not negative; {name} is "):
@@ -129,8 +129,8 @@ def test_nothing_takes_time() -> None:
     assert (timeline.duration, timeline.busy, timeline.bubble_fraction) == (0, (0, 0), 0)
 
 
-def test_how_many_activations_are_kept() -> None:
-    """GPipe keeps all, 1F1B one for each rank below; divided backwards keep theirs until the second part."""
+def test_numbers_of_activations() -> None:
+    """GPipe holds all, 1F1B one for each rank below; split backwards hold theirs until the second half."""
     assert count_activations(gpipe(3, 7)) == (7, 7, 7)
     assert count_activations(one_forward_one_backward(4, 8)) == (4, 3, 2, 1)
     assert count_activations(add_communication(one_forward_one_backward(4, 2))) == (2, 2, 2, 1)
@@ -142,7 +142,7 @@ def test_how_many_activations_are_kept() -> None:
 
 
 def test_a_drawing() -> None:
-    """One stage a rank: forwards are numbers, backwards have a letter, and last two columns."""
+    """One stage a rank: forwards are numbers, backwards have a letter, and take two columns."""
     assert draw_text(one_forward_one_backward(3, 4)) == (
         "1F1B: 3 ranks, 3 stages, 4 microbatches\n"
         "rank 0 | 0 1 2 . . . . B0- 3 B1- . B2- . B3-\n"
@@ -155,7 +155,7 @@ def test_a_drawing() -> None:
 
 
 def test_a_drawing_with_several_stages_a_rank() -> None:
-    """The stage comes first, and the parts of a backward have letters of their own."""
+    """The stage comes first, and the halves of a backward have letters of their own."""
     assert draw_text(divided_v()) == (
         "V: 2 ranks, 4 stages, 2 microbatches\n"
         "rank 0 | 0.0- 0.1- .    3.0- I3.0 3.1- I3.1 W3.0 I0.0 W0.0 I0.1 W3.1 W0.1\n"
@@ -172,8 +172,8 @@ def rows_drawn(*arguments, **options) -> list[str]:
     return [*lines[1:-3], lines[-2]]
 
 
-def test_columns_of_parts_of_an_action() -> None:
-    """If costs are no multiples of the shortest, a column is what they are all multiples of."""
+def test_columns_shorter_than_an_action() -> None:
+    """If costs are not multiples of the shortest, a column is their greatest common measure."""
     costs = Costs(forward=0.3, backward_input=0.3, backward_weight=0.2, transfer=0.1)
     assert rows_drawn(gpipe(2, 2), costs) == [
         "rank 0 | 0- 1- ..........B0-- B1--",
@@ -195,8 +195,8 @@ def test_rounded_columns() -> None:
     assert small[-1] == "a column is 0.004; beginnings and ends are rounded; actions too short to be seen: 2"
 
 
-def test_a_unit_of_ones_own() -> None:
-    """It is taken as it is."""
+def test_a_given_unit() -> None:
+    """It is used unchanged."""
     assert rows_drawn(gpipe(1, 1), unit=0.5) == ["rank 0 | 0 B0-", "a column is 0.5"]
     assert rows_drawn(gpipe(2, 2), unit=4)[-1] == (
         "a column is 4; beginnings and ends are rounded; actions too short to be seen: 4"
@@ -207,7 +207,7 @@ def test_a_unit_of_ones_own() -> None:
 
 
 def test_actions_that_take_no_time() -> None:
-    """They are not drawn, which the text says."""
+    """They are not drawn, as the text says."""
     assert rows_drawn(gpipe(2, 2), Costs(forward=0)) == [
         "rank 0 | .  B0 B1",
         "rank 1 | B0 B1 .",
@@ -228,7 +228,7 @@ def test_actions_that_take_no_time() -> None:
     ),
 )
 def test_drawings_are_aligned(size, costs) -> None:
-    """Each action's label is where its time is, on all ranks by the same measure, and idle time is dots."""
+    """Each action's label is at its time, on all ranks with the same scale, and idle time is dots."""
     num_ranks, num_microbatches = size
     timeline = predict(one_forward_one_backward(num_ranks, num_microbatches), costs)
     *rows, about = rows_drawn(timeline)
@@ -246,8 +246,8 @@ def test_drawings_are_aligned(size, costs) -> None:
         assert set(row[free:]) <= {".", " "}
 
 
-def test_what_happened_can_be_drawn() -> None:
-    """A timeline has its own times, measured ones for example; costs with it are refused."""
+def test_timelines_can_be_drawn() -> None:
+    """A timeline has its own times, such as measured ones; costs with it are refused."""
     schedule = add_communication(gpipe(1, 1))
     forward, backward = schedule.actions[0]
     timeline = Timeline(schedule, ((Span(forward, 1.0, 2.0), Span(backward, 3.0, 5.0)),))
@@ -258,7 +258,7 @@ def test_what_happened_can_be_drawn() -> None:
 
 
 def test_a_plot(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A box for each action where its time is, with its number; the title has the name and the bubble."""
+    """A box for each action at its time, with its index; the title has the name and the bubble."""
     figure = pytest.importorskip("matplotlib.figure", reason="the extra 'demo' is not installed")
     figures = []
     save = figure.Figure.savefig
@@ -287,8 +287,8 @@ def test_a_plot(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         assert [text.get_text() for text in figures[-1].legends[0].get_texts()] == legend
 
 
-def test_plots_that_cannot_be(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without any times there is nothing to see, and without matplotlib the message says what to install."""
+def test_plots_without_durations_or_matplotlib(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without durations there is nothing to draw, and without matplotlib the message says what to install."""
     pytest.importorskip("matplotlib", reason="the extra 'demo' is not installed")
     with pytest.raises(ValueError, match=r"^nothing takes time in this schedule"):
         plot(gpipe(1, 1), tmp_path / "plot.png", Costs(forward=0, backward_input=0, backward_weight=0))

@@ -1,4 +1,4 @@
-"""Pipeline schedules as text, with sends and receives, and checked: what is wrong is found and named."""
+"""Pipeline schedules as text, with sends and receives, and checked: errors are found and named."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def lines_of(schedule: Schedule) -> list[str]:
 
 def is_right(schedule: Schedule) -> bool:
     """Whether a schedule is, found by brute force over words."""
-    rows, place = rows_of(schedule), schedule.stage_ranks
+    rows, local_stage = rows_of(schedule), schedule.stage_ranks
     words = set(itertools.chain(*rows))
     backward = any(word[0] in "BIW" for word in words)
     before: dict[str, list[str]] = {}
@@ -65,12 +65,12 @@ def is_right(schedule: Schedule) -> bool:
 
     def want(word: str, stage: int, *needed: str) -> None:
         before[word] = list(needed)
-        wanted[place[stage]].append(word)
+        wanted[local_stage[stage]].append(word)
 
-    for stage, microbatch in itertools.product(range(len(place)), range(schedule.num_microbatches)):
-        here, up, down = (f"{each}.{microbatch}" for each in (stage, stage + 1, stage - 1))
-        crosses_down = stage > 0 and place[stage] != place[stage - 1]
-        crosses_up = stage + 1 < len(place) and place[stage] != place[stage + 1]
+    for stage, microbatch in itertools.product(range(len(local_stage)), range(schedule.num_microbatches)):
+        here, is_upward, down = (f"{each}.{microbatch}" for each in (stage, stage + 1, stage - 1))
+        crosses_down = stage > 0 and local_stage[stage] != local_stage[stage - 1]
+        crosses_up = stage + 1 < len(local_stage) and local_stage[stage] != local_stage[stage + 1]
         want(f"F{here}", stage, *([f"RF{here}", f"SF{down}"] if crosses_down else [f"F{down}"] if stage > 0 else []))
         if crosses_down:
             want(f"RF{here}", stage)
@@ -78,8 +78,8 @@ def is_right(schedule: Schedule) -> bool:
             want(f"SF{here}", stage, f"F{here}")
         if not backward:
             continue
-        made, made_up = (f"B{each}" if f"B{each}" in words else f"I{each}" for each in (here, up))
-        source = [f"RB{here}", f"SB{up}"] if crosses_up else [made_up] if stage + 1 < len(place) else []
+        made, made_up = (f"B{each}" if f"B{each}" in words else f"I{each}" for each in (here, is_upward))
+        source = [f"RB{here}", f"SB{is_upward}"] if crosses_up else [made_up] if stage + 1 < len(local_stage) else []
         want(made, stage, f"F{here}", *source)
         if made[0] == "I":
             want(f"W{here}", stage, made)
@@ -109,14 +109,14 @@ def is_accepted(schedule: Schedule) -> bool:
 
 @given(action=actions)
 def test_actions_as_text(action: Action) -> None:
-    """An action is what its text says."""
+    """An action equals its parsed text."""
     assert Action.from_text(str(action)) == action
 
 
 @pytest.mark.parametrize("text", ["", "F", "F1", "F1.", "F.1", "X1.1", "f1.1", "F1.1 ", "F-1.0", "FF1.1", "SI1.1"])
-def test_texts_that_are_no_actions(text: str) -> None:
+def test_wrong_action_texts(text: str) -> None:
     """They are refused, and shown."""
-    with pytest.raises(ValueError, match=f"^{text!r} is no action: write F2.5"):
+    with pytest.raises(ValueError, match=f"^{text!r} is not an action: write F2.5"):
         Action.from_text(text)
 
 
@@ -127,20 +127,20 @@ def test_texts_that_are_no_actions(text: str) -> None:
     rows=st.lists(st.lists(actions, max_size=4).map(tuple), min_size=1, max_size=12).map(tuple),
 )
 def test_schedules_as_text(name, stage_ranks, num_microbatches, rows) -> None:
-    """A schedule is what its text says, right or wrong."""
+    """A schedule equals its parsed text, right or wrong."""
     schedule = Schedule(name, stage_ranks, num_microbatches, rows)
     assert Schedule.from_text(str(schedule)) == schedule
 
 
 @pytest.mark.parametrize("name", ["a # b", " a", "a\n", "a\nb", "a\u2028b"])
-def test_names_that_texts_can_not_have(name: str) -> None:
-    """What would not come back is refused at once."""
+def test_wrong_schedule_names(name: str) -> None:
+    """Names that a text can't hold are refused at once."""
     with pytest.raises(ValueError, match="a schedule's name is one line"):
         dataclasses.replace(gpipe(1, 1), name=name)
 
 
-def test_what_texts_may_have_besides() -> None:
-    """Empty lines, comments and any white space; the text that is given back is plain."""
+def test_comments_and_white_space_in_texts() -> None:
+    """Empty lines, comments and any white space are accepted; the text of the result has none."""
     loose = TEXT.replace("\n", "   # a comment: with a colon\n\n").replace("rank 0: F0.0", "  rank   0:F0.0\t")
     assert str(Schedule.from_text(loose)) == TEXT
 
@@ -164,12 +164,12 @@ def test_what_texts_may_have_besides() -> None:
             "^line 3 of a schedule has '\N{SUPERSCRIPT TWO}' where",
         ),
         ("microbatches: 1", "microbatches: 1 2", "^line 3 of a schedule has '1 2' where a number belongs$"),
-        ("SB1.0", "Sb1.0", "^line 5 of a schedule: 'Sb1.0' is no action"),
+        ("SB1.0", "Sb1.0", "^line 5 of a schedule: 'Sb1.0' is not an action"),
         (TEXT[TEXT.index("rank 0:") :], "", "^a schedule has a line for each of: .*, rank 0, ..., and not 'ferrodist"),
         (TEXT, "", "^a schedule has a line for each of: .*, and not ''$"),
     ],
 )
-def test_texts_that_are_no_schedules(old: str, new: str, message: str) -> None:
+def test_wrong_schedule_texts(old: str, new: str, message: str) -> None:
     """They are refused, and the line is named."""
     assert old in TEXT
     with pytest.raises(ValueError, match=message):
@@ -177,7 +177,7 @@ def test_texts_that_are_no_schedules(old: str, new: str, message: str) -> None:
 
 
 def test_where_sends_and_receives_are_added() -> None:
-    """Sends follow what makes their data; receives begin one compute action before the one that uses them."""
+    """Sends follow the computation; receives start one compute action before the one that uses the data."""
     assert lines_of(add_communication(one_forward_one_backward(2, 2))) == [
         "F0.0 SF0.0 RB0.0 F0.1 SF0.1 RB0.1 B0.0 B0.1",
         "RF1.0 F1.0 RF1.1 B1.0 SB1.0 F1.1 B1.1 SB1.1",
@@ -185,7 +185,7 @@ def test_where_sends_and_receives_are_added() -> None:
 
 
 def test_no_transfers_within_a_rank() -> None:
-    """Neighbouring stages of one rank need none; gradients leave after the first part of a divided backward."""
+    """Neighbouring stages of one rank need none; gradients are sent after the first half of a split backward."""
     assert lines_of(add_communication(divided_v())) == [
         "F0.0 SF0.0 RF3.0 F0.1 SF0.1 F3.0 RF3.1 I3.0 SB3.0 F3.1 I3.1 SB3.1 RB0.0 W3.0 I0.0 RB0.1 W0.0 I0.1 W3.1 W0.1",
         "RF1.0 F1.0 RF1.1 F2.0 SF2.0 F1.1 RB2.0 F2.1 SF2.1 I2.0 I1.0 SB1.0 RB2.1 W2.0 I2.1 I1.1 SB1.1 W1.0 W2.1 W1.1",
@@ -193,14 +193,14 @@ def test_no_transfers_within_a_rank() -> None:
     assert add_communication(gpipe(1, 3)) == gpipe(1, 3)
 
 
-def test_what_has_transfers_is_left_alone() -> None:
-    """Sends and receives that somebody has placed stay there, even if some are missing."""
+def test_schedules_with_transfers_are_unchanged() -> None:
+    """Existing sends and receives stay where they are, even if some are missing."""
     schedule = Schedule.from_text(TEXT.replace("SF0.0 ", ""))
     assert add_communication(schedule) is schedule
 
 
 def test_the_forward_alone() -> None:
-    """Only forwards, with their transfers if there were some, and still one action ahead."""
+    """Only forwards, with their transfers if there were any, still one action ahead."""
     schedule = interleaved()
     plain = forward_only(schedule)
     assert lines_of(plain) == ["F0.0 F0.1 F2.0 F2.1", "F1.0 F1.1 F3.0 F3.1"]
@@ -213,7 +213,7 @@ def test_the_forward_alone() -> None:
 
 
 def test_the_backward_alone() -> None:
-    """It goes from the last stage of a rank to its first, each in the order of the schedule; halves are whole."""
+    """It runs from a rank's last stage to its first, each in the schedule's order; backwards are not split."""
     text = """ferrodist pipeline schedule: mine
         stage ranks: 0 1 1 0
         microbatches: 2
@@ -289,15 +289,15 @@ def test_wrong_schedules(old: str, new: str, message: str) -> None:
     ],
 )
 def test_stages_of_one_rank(row: str, message: str) -> None:
-    """They have no transfers, and are run in the order of the data."""
+    """They have no transfers, and run in the order of the data."""
     check_schedule(schedule_of("one", [0, 0], 1, "F0.0 F1.0 B1.0 B0.0"))
     with pytest.raises(ValueError, match=f": {message}$"):
         check_schedule(schedule_of("one", [0, 0], 1, row))
 
 
 def test_schedules_without_ranks_and_out_of_range() -> None:
-    """What a text cannot say is found as well."""
-    with pytest.raises(ValueError, match=r": there is no rank, so nobody does anything$"):
+    """Errors that a text can't express are found as well."""
+    with pytest.raises(ValueError, match=r": it has no ranks$"):
         check_schedule(Schedule("none", (), 1, ()))
     with pytest.raises(ValueError, match=r": stage 0 is on rank -1, and it has 1 rank$"):
         check_schedule(dataclasses.replace(gpipe(1, 1), stage_ranks=(-1,)))
@@ -310,7 +310,7 @@ def test_schedules_without_ranks_and_out_of_range() -> None:
 
 
 def test_forward_only_is_all_or_nothing() -> None:
-    """A schedule with one backward needs all; one with none has no gradients to move."""
+    """A schedule with one backward needs all; one with none has no gradients to send."""
     forwards = add_communication(forward_only(gpipe(2, 2)))
     rows = rows_of(forwards)
     with pytest.raises(ValueError, match=r"rank 0 has RB0.0, but the schedule has no backward$"):
@@ -320,13 +320,13 @@ def test_forward_only_is_all_or_nothing() -> None:
 
 
 def test_a_schedule_without_any_transfers() -> None:
-    """The message says who adds them."""
+    """The message names the function that adds them."""
     with pytest.raises(ValueError, match=r"rank 0 lacks SF0.0: .*; add_communication adds all sends and receives$"):
         check_schedule(gpipe(2, 1))
 
 
 def test_a_deadlock() -> None:
-    """Each stuck rank is told with what it waits for; those that come to their end are not."""
+    """Each stuck rank is named with the action that it waits for; ranks that finish are not."""
     schedule = schedule_of(
         "knot",
         [0, 1, 2],
@@ -346,8 +346,8 @@ def test_a_deadlock() -> None:
 
 
 @pytest.mark.parametrize("schedule", [VALID[4], VALID[6]], ids=["1F1B", "V"])
-def test_each_action_left_out_or_exchanged(schedule: Schedule) -> None:
-    """No action is dispensable, and exchanging two of a rank is found wrong exactly when it is."""
+def test_each_action_removed_or_exchanged(schedule: Schedule) -> None:
+    """Every action is necessary, and exchanging two of a rank is found wrong exactly when it is."""
     num_right = num_wrong = 0
     for rank, row in enumerate(rows_of(schedule)):
         for first in range(len(row)):
@@ -367,7 +367,7 @@ def test_each_action_left_out_or_exchanged(schedule: Schedule) -> None:
 @settings(max_examples=300, deadline=None)
 @given(data=st.data(), schedule=st.sampled_from(VALID), num_changes=st.integers(1, 3))
 def test_random_changes(data: st.DataObject, schedule: Schedule, num_changes: int) -> None:
-    """A schedule that was changed at random is refused if and only if it is wrong; others run to their end."""
+    """A randomly changed schedule is refused if and only if it is wrong; others run to their end."""
     rows = [list(row) for row in schedule.actions]
     for _ in range(num_changes):
         if not any(rows):

@@ -1,4 +1,4 @@
-"""Models divided into stages of a pipeline: as evenly as can be, with nothing lost and nothing changed."""
+"""Models divided into stages of a pipeline: as evenly as possible, complete and unchanged."""
 
 import copy
 import itertools
@@ -66,12 +66,12 @@ def test_partition_is_the_best_of_all(costs, data):
     ],
 )
 def test_partition_of_known_rows(costs, sizes):
-    """Layers that cost nothing stay with the one before; what is left over goes to the last stages."""
+    """Layers without cost stay with the one before; remainders go to the last stages."""
     assert partition(costs, len(sizes)) == sizes
 
 
-def test_partition_of_many():
-    """Models of a thousand children are divided at once, and as well."""
+def test_partition_of_a_thousand():
+    """Models of a thousand children are divided quickly, and as well."""
     generator = random.Random(3)
     costs = [generator.random() for _ in range(1000)]
     sizes = partition(costs, 16)
@@ -126,7 +126,7 @@ SAMPLE = torch.linspace(-1, 1, 20).reshape(5, 4)
 
 @pytest.mark.parametrize("num_stages", [1, 2, 3, 8])
 def test_stages_are_the_model(num_stages):
-    """One after another they compute what it does, bit for bit; children and the keys of states are the model's own."""
+    """In sequence they compute the model's result, bit for bit; children and the keys of states are the model's own."""
     model = make_model()
     stages = split_sequential(model, num_stages)
     assert isinstance(stages, Stages)
@@ -160,7 +160,7 @@ def test_stages_keep_modes():
 
 
 def test_balance_by_parameters():
-    """Elements are counted, frozen ones too; so they are on the meta device, and layers without stay behind others."""
+    """Elements are counted, also frozen ones and on meta; layers without stay with the one before."""
     with torch.device("meta"):
         model = nn.Sequential(
             nn.Flatten(), nn.Linear(4, 10), nn.ReLU(), nn.Linear(10, 4), nn.ReLU(), nn.Linear(4, 10), nn.ReLU()
@@ -172,7 +172,7 @@ def test_balance_by_parameters():
 
 
 def test_balance_by_numbers_of_children_and_by_costs():
-    """A user says how many children each stage gets, or what each child costs."""
+    """A user passes the number of children of each stage, or the cost of each child."""
     model = make_model()
     stages = split_sequential(model, 3, [1, 2, 5])
     assert [len(stage) for stage in stages] == [1, 2, 5]
@@ -185,7 +185,7 @@ def test_balance_by_numbers_of_children_and_by_costs():
 
 
 def test_lazy_children():
-    """They are divided by numbers, and not by parameters that have no shape yet."""
+    """They are divided by numbers, but not by parameters without a shape."""
     model = nn.Sequential(nn.Linear(2, 3), nn.LazyLinear(4))
     with pytest.raises(ValueError, match=r"child '1' \(a LazyLinear\) is lazy.*call the model once before"):
         split_sequential(model, 2)
@@ -237,7 +237,7 @@ class Slow(nn.Module):
 
 
 def test_balance_by_times():
-    """What counts is forward and backward together, without warm-up and without single delays."""
+    """Forward and backward are measured together, without warm-up and single delays."""
     clock = Clock()
     model = nn.Sequential(*(Slow(clock, *each) for each in [(1, 2), (3, 1), (1, 1), (2, 4)]))
     inputs = torch.ones(2, requires_grad=True)
@@ -250,7 +250,7 @@ def test_balance_by_times():
 
 
 def test_times_without_gradients():
-    """There is no backward where nothing before has a gradient, as there is none in training."""
+    """No backward is measured where no gradient is needed, as in training."""
     clock = Clock()
     model = nn.Sequential(Slow(clock, 1, 50), Slow(clock, 2, 50), nn.Linear(2, 2), Slow(clock, 1, 2))
     for mode in (torch.enable_grad, torch.no_grad, torch.inference_mode):
@@ -288,7 +288,7 @@ def snapshot(model):
 
 @pytest.mark.parametrize("is_training", [True, False])
 def test_measuring_changes_nothing(is_training):
-    """Parameters, gradients, buffers, modes, other attributes, generators and the sample are as before."""
+    """Parameters, gradients, buffers, modes, other attributes, generators and the sample stay unchanged."""
     model = make_model()
     model.add_module("random", Random())
     model.train(is_training)
@@ -326,7 +326,7 @@ def test_measuring_changes_nothing(is_training):
 
 
 def test_random_state_after_a_failure():
-    """Generators are set back too when a child fails."""
+    """Generators are restored too when a child fails."""
 
     class Failing(nn.Module):
         def forward(self, values):
@@ -346,7 +346,7 @@ def test_random_state_after_a_failure():
 
 
 def test_children_change_their_inputs_in_place():
-    """They may, as in the whole model; each run has fresh inputs, and so has the next child."""
+    """Each run has fresh inputs, and so has the next child."""
     seen = []
 
     class Doubling(nn.Module):
@@ -363,7 +363,7 @@ def test_children_change_their_inputs_in_place():
 
 
 def test_times_wait_for_devices(monkeypatch):
-    """The clock is read when the devices that compute aside are done."""
+    """The clock is read after asynchronous devices have finished."""
     clock = Clock()
     events = []
     monkeypatch.setattr(measure, "_devices_of", lambda _values: {torch.device("meta")})
@@ -379,7 +379,7 @@ def test_times_wait_for_devices(monkeypatch):
 
 
 def test_ranks_divide_alike_though_their_clocks_differ():
-    """Rank 0's times are everyone's, and so are costs that ranks found themselves; nobody else needs a sample."""
+    """Rank 0's times are used on all ranks, and so are its costs; other ranks need no sample."""
 
     def program(group):
         clock = Clock()
@@ -400,7 +400,7 @@ def test_ranks_divide_alike_though_their_clocks_differ():
 
 
 def test_ranks_raise_together():
-    """When rank 0 can't measure, or ranks divide differently, all of them raise, and the group goes on."""
+    """When rank 0 can't measure, or ranks divide differently, all of them raise, and the group stays usable."""
 
     def program(group):
         model = nn.Sequential(nn.Linear(2, 3), nn.Linear(4, 2))
@@ -408,7 +408,7 @@ def test_ranks_raise_together():
         with pytest.raises(error, match=message) as caught:
             split_sequential(model, 2, Balance.TIMES, sample=torch.ones(2), group=group)
         assert group.rank or isinstance(caught.value.__cause__, RuntimeError)
-        with pytest.raises((ValueError, UnsupportedOpError), match="pass sample="):
+        with pytest.raises((ValueError, UnsupportedOpError), match="needs sample="):
             split_sequential(model, 2, Balance.TIMES, group=group)
         with pytest.raises(CollectiveMismatchError, match="rank 1 has 2 stages by parameters where rank 0 has 1"):
             split_sequential(model, group.rank + 1, group=group)
@@ -423,7 +423,7 @@ def test_ranks_raise_together():
 
 
 def test_shared_parameters():
-    """Those that stages share are found with the first name in each stage; what is shared inside of one is not."""
+    """Parameters that stages share are found with their first names; those shared inside one stage are not."""
     shared = nn.Linear(3, 3)
     tied = nn.Linear(3, 3, bias=False)
     tied.weight = shared.weight
@@ -445,8 +445,8 @@ def test_shared_parameters():
     assert find_shared(split_sequential(model, 1)) == []
 
 
-def test_one_child_twice():
-    """A child in two places is in the stages of both, and is measured in both."""
+def test_a_child_that_appears_twice():
+    """It is in the stages of both, and is measured in both."""
     layer = nn.Linear(2, 2)
     model = nn.Sequential(layer, nn.Tanh(), layer)
     stages = split_sequential(model, 2)
@@ -456,7 +456,7 @@ def test_one_child_twice():
 
 
 def test_description():
-    """The table says what each stage has and its share, also when the stages of others were dropped."""
+    """The table has each stage's contents and its share, also after other ranks' stages were dropped."""
     stages = split_sequential(nn.Sequential(nn.Linear(10, 99), nn.ReLU(), nn.Linear(99, 1), nn.Sigmoid()), 2)
     expected = (
         "stage     modules  parameters  share of parameters\n"
@@ -470,7 +470,7 @@ def test_description():
 
 
 def test_stages_made_by_hand():
-    """Any modules are stages; their names in the whole model are those of a Sequential of them, or what is said."""
+    """Any modules are stages; their names in the whole model are those of a Sequential, or the given ones."""
     stages = Stages([nn.Linear(2, 2), None, nn.Sequential(nn.Tanh())])
     assert stages.prefixes == ("0.", "1.", "2.")
     assert stages.costs == (6, None, 0)
@@ -534,8 +534,8 @@ def test_stages_made_by_hand():
         ),
     ],
 )
-def test_stages_that_are_none(arguments, error, message):
-    """What can't be the stages of one model says why."""
+def test_wrong_stages(arguments, error, message):
+    """Modules that can't be the stages of one model are refused, with the reason."""
     with pytest.raises(error, match=message):
         Stages(**arguments)
 
@@ -563,9 +563,9 @@ CHAIN = nn.Sequential(nn.Linear(2, 3), nn.Linear(3, 4), nn.Linear(4, 5))
         ((Residual(nn.Linear(1, 1)), 1), TypeError, "not Residual"),
         ((with_own(lambda m: m.register_buffer("scale", torch.ones(1))), 1), ValueError, "'scale' is the model's own"),
         ((with_own(lambda m: m.register_parameter("bias", nn.Parameter(torch.ones(1)))), 1), ValueError, "'bias' is"),
-        ((CHAIN, 4), ValueError, "from 1 to 3 stages, and not 4"),
-        ((CHAIN, 0), ValueError, "and not 0"),
-        ((nn.Sequential(), 1), ValueError, "and not 1"),
+        ((CHAIN, 4), ValueError, "from 1 to 3 stages, not 4"),
+        ((CHAIN, 0), ValueError, "not 0: pass fewer"),
+        ((nn.Sequential(), 1), ValueError, "not 1: pass fewer"),
         ((CHAIN, 2.0), TypeError, "num_stages must be an integer"),
         ((CHAIN, 2, "parameters"), TypeError, "balance must be Balance.PARAMETERS.*not 'parameters'"),
         ((CHAIN, 2, None), TypeError, "not None"),
@@ -578,9 +578,9 @@ CHAIN = nn.Sequential(nn.Linear(2, 3), nn.Linear(3, 4), nn.Linear(4, 5))
         ((CHAIN, 2, {"costs": [1, float("nan"), 1]}), ValueError, "costs nan"),
         ((CHAIN, 2, {"costs": [1, float("inf"), 1]}), ValueError, "costs inf"),
         ((CHAIN, 2, {"costs": ["1", 2, 3]}), TypeError, "a list of numbers"),
-        ((CHAIN, 2, Balance.TIMES), ValueError, "pass sample="),
+        ((CHAIN, 2, Balance.TIMES), ValueError, "needs sample="),
         ((CHAIN, 2, {"sample": torch.ones(2)}), ValueError, "pass Balance.TIMES"),
-        ((CHAIN, 2, Balance.TIMES, {"costs": [1, 2, 3]}), ValueError, "pass one of the two"),
+        ((CHAIN, 2, Balance.TIMES, {"costs": [1, 2, 3]}), ValueError, "not both"),
         ((CHAIN, 2, Balance.TIMES, {"sample": torch.ones(3)}), ValueError, r"child '0' \(Linear\) fails"),
         (
             (copy.deepcopy(CHAIN).to("meta"), 2, Balance.TIMES, {"sample": torch.ones(2, device="meta")}),
@@ -590,14 +590,14 @@ CHAIN = nn.Sequential(nn.Linear(2, 3), nn.Linear(3, 4), nn.Linear(4, 5))
     ],
 )
 def test_wrong_arguments(arguments, error, message):
-    """Each says what was passed and what to do."""
+    """Each is refused with the value and advice."""
     keywords = arguments[-1] if isinstance(arguments[-1], dict) else {}
     with pytest.raises(error, match=message):
         split_sequential(*(each for each in arguments if each is not keywords), **keywords)
 
 
 def test_children_that_cannot_be_measured():
-    """One that fails in its backward, or can't be copied, is named."""
+    """A child that fails in its backward, or can't be copied, is named."""
 
     class Wrong(torch.autograd.Function):
         @staticmethod
@@ -654,7 +654,7 @@ class TwoWays(nn.Module):
 @pytest.mark.parametrize("wrap", [lambda stage: stage, Wrapping])
 @pytest.mark.parametrize(("is_pair", "num_stages"), [(False, 2), (False, 5), (True, 3)])
 def test_children_that_pass_tuples(is_pair, num_stages, wrap):
-    """A Sequential whose children hand tuples to each other computes in stages what it does on one rank."""
+    """A Sequential whose children pass tuples to each other computes in stages the same as on one rank."""
     torch.manual_seed(0)
     model = nn.Sequential(*[TwoWays(given) for given in (2, 3, 1, 2, 0)])
     batch = torch.randn(4, 3)
@@ -677,7 +677,7 @@ def test_children_that_pass_tuples(is_pair, num_stages, wrap):
 
 
 def test_a_tuple_of_one_input_is_one_argument():
-    """What a program passes to a pipeline as a tuple of one is that one, for a Sequential, too."""
+    """A program's tuple of one input is that input, for a Sequential, too."""
 
     def program(group):
         return Pipeline(split_sequential(nn.Sequential(nn.Flatten(), nn.ReLU()), 2), group)((torch.ones(2, 1, 1),))

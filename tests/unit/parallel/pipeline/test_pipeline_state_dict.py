@@ -20,11 +20,11 @@ class Own(nn.Module):
         self.add_module(f"{name}_layer", nn.Linear(2, 2, bias=False))
 
 
-def test_stages_at_one_place():
-    """The place has what both have, and saves of it what they do."""
+def test_stages_with_one_prefix():
+    """The module has the contents of both, and the state dict of both."""
     stages = {0: Own("one"), 1: Own("other")}
     for prefix in ("", "deep.", "deep.er."):
-        whole = StateDictMapper(stages, [prefix, prefix]).make()
+        whole = StateDictMapper(stages, [prefix, prefix]).make_module()
         found = whole.state_dict(keep_vars=True)
         expected = {
             f"{prefix}{name}": each
@@ -37,7 +37,7 @@ def test_stages_at_one_place():
 
 
 def test_states_get_the_names_of_stages():
-    """They get what lies where they are, whatever they know of it; what belongs to others is left to them."""
+    """Each stage gets all names below its prefix, known or not; other names stay."""
     stage = nn.Linear(2, 2)
     whole = StateDictMapper({1: stage}, ["a.", "b.", "c."])
     weight = torch.ones(2, 2)
@@ -48,7 +48,7 @@ def test_states_get_the_names_of_stages():
 
 
 def test_versions_get_the_names_of_stages():
-    """Those of this rank's modules have both names then."""
+    """Versions of this rank's modules have both names then."""
     model = nn.ModuleDict({"a": Own("one"), "b": nn.Sequential(nn.BatchNorm1d(2))})
     state = model.state_dict()
     whole = StateDictMapper({0: model["a"], 1: Wrapped(model["b"])}, ["a.", "b."])

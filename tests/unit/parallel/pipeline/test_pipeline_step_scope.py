@@ -1,4 +1,4 @@
-"""The group in which ranks make steps: what each rank is told of an error, wherever it waits."""
+"""The scope of a step: each rank gets an error, wherever it waits."""
 
 from types import SimpleNamespace
 
@@ -14,25 +14,25 @@ from ferrodist.parallel.pipeline.tied_weights import TiedParameters
 from ferrodist.testing import run_ranks
 
 
-def fail_on_rank_0(error, doing, *, waits_for_shared):
+def fail_on_rank_0(error, current_action, *, waits_for_shared):
     """What rank 0 raises where it fails and rank 1 where it waits, in two steps; each forgets when all are told."""
 
     def program(group):
         events = []
         shared = TiedParameters([[(0, "weight"), (1, "weight")]], {group.rank: nn.Linear(2, 2)}, [0, 1])
         groups, raised = [], []
-        forget = lambda: events.append(groups[-1].failure is not None)  # noqa: E731
-        running = SimpleNamespace(doing=None, forget=forget, drop_unsynced=lambda: None)
+        reset = lambda: events.append(groups[-1].failure is not None)  # noqa: E731
+        running = SimpleNamespace(current_action=None, reset=reset, drop_unsynced=lambda: None)
         own = StepScope(group, running, shared)
 
         def step():
-            with own.together(5) as (inner, limit):
+            with own.run_together(5) as (inner, limit):
                 groups.append(inner)
                 if group.rank == 0:
-                    running.doing = doing
+                    running.current_action = current_action
                     raise error
                 if waits_for_shared:
-                    shared.equalize(Deadline(limit))
+                    shared.broadcast_values(Deadline(limit))
                 barrier(inner, timeout=limit)
 
         for _ in range(2):
@@ -57,14 +57,14 @@ def fail_on_rank_0(error, doing, *, waits_for_shared):
     ],
 )
 def test_errors_outside_of_stages(error, told, waits_for_shared):
-    """Who fails raises what it is, and who waits is told of it, also for the parameters that ranks share."""
+    """The failing rank raises its error, and waiting ranks get it too, also those that wait for shared parameters."""
     found = fail_on_rank_0(error, None, waits_for_shared=waits_for_shared)
     assert found == [(type(error), str(error)), told]
 
 
 @pytest.mark.parametrize("error", [RuntimeError("no"), KeyboardInterrupt("no")])
 def test_errors_of_stages(error):
-    """All ranks raise where it was, but an interrupt stays one."""
+    """All ranks raise with the stage, but an interrupt stays one."""
     kind = type(error).__name__
     told = PipelineError, f"stage 1 failed in the backward of microbatch 2, on rank 0: {kind}: no"
     found = fail_on_rank_0(error, Action.from_text("I1.2"), waits_for_shared=False)

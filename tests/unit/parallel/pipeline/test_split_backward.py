@@ -1,4 +1,4 @@
-"""The backward of a stage in two phases: the bits of one, nothing twice, nothing kept."""
+"""The backward of a stage in two phases: the bits of one, nothing computed twice, nothing retained."""
 
 import copy
 import gc
@@ -47,7 +47,7 @@ def fresh(inputs):
 
 
 def gradients_for(outputs, *, unused=()):
-    return [None if number in unused else torch.randn_like(output) for number, output in enumerate(outputs)]
+    return [None if index in unused else torch.randn_like(output) for index, output in enumerate(outputs)]
 
 
 def backward_twice(forward, models, inputs, unused=()):
@@ -60,12 +60,12 @@ def backward_twice(forward, models, inputs, unused=()):
     gradients = gradients_for(outputs, unused=unused)
     used = [(output, gradient) for output, gradient in zip(expected, gradients, strict=True) if gradient is not None]
     torch.autograd.backward([output for output, _ in used], [gradient.clone() for _, gradient in used])
-    found, left = backward_inputs(outputs, gradients, [tensor for tensor in others if tensor.requires_grad])
+    found, remaining = backward_inputs(outputs, gradients, [tensor for tensor in others if tensor.requires_grad])
     wanted = [tensor.grad for tensor in own if tensor.requires_grad]
-    for number, (gradient, other) in enumerate(zip(found, wanted, strict=True)):
-        assert_same(gradient, other, f"input {number}")
+    for index, (gradient, other) in enumerate(zip(found, wanted, strict=True)):
+        assert_same(gradient, other, f"input {index}")
     assert all(tensor.grad is None for tensor in others)
-    return left
+    return remaining
 
 
 def assert_same_parameters(models):
@@ -78,10 +78,10 @@ def check(model, make_inputs, forward=called, *, defers=True, unused=(), num_mic
     torch.manual_seed(0)
     models = model, copy.deepcopy(model)
     lefts = [backward_twice(forward, models, make_inputs(), unused) for _ in range(num_microbatches)]
-    assert [not left.is_empty for left in lefts] == [defers] * num_microbatches
-    for left in lefts:
-        left.run()
-        assert left.is_empty
+    assert [not remaining.is_empty for remaining in lefts] == [defers] * num_microbatches
+    for remaining in lefts:
+        remaining.run()
+        assert remaining.is_empty
     assert_same_parameters(models)
 
 
@@ -98,7 +98,7 @@ def mlp(size=6, depth=3):
 
 
 def shared(layer, times=3):
-    return nn.Sequential(*(part for _ in range(times) for part in (layer, nn.Tanh())))
+    return nn.Sequential(*(component for _ in range(times) for component in (layer, nn.Tanh())))
 
 
 def attention(module, tensor):
@@ -222,8 +222,8 @@ def with_function(module, tensor):
 
 
 def with_lazy_function(module, tensor):
-    kept, weight = Keep.apply(tensor, module.weight)
-    return functional.linear(module(kept), weight)
+    in_flight, weight = Keep.apply(tensor, module.weight)
+    return functional.linear(module(in_flight), weight)
 
 
 def with_stop(module, tensor):
@@ -270,7 +270,7 @@ def test_odd_graphs_have_the_bits_of_an_ordinary_backward(name):
 
 
 def test_gradients_that_meet_in_another_order_are_not_deferred_at_all():
-    """Where all of a layer is used inside, and later in what no input leads to."""
+    """Where a layer is used inside, and later in a part that no input leads to."""
     check(nn.Linear(6, 6), rows(4, 6), detached, defers=False)
 
 
@@ -324,9 +324,9 @@ def test_each_product_is_computed_once_and_the_weights_ones_later():
     with Kernels() as ordinary:
         outputs[0].backward(torch.ones(5, 6))
     with Kernels() as first:
-        _, left = backward_inputs([outputs[1]], [torch.ones(5, 6)], [tensor])
+        _, remaining = backward_inputs([outputs[1]], [torch.ones(5, 6)], [tensor])
     with Kernels() as second:
-        left.run()
+        remaining.run()
     assert count_products(ordinary.counts) == {"mm": 8}
     assert count_products(first.counts) == {"mm": 4}
     assert count_products(second.counts) == {"mm": 4}
@@ -343,7 +343,7 @@ WHOLE = {
 
 
 @pytest.mark.parametrize("name", WHOLE)
-def test_what_computes_all_or_nothing_is_done_once(name):
+def test_all_or_nothing_nodes_run_once(name):
     """A node that can't leave out gradients isn't called again; other layers of the stage are deferred all the same."""
     torch.manual_seed(4)
     odd = WHOLE[name]
@@ -389,22 +389,22 @@ class Counting(nn.Module):
 
 
 @pytest.mark.parametrize("is_reentrant", [False, True])
-def test_checkpoints_are_computed_again_once(is_reentrant):
-    """Their parameters' gradients come in the first phase, so that the second has no need of another forward."""
+def test_checkpoints_are_recomputed_once(is_reentrant):
+    """Their parameters' gradients come in the first phase, so that the second needs no other forward."""
     model = Counting()
 
     def forward(module, tensor):
         return checkpoint(module, tensor.tanh(), use_reentrant=is_reentrant)
 
     models = model, copy.deepcopy(model)
-    left = backward_twice(forward, models, rows(4, 6)())
-    left.run()
+    remaining = backward_twice(forward, models, rows(4, 6)())
+    remaining.run()
     assert [module.num_calls for module in models] == [2, 2]
     assert_same_parameters(models)
 
 
 def test_layers_beside_a_checkpoint_are_deferred():
-    """But not beside one that is re-entrant, as torch knows no partial backward of those."""
+    """But not with a re-entrant one, since torch has no partial backward of those."""
     model = nn.ModuleList([nn.Linear(6, 6), nn.Linear(6, 6)])
     for is_reentrant in (False, True):
 
@@ -423,20 +423,20 @@ def test_a_reentrant_checkpoint_before_any_input_is_deferred():
     check(nn.Linear(6, 6), lambda: [torch.randn(4, 6)], forward)
 
 
-def test_tensors_in_other_memory_are_fetched_once():
-    """What saved-tensor hooks have packed is unpacked once."""
+def test_packed_tensors_are_unpacked_once():
+    """Tensors packed by saved-tensor hooks are unpacked once."""
     model = mlp(depth=2)
     unpacked = Counter()
 
-    def unpack(number):
-        unpacked[number] += 1
-        return kept[number]
+    def unpack(index):
+        unpacked[index] += 1
+        return in_flight[index]
 
     def pack(tensor):
-        kept.append(tensor)
-        return len(kept) - 1
+        in_flight.append(tensor)
+        return len(in_flight) - 1
 
-    kept = []
+    in_flight = []
 
     def forward(module, tensor):
         with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
@@ -474,8 +474,8 @@ def hooked_gradients(run):
         return tuple(gradient * 3 for gradient in gradients)
 
     tensor.register_hook(scale("input", 5))
-    for number, parameter in enumerate(model.parameters()):
-        parameter.register_hook(scale(f"parameter {number}", 2))
+    for index, parameter in enumerate(model.parameters()):
+        parameter.register_hook(scale(f"parameter {index}", 2))
         parameter.register_post_accumulate_grad_hook(after)
     middle = model[0](tensor)
     middle.register_hook(scale("middle", 0.5))
@@ -494,14 +494,14 @@ def ordinary_backward(output, tensor):
 
 
 def split_phases(output, tensor):
-    (found,), left = backward_inputs([output], [torch.ones_like(output)], [tensor])
-    assert not left.is_empty
-    left.run()
+    (found,), remaining = backward_inputs([output], [torch.ones_like(output)], [tensor])
+    assert not remaining.is_empty
+    remaining.run()
     return found
 
 
 def test_hooks_run_once_as_in_an_ordinary_backward():
-    """Hooks on tensors, on nodes before they run and on parameters: what they see, how often, what they change."""
+    """Hooks on tensors, on nodes and on parameters: their arguments, their number and their changes."""
     seen, gradients = hooked_gradients(split_phases)
     expected_seen, expected = hooked_gradients(ordinary_backward)
     assert seen == expected_seen
@@ -509,7 +509,7 @@ def test_hooks_run_once_as_in_an_ordinary_backward():
         assert_same(found, other, "hooked")
 
 
-def test_hooks_on_what_nodes_return_get_all_of_it():
+def test_hooks_on_results_of_nodes_get_all_gradients():
     """Such a hook is called once, with the gradients of the input and of the weights, and may change each."""
 
     def gradients(run):
@@ -535,7 +535,7 @@ def test_hooks_on_what_nodes_return_get_all_of_it():
 
 
 def test_no_hook_is_left_on_the_graph():
-    """The first phase takes its hooks away again, also when it fails."""
+    """The first phase removes its hooks, also when it fails."""
     layer = nn.Linear(6, 6)
     for fails in (False, True):
         tensor = torch.randn(4, 6, requires_grad=True)
@@ -552,15 +552,15 @@ def test_no_hook_is_left_on_the_graph():
 
 
 def test_errors_of_hooks_in_the_second_phase_are_raised_as_they_are():
-    """And the phase isn't repeated: some gradients may have been added."""
+    """The phase isn't repeated: some gradients may have been added."""
     layer = nn.Linear(6, 6)
     layer.weight.register_hook(lambda gradient: {}["missing"])
     tensor = torch.randn(4, 6, requires_grad=True)
-    _, left = backward_inputs([layer(tensor)], [torch.ones(4, 6)], [tensor])
+    _, remaining = backward_inputs([layer(tensor)], [torch.ones(4, 6)], [tensor])
     with pytest.raises(KeyError, match="missing"):
-        left.run()
+        remaining.run()
     with pytest.raises(RuntimeError, match="have been added"):
-        left.run()
+        remaining.run()
 
 
 # Arguments.
@@ -571,16 +571,16 @@ def test_a_first_stage_defers_everything():
     model = mlp()
     output = model(torch.randn(4, 6))
     with Kernels() as first:
-        found, left = backward_inputs([output], [torch.ones(4, 6)], [])
+        found, remaining = backward_inputs([output], [torch.ones(4, 6)], [])
     assert found == []
     assert not count_products(first.counts)
     assert all(parameter.grad is None for parameter in model.parameters())
-    left.run()
+    remaining.run()
     check(mlp(), lambda: [torch.randn(4, 6)])
 
 
-def test_inputs_without_a_way_from_the_outputs_have_none():
-    """An input that isn't used, and outputs that nobody used."""
+def test_inputs_that_outputs_do_not_depend_on_have_no_gradient():
+    """An unused input, and unused outputs."""
 
     def forward(module, first, second):
         return [module(first), module(second) * 2, first + 1]
@@ -591,8 +591,8 @@ def test_inputs_without_a_way_from_the_outputs_have_none():
     check(nn.Linear(6, 6), lambda: rows(4, 6)() + rows(4, 6)(), forward, unused=[0, 1, 2], defers=False)
 
 
-def test_inputs_that_parameters_never_meet_leave_nothing():
-    """No parameters, frozen ones, and none on the way to the outputs."""
+def test_nothing_is_deferred_without_parameters():
+    """No parameters, frozen ones, and none on a path to the outputs."""
     frozen = mlp()
     frozen.requires_grad_(requires_grad=False)
     for model in (nn.Tanh(), nn.Identity(), frozen):
@@ -620,7 +620,7 @@ def test_gradients_of_inputs_stay_apart_from_what_was_there():
 
 
 def test_gradients_of_inputs_are_the_callers():
-    """A caller may change them, and what is left is not affected."""
+    """A caller may change them without an effect on the deferred rest."""
     model = nn.Linear(6, 6)
 
     def forward(module, tensor):
@@ -630,9 +630,9 @@ def test_gradients_of_inputs_are_the_callers():
     tensor = torch.randn(4, 6)
     own, other = fresh([tensor.requires_grad_(), tensor])
     forward(models[0], own).backward(torch.ones(4, 6))
-    (found,), left = backward_inputs([forward(models[1], other)], [torch.ones(4, 6)], [other])
+    (found,), remaining = backward_inputs([forward(models[1], other)], [torch.ones(4, 6)], [other])
     found.zero_()
-    left.run()
+    remaining.run()
     assert_same_parameters(models)
 
 
@@ -647,9 +647,9 @@ def test_wrong_arguments_are_named():
         backward_inputs([output, output.detach()], [None, None], [tensor])
     with pytest.raises(ValueError, match=r"\(6, 4\), and the output \(4, 6\)"):
         backward_inputs([output], [torch.ones(6, 4)], [tensor])
-    with pytest.raises(ValueError, match="input 1 is no leaf"):
+    with pytest.raises(ValueError, match="input 1 is not a leaf"):
         backward_inputs([output], [None], [tensor, tensor * 2])
-    with pytest.raises(ValueError, match="input 0 is no leaf"):
+    with pytest.raises(ValueError, match="input 0 is not a leaf"):
         backward_inputs([output], [None], [tensor.detach()])
 
 
@@ -657,16 +657,16 @@ def test_a_second_phase_runs_once():
     """Gradients aren't added twice."""
     layer = nn.Linear(6, 6)
     tensor = torch.randn(4, 6, requires_grad=True)
-    _, left = backward_inputs([layer(tensor)], [torch.ones(4, 6)], [tensor])
-    left.run()
-    kept = layer.weight.grad.clone()
+    _, remaining = backward_inputs([layer(tensor)], [torch.ones(4, 6)], [tensor])
+    remaining.run()
+    in_flight = layer.weight.grad.clone()
     with pytest.raises(RuntimeError, match="each backward_inputs"):
-        left.run()
-    assert torch.equal(layer.weight.grad, kept)
+        remaining.run()
+    assert torch.equal(layer.weight.grad, in_flight)
 
 
 def test_a_used_up_graph_refuses_another_backward():
-    """As after an ordinary backward, but with what happened to it."""
+    """As after an ordinary backward, with the reason."""
     model = mlp()
     tensor = torch.randn(4, 6, requires_grad=True)
     output = model(tensor)
@@ -689,7 +689,7 @@ def test_autocast_has_the_bits_of_an_ordinary_backward():
 
 
 def test_sparse_gradients_have_the_bits_of_an_ordinary_backward():
-    """Of an embedding beside the inputs, whose gradient isn't dense, over several microbatches."""
+    """Of an embedding next to the inputs, whose gradient isn't dense, over several microbatches."""
     embedding = nn.Embedding(5, 6, sparse=True)
 
     def forward(module, tensor):
@@ -707,15 +707,15 @@ def test_gradients_are_added_in_portions(limit, monkeypatch):
     check(nn.Sequential(tied, nn.Linear(6, 6), nn.GELU(), tied, nn.LayerNorm(6), tied), rows(4, 6))
 
 
-def test_portions_bound_what_is_held(monkeypatch):
+def test_portions_bound_the_memory(monkeypatch):
     """The gradient of one layer is added before that of the next one is computed."""
     monkeypatch.setattr(split_backward, "_PENDING_BYTES", 1)
     model = mlp(depth=3)
     tensor = torch.randn(4, 6, requires_grad=True)
-    _, left = backward_inputs([model(tensor)], [torch.ones(4, 6)], [tensor])
+    _, remaining = backward_inputs([model(tensor)], [torch.ones(4, 6)], [tensor])
     order = []
-    for number in (0, 2, 4):
-        model[number].weight.register_post_accumulate_grad_hook(lambda _, number=number: order.append(number))
+    for index in (0, 2, 4):
+        model[index].weight.register_post_accumulate_grad_hook(lambda _, index=index: order.append(index))
 
     class Order(TorchDispatchMode):
         def __torch_dispatch__(self, function, types, args=(), kwargs=None):
@@ -724,7 +724,7 @@ def test_portions_bound_what_is_held(monkeypatch):
             return function(*args, **(kwargs or {}))
 
     with Order():
-        left.run()
+        remaining.run()
     assert order == ["mm", 4, "mm", 2, "mm", 0]
 
 
@@ -767,31 +767,31 @@ class Watched(nn.Module):
 
 
 @pytest.mark.usefixtures("no_collector")
-def test_memory_goes_when_it_has_served():
-    """After the first phase only what the weights need is kept, after the second nothing, though the output lives."""
+def test_memory_is_freed_after_each_phase():
+    """After the first phase only the weights' saved tensors stay, after the second nothing, though the output lives."""
     model = Watched()
     tensor = torch.randn(4, 6, requires_grad=True)
     output = model(tensor)
     assert model.alive() == {"linear", "gelu", "function", "scale", "last"}
-    _, left = backward_inputs([output], [torch.ones(4, 6)], [tensor])
+    _, remaining = backward_inputs([output], [torch.ones(4, 6)], [tensor])
     assert model.alive() == {"linear", "last"}
-    left.run()
+    remaining.run()
     assert model.alive() == set()
     assert output.grad_fn is not None
 
 
 @pytest.mark.usefixtures("no_collector")
-def test_what_is_dropped_is_freed():
+def test_a_dropped_weight_backward_is_freed():
     """Without a second phase, once the outputs are gone too; the incoming gradient also."""
     model = Watched()
     tensor = torch.randn(4, 6, requires_grad=True)
     output = model(tensor)
     gradient = torch.ones(4, 6)
-    held = weakref.ref(gradient.untyped_storage())
+    owned = weakref.ref(gradient.untyped_storage())
     node = weakref.ref(backward_inputs([output], [gradient], [tensor])[1])
     del output, gradient
     assert node() is None
-    assert held() is None
+    assert owned() is None
     assert model.alive() == set()
 
 
@@ -801,19 +801,19 @@ def test_gradients_are_not_held_after_the_second_phase():
     model = Watched()
     tensor = torch.randn(4, 6, requires_grad=True)
     gradient = torch.ones(4, 6)
-    found, left = backward_inputs([model(tensor)], [gradient], [tensor])
-    held = [weakref.ref(value.untyped_storage()) for value in (gradient, *found)]
+    found, remaining = backward_inputs([model(tensor)], [gradient], [tensor])
+    owned = [weakref.ref(value.untyped_storage()) for value in (gradient, *found)]
     del gradient, found
-    assert held[1]() is None
-    left.run()
-    assert held[0]() is None
+    assert owned[1]() is None
+    remaining.run()
+    assert owned[0]() is None
     assert model.alive() == set()
 
 
 @pytest.mark.usefixtures("no_collector")
 @pytest.mark.parametrize("uses", [checkpoint, None])
-def test_memory_of_whole_backwards_goes_too(uses):
-    """Where all is done with the inputs, nothing is kept."""
+def test_memory_of_undeferred_backwards_is_freed(uses):
+    """Where all is computed with the inputs, nothing is retained."""
     model = Watched()
     tensor = torch.randn(4, 6, requires_grad=True)
     if uses is None:
@@ -821,14 +821,14 @@ def test_memory_of_whole_backwards_goes_too(uses):
         output = model(tensor)
     else:
         output = uses(model, tensor, use_reentrant=False)
-    _, left = backward_inputs([output], [torch.ones(4, 6)], [tensor])
-    assert left.is_empty
+    _, remaining = backward_inputs([output], [torch.ones(4, 6)], [tensor])
+    assert remaining.is_empty
     assert model.alive() == set()
 
 
 @pytest.mark.usefixtures("no_collector")
 def test_graphs_outlive_their_outputs():
-    """Nodes of custom Functions too, which nothing but the graph keeps."""
+    """Nodes of custom Functions too, which only the graph owns."""
     models = nn.Linear(6, 6), nn.Linear(6, 6)
     models[1].load_state_dict(models[0].state_dict())
     tensor = torch.randn(4, 6)
@@ -861,9 +861,9 @@ def test_deep_graphs_are_walked_and_freed_without_recursion():
         hidden = hidden * 1.0
     output = last(hidden)
     del hidden
-    (found,), left = backward_inputs([output], [torch.ones(1, 2)], [tensor])
-    left.run()
-    del left, output
+    (found,), remaining = backward_inputs([output], [torch.ones(1, 2)], [tensor])
+    remaining.run()
+    del remaining, output
     assert torch.equal(found, torch.ones(1, 2) @ last.weight.detach() @ first.weight.detach())
     assert torch.equal(first.bias.grad, (torch.ones(1, 2) @ last.weight.detach())[0])
     assert last.weight.grad is not None
@@ -880,8 +880,8 @@ def test_threads_have_phases_of_their_own():
             model = mlp()
             models = model, copy.deepcopy(model)
             lefts = [backward_twice(called, models, [tensor.requires_grad_()]) for tensor in tensors]
-            for left in lefts:
-                left.run()
+            for remaining in lefts:
+                remaining.run()
             assert_same_parameters(models)
         except BaseException as error:
             failures.append(error)
@@ -907,22 +907,22 @@ class Pool(nn.Module):
         self.convolution = nn.Conv1d(1, 1, 3, padding=1)
         self.vector = nn.Parameter(torch.randn(6))
 
-    def step(self, number, operation, states):
-        """The state that an operation makes of earlier ones; ``number`` chooses among them and the parameters."""
-        state = states[-1 - number % len(states)]
+    def step(self, index, operation, states):
+        """The state that an operation makes of earlier ones; ``index`` chooses among them and the parameters."""
+        state = states[-1 - index % len(states)]
         last = states[-1]
-        weight = self.linear[number % 2].weight
+        weight = self.linear[index % 2].weight
         return {
-            "linear": lambda: self.linear[number % 2](last).tanh(),
+            "linear": lambda: self.linear[index % 2](last).tanh(),
             "norm": lambda: self.norm(last),
             "residual": lambda: last + state,
             "gate": lambda: last * state.sigmoid(),
             "scale": lambda: last * self.vector,
-            "bias": lambda: last + self.linear[number % 2].bias,
+            "bias": lambda: last + self.linear[index % 2].bias,
             "convolution": lambda: self.convolution(last.unsqueeze(1)).squeeze(1),
             "transposed": lambda: torch.sin(last @ weight),
             "composed": lambda: functional.linear(last, weight * self.vector).tanh(),
-            "weight row": lambda: last * weight[number % 6],
+            "weight row": lambda: last * weight[index % 6],
             "parameters": lambda: self.vector.expand(last.shape) * self.linear[0].bias,
             "parameter norm": lambda: last + weight.square().sum(0),
             "function": lambda: Scale.apply(last, self.vector),
@@ -930,7 +930,7 @@ class Pool(nn.Module):
             "row in place": lambda: set_row(last.clone(), self.vector),
             "halves": lambda: torch.cat(last.chunk(2, 1)[::-1], 1),
             "detached": lambda: last.detach() * self.vector,
-            "checkpoint": lambda: checkpoint(self.linear[number % 2], last, use_reentrant=False),
+            "checkpoint": lambda: checkpoint(self.linear[index % 2], last, use_reentrant=False),
         }[operation]()
 
 
@@ -959,17 +959,17 @@ def test_random_graphs_have_the_bits_of_an_ordinary_backward(program, outputs, l
 
     def forward(module, tensor):
         states = [tensor]
-        for number, operation in program:
-            states.append(module.step(number, operation, states))
-        chosen = [states[-1 - number % len(states)] for number in outputs]
+        for index, operation in program:
+            states.append(module.step(index, operation, states))
+        chosen = [states[-1 - index % len(states)] for index in outputs]
         return [state for state in chosen if state.requires_grad] or [states[-1] + module.vector]
 
     models = model, copy.deepcopy(model)
     before, split_backward._PENDING_BYTES = split_backward._PENDING_BYTES, limit
     try:
         lefts = [backward_twice(forward, models, [torch.randn(4, 6, requires_grad=has_inputs)]) for _ in range(2)]
-        for left in lefts:
-            left.run()
+        for remaining in lefts:
+            remaining.run()
     finally:
         split_backward._PENDING_BYTES = before
     assert_same_parameters(models)

@@ -1,4 +1,4 @@
-"""`ParallelAttention` against an undivided attention of plain layers."""
+"""`ParallelAttention` against an unsharded attention of plain layers."""
 
 import copy
 from collections import Counter
@@ -22,13 +22,13 @@ HEADS = {
     "a head a rank": (2, 4, 2),
     "one for all": (2, 4, 1),
     "fewer than ranks": (4, 8, 2),
-    "not divided by ranks": (2, 12, 3),
+    "uneven heads": (2, 12, 3),
     "fewer, and not a divisor of ranks": (3, 12, 2),
 }
 
 
 class Attention(nn.Module):
-    """The undivided one, written out."""
+    """Unsharded attention, written out."""
 
     def __init__(self, num_heads, num_kv_heads, *, bias=True, is_causal=False):
         super().__init__()
@@ -52,7 +52,7 @@ class Attention(nn.Module):
         return self.output(mixed.transpose(1, 2).reshape(batch, length, width))
 
 
-def undivided(num_heads, num_kv_heads, **options):
+def unsharded(num_heads, num_kv_heads, **options):
     torch.manual_seed(0)
     return Attention(num_heads, num_kv_heads, **options).double()
 
@@ -61,7 +61,7 @@ def mesh_of(group):
     return DeviceMesh(group, (group.world_size,), ("tp",))
 
 
-def divided(plain, mesh, **options):
+def sharded(plain, mesh, **options):
     """A parallel one with the same values."""
     options = {"bias": plain.queries.bias is not None, "is_causal": plain.is_causal, **options}
     made = ParallelAttention(
@@ -103,16 +103,16 @@ def count(steps):
 
 @pytest.mark.parametrize("is_causal", [False, True])
 @pytest.mark.parametrize("heads", HEADS)
-def test_it_is_the_undivided_one(heads, is_causal):
-    """Of plain tensors, which are whole: outputs and all gradients."""
+def test_it_equals_unsharded_attention(heads, is_causal):
+    """Of plain tensors, which are replicated: outputs and all gradients."""
     size, num_heads, num_kv_heads = HEADS[heads]
-    plain, (x, grad) = undivided(num_heads, num_kv_heads, is_causal=is_causal), inputs()
+    plain, (x, grad) = unsharded(num_heads, num_kv_heads, is_causal=is_causal), inputs()
     mine = x.clone().requires_grad_()
     expected = plain(mine)
     expected.backward(grad)
 
     def program(group):
-        made = divided(plain, mesh_of(group))
+        made = sharded(plain, mesh_of(group))
         its = x.clone().requires_grad_()
         got = made(its)
         assert type(got) is torch.Tensor
@@ -125,17 +125,17 @@ def test_it_is_the_undivided_one(heads, is_causal):
 
 
 @pytest.mark.parametrize("heads", ["grouped", "fewer than ranks"])
-def test_divided_sequences(heads):
-    """Parts of a sequence come in and go out, also without biases; sequences need not divide evenly."""
+def test_sharded_sequences(heads):
+    """Shards of a sequence go in and come out, also without biases; sequences need not divide evenly."""
     size, num_heads, num_kv_heads = HEADS[heads]
-    plain, (x, grad) = undivided(num_heads, num_kv_heads, bias=False, is_causal=True), inputs()
+    plain, (x, grad) = unsharded(num_heads, num_kv_heads, bias=False, is_causal=True), inputs()
     mine = x.clone().requires_grad_()
     expected = plain(mine)
     expected.backward(grad)
 
     def program(group):
         mesh = mesh_of(group)
-        made = divided(plain, mesh, sequence_dim=1)
+        made = sharded(plain, mesh, sequence_dim=1)
         its = fd.distribute(x, mesh, Shard(1), src=None).requires_grad_()
         got = made(its)
         assert got.placements == (Shard(1),)
@@ -158,15 +158,15 @@ def test_divided_sequences(heads):
 
 @pytest.mark.parametrize("placement", [Replicate(), Shard(0), Shard(2)])
 def test_distributed_inputs(placement):
-    """However they lie, the output is a DTensor, whole, and the gradient lies as the input."""
-    plain, (x, grad) = undivided(4, 2), inputs()
+    """Under all placements the output is a replicated DTensor, and the gradient has the input's placement."""
+    plain, (x, grad) = unsharded(4, 2), inputs()
     mine = x.clone().requires_grad_()
     expected = plain(mine)
     expected.backward(grad)
 
     def program(group):
         mesh = mesh_of(group)
-        made = divided(plain, mesh)
+        made = sharded(plain, mesh)
         its = fd.distribute(x, mesh, placement, src=None).requires_grad_()
         got = made(its)
         assert isinstance(got, DTensor)
@@ -192,7 +192,7 @@ def test_distributed_inputs(placement):
             {RedistributeKind.ALL_GATHER: 1, RedistributeKind.REDUCE_SCATTER: 1},
         ),
         # The gradients of keys and values, which all ranks compute, and of their biases, are sums over the ranks.
-        ("not divided by ranks", None, {RedistributeKind.ALLREDUCE: 1}, {RedistributeKind.ALLREDUCE: 5}),
+        ("uneven heads", None, {RedistributeKind.ALLREDUCE: 1}, {RedistributeKind.ALLREDUCE: 5}),
     ],
 )
 def test_collectives(heads, sequence_dim, forward, backward):
@@ -213,8 +213,8 @@ def test_collectives(heads, sequence_dim, forward, backward):
     assert run_ranks(program, size) == [(forward, backward)] * size
 
 
-def test_it_begins_as_undivided_layers():
-    """The same seed draws the same values, layer by layer; processes, for threads share torch's generator."""
+def test_initial_values_are_those_of_unsharded_layers():
+    """The same seed draws the same values, layer by layer; in processes, as threads share torch's generator."""
 
     def program(group):
         torch.manual_seed(5)
@@ -229,7 +229,7 @@ def test_it_begins_as_undivided_layers():
 
 
 def test_dropout_is_that_of_one_process():
-    """The same weights of attention are dropped, in training alone; outputs and gradients are those of one rank."""
+    """The same attention weights are dropped, in training alone; outputs and gradients are those of one rank."""
     x, grad = inputs()
 
     def program(group):
@@ -257,12 +257,12 @@ def test_dropout_is_that_of_one_process():
     [
         ((24, 5, None), "embed_dim=24 is not a multiple of num_heads=5"),
         ((24, 6, 4), "num_heads=6 is not a multiple of num_kv_heads=4"),
-        ((24, 3, None), "num_heads=3 can't be divided over 2 ranks"),
+        ((24, 3, None), "num_heads=3 can't be sharded over 2 ranks"),
         ((24, 4, 0), "num_kv_heads=0"),
         ((24, 0, None), "num_heads=0"),
     ],
 )
-def test_sizes_that_do_not_divide(sizes, message):
+def test_sizes_that_do_not_divide_evenly(sizes, message):
     width, num_heads, num_kv_heads = sizes
     mesh = mesh_of(fd.SimulatedBackend.create_group(2)[0])
     with pytest.raises(ValueError, match=message):
@@ -277,11 +277,11 @@ def test_a_mesh_of_several_axes():
 
 
 def test_a_copy_is_another_layer():
-    """What a deep copy computes comes from its own parameters; its gradients lie as these."""
-    plain, (x, _) = undivided(12, 3), inputs()
+    """A deep copy computes with its own parameters, whose gradients have their placements."""
+    plain, (x, _) = unsharded(12, 3), inputs()
 
     def program(group):
-        made = divided(plain, mesh_of(group))
+        made = sharded(plain, mesh_of(group))
         expected = made(x).detach()
         other = copy.deepcopy(made)
         with torch.no_grad():

@@ -1,4 +1,4 @@
-"""Whole transformers divided by plans, against the same ones in one process: what they compute, and what they send."""
+"""Transformers sharded by plans, against the same ones in one process: results and communication."""
 
 import copy
 import importlib.util
@@ -40,8 +40,8 @@ example = load_example()
 WIDTH, LENGTH = 128, 8  # two heads
 
 
-def divided_sequences(chunks=1):
-    """The example's plan where what lies between the layers of a block is divided along the sequence."""
+def sharded_sequences(chunks=1):
+    """The example's plan with the sequence sharded between the layers of a block."""
     return {
         "tokens": fd.VocabularyParallel(outputs=Shard(1)),
         "positions": Style(outputs=Shard(0)),
@@ -55,7 +55,7 @@ def divided_sequences(chunks=1):
     }
 
 
-PLANS = {"whole": example.PLAN, "sequence": divided_sequences(), "overlapped": divided_sequences(chunks=2)}
+PLANS = {"replicated": example.PLAN, "sequence": sharded_sequences(), "overlapped": sharded_sequences(chunks=2)}
 
 
 def gpt(num_layers=2, width=WIDTH):
@@ -69,7 +69,7 @@ def tokens_of(batch=2, length=LENGTH):
 
 
 class WithLoss(nn.Module):
-    """A model and its loss in one, so that scores stay divided."""
+    """A model and its loss in one, so that logits stay sharded."""
 
     def __init__(self, model):
         super().__init__()
@@ -92,8 +92,8 @@ def count(steps):
     return dict(Counter(step.move for step in steps if step.move in COLLECTIVES))
 
 
-def check_gradients(divided, plain):
-    for (name, own), other in zip(divided.named_parameters(), plain.parameters(), strict=True):
+def check_gradients(sharded, plain):
+    for (name, own), other in zip(sharded.named_parameters(), plain.parameters(), strict=True):
         assert own.grad.placements == own.placements, name
         torch.testing.assert_close(
             own.grad.full_tensor(), other.grad, msg=lambda text, name=name: f"{name}: {text}", **CLOSE
@@ -102,24 +102,24 @@ def check_gradients(divided, plain):
 
 @pytest.mark.parametrize("size", [1, 2, 3])
 @pytest.mark.parametrize("plan", PLANS)
-def test_a_gpt_is_the_undivided_one(plan, size):
-    """Loss, scores and all gradients; three ranks divide nothing evenly but the tokens' width: not even the heads."""
+def test_gpt_equals_the_unsharded_one(plan, size):
+    """Loss, logits and all gradients; on three ranks nothing divides evenly but the embedding: not even the heads."""
     model, tokens = gpt(), tokens_of()
     loss = WithLoss(model)(tokens)
     loss.backward()
     scores = model(tokens[:, :-1]).detach()
 
     def program(group):
-        divided = copy.deepcopy(model)
-        divided.zero_grad()
-        divided = fd.parallelize(divided, mesh_of(group), PLANS[plan])
-        assert divided.head.weight is divided.tokens.weight
-        got = WithLoss(divided)(tokens)
+        sharded = copy.deepcopy(model)
+        sharded.zero_grad()
+        sharded = fd.parallelize(sharded, mesh_of(group), PLANS[plan])
+        assert sharded.head.weight is sharded.tokens.weight
+        got = WithLoss(sharded)(tokens)
         torch.testing.assert_close(got, loss, **CLOSE)
         got.backward()
-        check_gradients(divided, model)
+        check_gradients(sharded, model)
         with torch.no_grad():
-            torch.testing.assert_close(divided(tokens[:, :-1]), scores, **CLOSE)
+            torch.testing.assert_close(sharded(tokens[:, :-1]), scores, **CLOSE)
 
     run_ranks(program, size)
 
@@ -133,8 +133,8 @@ BLOCK_PLANS = {
 @pytest.mark.parametrize(
     ("plan", "forward", "backward"),
     [
-        ("whole", {RedistributeKind.ALLREDUCE: 2}, {RedistributeKind.ALLREDUCE: 2}),
-        # The weights and biases of two norms, and the two biases that are added to parts of the sequence.
+        ("replicated", {RedistributeKind.ALLREDUCE: 2}, {RedistributeKind.ALLREDUCE: 2}),
+        # The weights and biases of two norms, and the two biases that are added to shards of the sequence.
         (
             "sequence",
             {RedistributeKind.ALL_GATHER: 2, RedistributeKind.REDUCE_SCATTER: 2},
@@ -149,12 +149,12 @@ BLOCK_PLANS = {
     ],
 )
 def test_collectives_of_a_block(plan, forward, backward):
-    """Two allreduces each way, or reduce_scatter and all_gather in the place of each; nothing else is sent."""
+    """Two allreduces each way, or a reduce_scatter and an all_gather for each; nothing else is sent."""
 
     def program(group):
         mesh = mesh_of(group)
         block = fd.parallelize(example.Block(WIDTH, 2).double(), mesh, BLOCK_PLANS[plan], gathers_outputs=False)
-        placement = Replicate() if plan == "whole" else Shard(1)
+        placement = Replicate() if plan == "replicated" else Shard(1)
         x = fd.distribute(torch.ones(2, LENGTH, WIDTH, dtype=torch.float64), mesh, placement).requires_grad_()
         block(x).sum().backward()  # what is sent once, to agree
         block.zero_grad()
@@ -175,13 +175,13 @@ def test_collectives_of_a_block(plan, forward, backward):
         assert told <= sent <= told + 400 * (sum(there.values()) + sum(back.values()))
 
 
-def test_scores_stay_divided_until_the_loss():
-    """A step of the whole model: of scores that no rank has whole only two numbers of each row travel, and one back."""
+def test_logits_stay_sharded_until_the_loss():
+    """In a step of the model only two numbers of each row of logits are sent, and one back."""
     num_layers, tokens = 2, tokens_of()
     rows = tokens[:, 1:].numel()
 
     def program(group):
-        model = fd.parallelize(WithLoss(gpt(num_layers)), mesh_of(group), inside(PLANS["whole"]))
+        model = fd.parallelize(WithLoss(gpt(num_layers)), mesh_of(group), inside(PLANS["replicated"]))
         with fd.record_redistributions() as steps:
             loss = model(tokens)
         with fd.record_redistributions() as others:
@@ -194,35 +194,35 @@ def test_scores_stay_divided_until_the_loss():
 
     hidden = (*tokens[:, 1:].shape, WIDTH)
     for there, back in run_ranks(program, 2):
-        # Two of each block, and what the embedding found; the loss's parts are added up at last.
+        # Two of each block, and one of the embedding; the partial losses are reduced at the end.
         assert there == {hidden: 2 * num_layers + 1, (rows, 1): 2, (): 1}
         assert back == {hidden: 2 * num_layers + 1, (rows, 1): 1}
 
 
-def test_scores_may_leave_divided():
-    """With gathers_outputs=False scores are DTensors, and a loss outside of the model is what it is inside."""
+def test_sharded_outputs():
+    """With gathers_outputs=False logits are DTensors, and a loss outside of the model equals one inside."""
     model, tokens = gpt(), tokens_of()
     expected = WithLoss(model)(tokens)
     expected.backward()
 
     def program(group):
         mesh = mesh_of(group)
-        divided = copy.deepcopy(model)
-        divided.zero_grad()
-        divided = fd.parallelize(divided, mesh, PLANS["whole"], gathers_outputs=False)
-        scores = divided(tokens[:, :-1])
+        sharded = copy.deepcopy(model)
+        sharded.zero_grad()
+        sharded = fd.parallelize(sharded, mesh, PLANS["replicated"], gathers_outputs=False)
+        scores = sharded(tokens[:, :-1])
         assert scores.placements == (Shard(2),)
         targets = fd.distribute(tokens[:, 1:].reshape(-1), mesh, Replicate(), src=None)
         loss = functional.cross_entropy(scores.reshape(-1, example.VOCABULARY), targets)
         torch.testing.assert_close(loss.full_tensor(), expected, **CLOSE)
         loss.backward()
-        check_gradients(divided, model)
+        check_gradients(sharded, model)
 
     run_ranks(program, 2)
 
 
 class Dropping(nn.Module):
-    """Dropout where nothing is divided, where features are, and where sequences are."""
+    """Dropout of replicated tensors, of sharded features, and of sharded sequences."""
 
     def __init__(self):
         super().__init__()
@@ -236,8 +236,8 @@ class Dropping(nn.Module):
 
 
 @pytest.mark.parametrize("is_sequence", [False, True])
-def test_dropout_drops_what_one_process_does(is_sequence):
-    """Masks of whole tensors, wherever these are divided; processes, for threads share torch's generator."""
+def test_dropout_equals_one_process(is_sequence):
+    """Masks are those of full tensors, however these are sharded; in processes, as threads share torch's generator."""
     plan = {
         "norm": SequenceParallel() if is_sequence else Style(),
         "up": ColumnParallel(),
@@ -256,22 +256,22 @@ def test_dropout_drops_what_one_process_does(is_sequence):
         model = Dropping().double()
         x = torch.randn(2, 6, 12, dtype=torch.float64)
         expected = run(model, x)
-        divided = copy.deepcopy(model)
-        divided.zero_grad()
-        got = run(fd.parallelize(divided, mesh_of(group), plan), x)
+        sharded = copy.deepcopy(model)
+        sharded.zero_grad()
+        got = run(fd.parallelize(sharded, mesh_of(group), plan), x)
         for one, other in zip(got, expected, strict=True):
             torch.testing.assert_close(one, other, **CLOSE)
-        check_gradients(divided, model)
+        check_gradients(sharded, model)
         model.eval()
-        divided.eval()
+        sharded.eval()
         with torch.no_grad():
-            torch.testing.assert_close(divided(x), model(x), **CLOSE)
+            torch.testing.assert_close(sharded(x), model(x), **CLOSE)
 
     run_ranks(program, 2, backend="native")
 
 
 def test_gathering_overlaps_the_product(monkeypatch):
-    """While a piece is multiplied the next one is under way, and no more than that."""
+    """While a chunk is multiplied the next one is being gathered, and no more than that."""
     log = []
 
     class Watched:
@@ -298,16 +298,16 @@ def test_gathering_overlaps_the_product(monkeypatch):
 
     layer, x = nn.Linear(4, 6).double(), torch.ones(1, 6, 4, dtype=torch.float64)
     mesh = mesh_of(fd.SimulatedBackend.create_group(1)[0])
-    divided = fd.parallelize(copy.deepcopy(layer), mesh, {"": ColumnParallel(chunks=3)}, gathers_outputs=False)
+    sharded = fd.parallelize(copy.deepcopy(layer), mesh, {"": ColumnParallel(chunks=3)}, gathers_outputs=False)
     monkeypatch.setattr(async_linear, "async_all_gather", watch(async_linear.async_all_gather))
     monkeypatch.setattr(async_linear, "functional", SimpleNamespace(linear=linear))
-    got = divided(fd.distribute(x, mesh, Shard(1)))
+    got = sharded(fd.distribute(x, mesh, Shard(1)))
     torch.testing.assert_close(got.to_local(), layer(x), **CLOSE)
     assert ", ".join(log) == ("start 0, wait 0, start 1, multiply, wait 1, start 2, multiply, wait 2, multiply")
 
 
-def test_pieces_under_autocast():
-    """They travel and are multiplied in the small dtype; gradients of parameters are of their own."""
+def test_chunks_under_autocast():
+    """They are sent and multiplied in the small dtype; gradients have the parameters' dtype."""
     generator = torch.Generator().manual_seed(1)
     x = torch.rand(2, 8, 4, generator=generator)
     layer = nn.Linear(4, 6)
@@ -315,30 +315,30 @@ def test_pieces_under_autocast():
     def run(layer, x):
         with torch.autocast("cpu", torch.bfloat16):
             out = layer(x)
-        whole = out.full_tensor() if isinstance(out, DTensor) else out
-        whole.float().square().sum().backward()
-        return whole.detach()
+        full = out.full_tensor() if isinstance(out, DTensor) else out
+        full.float().square().sum().backward()
+        return full.detach()
 
     expected = run(layer, x)
 
     def program(group):
         mesh = mesh_of(group)
-        divided = fd.parallelize(copy.deepcopy(layer), mesh, {"": ColumnParallel(chunks=2)}, gathers_outputs=False)
+        sharded = fd.parallelize(copy.deepcopy(layer), mesh, {"": ColumnParallel(chunks=2)}, gathers_outputs=False)
         its = fd.distribute(x, mesh, Shard(1), src=None).requires_grad_()
         with fd.record_redistributions() as steps:
-            got = run(divided, its)
+            got = run(sharded, its)
         assert {step.before.dtype for step in steps} >= {torch.bfloat16}
         assert (got.dtype, its.grad.dtype) == (torch.bfloat16, torch.float32)
         torch.testing.assert_close(got, expected, rtol=0.05, atol=0.05)
-        for own, other in zip(divided.parameters(), layer.parameters(), strict=True):
+        for own, other in zip(sharded.parameters(), layer.parameters(), strict=True):
             torch.testing.assert_close(own.grad.full_tensor(), other.grad, rtol=0.05, atol=0.05)
 
     run_ranks(program, 2)
 
 
 @pytest.mark.parametrize("blocks", [1, 3])
-def test_pieces_of_sequences_of_any_shape(blocks):
-    """Chunks of tensors of two, three and four dims, with and without bias, and under no_grad."""
+def test_chunks_of_inputs_of_any_shape(blocks):
+    """Inputs of two, three and four dims, with and without bias, and under no_grad."""
     generator = torch.Generator().manual_seed(1)
 
     def draw(*shape):
@@ -346,19 +346,19 @@ def test_pieces_of_sequences_of_any_shape(blocks):
 
     def program(group, layer, x, grad):
         mesh = mesh_of(group)
-        divided = copy.deepcopy(layer)
-        divided.zero_grad()
-        divided = fd.parallelize(divided, mesh, {"": ColumnParallel(chunks=2, blocks=blocks)}, gathers_outputs=False)
+        sharded = copy.deepcopy(layer)
+        sharded.zero_grad()
+        sharded = fd.parallelize(sharded, mesh, {"": ColumnParallel(chunks=2, blocks=blocks)}, gathers_outputs=False)
         its = fd.distribute(x.detach(), mesh, Shard(x.dim() - 2), src=None).requires_grad_()
-        out = divided(its)
+        out = sharded(its)
         assert out.placements == (Shard(x.dim() - 1, blocks),)
         with torch.no_grad():
             expected = layer(x)
             torch.testing.assert_close(out.full_tensor(), expected, **CLOSE)
-            torch.testing.assert_close(divided(its).full_tensor(), expected, **CLOSE)
+            torch.testing.assert_close(sharded(its).full_tensor(), expected, **CLOSE)
         out.backward(fd.distribute(grad, mesh, Replicate(), src=None))
         torch.testing.assert_close(its.grad.full_tensor(), x.grad, **CLOSE)
-        check_gradients(divided, layer)
+        check_gradients(sharded, layer)
 
     for shape, bias in (((8, 4), True), ((2, 8, 4), False), ((3, 2, 8, 4), True)):
         layer = nn.Linear(4, 12, bias=bias).double()

@@ -1,4 +1,4 @@
-"""Modules divided by plans, and layers that are made divided, against the same layers in one process."""
+"""Modules sharded by plans, and parallel layers, against the same layers in one process."""
 
 import copy
 import dataclasses
@@ -41,7 +41,7 @@ COLLECTIVES = {
 
 
 class Network(nn.Module):
-    """Two layers to be divided behind one that is not."""
+    """Two layers to be sharded after one that is not."""
 
     def __init__(self, width=12, hidden=24):
         super().__init__()
@@ -67,7 +67,7 @@ def count_collectives(steps):
 
 
 PLANS = {
-    "whole": {"up": ColumnParallel(), "down": RowParallel()},
+    "replicated": {"up": ColumnParallel(), "down": RowParallel()},
     "sequence": {
         "scale": SequenceParallel(),
         "up": ColumnParallel(),
@@ -85,8 +85,8 @@ PLANS = {
 
 @pytest.mark.parametrize("size", [1, 2, 3])
 @pytest.mark.parametrize("plan", PLANS)
-def test_a_module_computes_what_it_did(plan, size):
-    """Outputs, and gradients of inputs and parameters; also of sizes that ranks can't divide evenly."""
+def test_module_equals_the_unsharded_one(plan, size):
+    """Outputs, and gradients of inputs and parameters; also of sizes that don't divide evenly."""
     model, x = seeded(partial(Network, 12, 20)), torch.randn(2, 8, 12, dtype=torch.float64)
     mine = x.clone().requires_grad_()
     expected = model(mine)
@@ -94,15 +94,15 @@ def test_a_module_computes_what_it_did(plan, size):
     expected.backward(grad)
 
     def program(group):
-        divided = fd.parallelize(copy.deepcopy(model), mesh_of(group), PLANS[plan])
-        divided.zero_grad()
+        sharded = fd.parallelize(copy.deepcopy(model), mesh_of(group), PLANS[plan])
+        sharded.zero_grad()
         its = x.clone().requires_grad_()
-        got = divided(its)
+        got = sharded(its)
         assert type(got) is torch.Tensor
         torch.testing.assert_close(got, expected)
         got.backward(grad)
         torch.testing.assert_close(its.grad, mine.grad)
-        for (name, parameter), other in zip(divided.named_parameters(), model.parameters(), strict=True):
+        for (name, parameter), other in zip(sharded.named_parameters(), model.parameters(), strict=True):
             assert isinstance(parameter, nn.Parameter)
             assert isinstance(parameter, DTensor)
             assert parameter.grad.placements == parameter.placements, name
@@ -113,11 +113,11 @@ def test_a_module_computes_what_it_did(plan, size):
     run_ranks(program, size)
 
 
-def test_parts_are_what_the_plan_says():
-    """A column's weight by outputs, a row's by inputs, a row's bias and all else whole."""
+def test_placements_of_parameters():
+    """A column's weight is sharded by outputs, a row's by inputs; a row's bias and all else is replicated."""
 
     def program(group):
-        model = fd.parallelize(seeded(Network), mesh_of(group), PLANS["whole"])
+        model = fd.parallelize(seeded(Network), mesh_of(group), PLANS["replicated"])
         return {name: (tuple(one.to_local().shape), one.placements[0]) for name, one in model.named_parameters()}
 
     assert run_ranks(program, 2)[1] == {
@@ -133,8 +133,8 @@ def test_parts_are_what_the_plan_says():
 @pytest.mark.parametrize(
     ("plan", "forward", "backward"),
     [
-        ("whole", {RedistributeKind.ALLREDUCE: 1}, {RedistributeKind.ALLREDUCE: 1}),
-        # The sequence is gathered at the end, for what comes out is whole.
+        ("replicated", {RedistributeKind.ALLREDUCE: 1}, {RedistributeKind.ALLREDUCE: 1}),
+        # The sequence is gathered at the end, as the output is replicated.
         (
             "sequence",
             {RedistributeKind.ALL_GATHER: 2, RedistributeKind.REDUCE_SCATTER: 1},
@@ -145,7 +145,7 @@ def test_parts_are_what_the_plan_says():
     ],
 )
 def test_collectives_of_a_network(plan, forward, backward):
-    """One allreduce each way; with a divided sequence one all_gather and one reduce_scatter in its place."""
+    """One allreduce each way; for a sharded sequence an all_gather and a reduce_scatter instead."""
 
     def program(group):
         model = fd.parallelize(seeded(Network), mesh_of(group), PLANS[plan])
@@ -161,7 +161,7 @@ def test_collectives_of_a_network(plan, forward, backward):
 
 
 def test_training_equals_one_process():
-    """Ten steps of AdamW, plain gradients clipped by norm."""
+    """Ten steps of AdamW, with gradients clipped by norm."""
     model = seeded(Network)
     batches = [torch.randn(4, 3, 12, dtype=torch.float64) for _ in range(10)]
 
@@ -177,7 +177,7 @@ def test_training_equals_one_process():
         return losses
 
     def program(group):
-        return train(fd.parallelize(copy.deepcopy(model), mesh_of(group), PLANS["whole"]))
+        return train(fd.parallelize(copy.deepcopy(model), mesh_of(group), PLANS["replicated"]))
 
     got = run_ranks(program, 3)
     expected = train(copy.deepcopy(model))
@@ -187,7 +187,7 @@ def test_training_equals_one_process():
 
 
 def test_tied_parameters_stay_tied():
-    """One parameter in two modules is one afterwards."""
+    """A parameter of two modules is one parameter afterwards."""
 
     def make():
         model = Network(8, 8)
@@ -205,8 +205,8 @@ def test_tied_parameters_stay_tied():
     run_ranks(program, 2)
 
 
-def test_values_are_those_of_the_first_rank():
-    """Models that were made otherwise on each rank are one model afterwards."""
+def test_values_are_those_of_rank_0():
+    """Models that were initialized differently on each rank are the same afterwards."""
 
     def program(group):
         torch.manual_seed(0)  # of no consequence: threads share the generator
@@ -214,7 +214,7 @@ def test_values_are_those_of_the_first_rank():
         with torch.no_grad():
             for parameter in model.parameters():
                 parameter.fill_(group.rank + 1)
-        fd.parallelize(model, mesh_of(group), PLANS["whole"])
+        fd.parallelize(model, mesh_of(group), PLANS["replicated"])
         assert all((parameter.to_local() == 1).all() for parameter in model.parameters())
 
     run_ranks(program, 2)
@@ -229,13 +229,13 @@ def test_values_are_those_of_the_first_rank():
             "the plan's path 'upp' is of no module; some are 'scale', 'up', 'down'",
         ),
         ({"up": ColumnParallel(), "u*": RowParallel()}, ValueError, "module 'up' has two styles, by 'up' and by 'u*'"),
-        ({"": ColumnParallel()}, TypeError, "ColumnParallel divides an nn.Linear"),
+        ({"": ColumnParallel()}, TypeError, "ColumnParallel shards an nn.Linear"),
         ({"up": ColumnParallel}, TypeError, "must be a style, as ColumnParallel()"),
         ([ColumnParallel()], TypeError, "a plan is a mapping"),
         ({"up": Style(parameters={"wait": Shard(0)})}, ValueError, "module 'up' has no parameter 'wait'"),
     ],
 )
-def test_a_wrong_plan_changes_nothing(plan, error, message):
+def test_invalid_plan_changes_nothing(plan, error, message):
     """Errors come before anything is sent or changed."""
     mesh = mesh_of(fd.SimulatedBackend.create_group(1)[0])
     model = Network()
@@ -254,7 +254,7 @@ def test_a_wrong_plan_changes_nothing(plan, error, message):
         (SequenceParallel, {"outputs": Replicate()}),
     ],
 )
-def test_a_style_takes_nothing_that_it_would_ignore(style, options):
+def test_style_refuses_fields_that_it_would_ignore(style, options):
     with pytest.raises(TypeError, match=f"{style.__name__} decides by itself what {next(iter(options))} are"):
         style(**options)
 
@@ -269,7 +269,7 @@ def test_a_mesh_has_one_axis():
         ColumnParallelLinear(4, 4, mesh=mesh)
 
 
-def test_a_module_is_divided_once():
+def test_module_is_parallelized_once():
     model = Network()
     mesh = mesh_of(fd.SimulatedBackend.create_group(1)[0])
     model(torch.ones(1, 1, 12)).sum().backward()
@@ -281,8 +281,8 @@ def test_a_module_is_divided_once():
         fd.parallelize(model, mesh, {})
 
 
-def test_layers_give_parts_for_plain_tensors():
-    """What Megatron's layers do: of plain tensors this rank's parts, and the initialisation of the undivided layers."""
+def test_layers_return_shards_for_plain_tensors():
+    """As Megatron's layers do; initial values are those of the unsharded layers."""
     torch.manual_seed(3)
     up, down = nn.Linear(6, 10), nn.Linear(10, 6)
     x = torch.randn(4, 6)
@@ -309,8 +309,8 @@ def test_layers_give_parts_for_plain_tensors():
     run_ranks(program, 2, backend="native")
 
 
-def test_layers_with_divided_sequences():
-    """Parts of a sequence come in and go out; gathering overlaps the product."""
+def test_layers_with_sharded_sequences():
+    """Shards of a sequence go in and come out; gathering overlaps the product."""
     up, down = nn.Linear(6, 8), nn.Linear(8, 6)
     x, grad = torch.randn(2, 8, 6), torch.randn(2, 8, 6)
     mine = x.clone().requires_grad_()
@@ -337,11 +337,11 @@ def test_layers_with_divided_sequences():
         torch.testing.assert_close(layers[0].bias.grad.full_tensor(), up.bias.grad)
         torch.testing.assert_close(layers[1].bias.grad.full_tensor(), down.bias.grad)
 
-    for chunks in (1, 2, 4, 3):  # three don't divide the parts: then the sequence is gathered first
+    for chunks in (1, 2, 4, 3):  # three don't divide the shards evenly: then the sequence is gathered first
         run_ranks(program, 2, chunks)
 
 
-def test_layers_give_dtensors_for_dtensors():
+def test_layers_return_dtensors_for_dtensors():
     def program(group):
         mesh = mesh_of(group)
         x = fd.distribute(torch.ones(3, 4), mesh, Replicate(), src=None)
@@ -390,7 +390,7 @@ def test_declared_inputs_and_outputs():
     ],
 )
 def test_ranks_with_different_plans(plan, message):
-    """All of them say so, and nothing is mixed, though all parts are of the same sizes."""
+    """All of them raise, and nothing is mixed, though all shards have the same sizes."""
 
     def program(group):
         model = seeded(partial(Network, 12, 12))
@@ -401,7 +401,7 @@ def test_ranks_with_different_plans(plan, message):
             fd.parallelize(model, mesh_of(group), {}, gathers_outputs=group.rank == 0)
         with pytest.raises(CollectiveMismatchError, match="chunks=2"):
             ColumnParallelLinear(4, 4, mesh=mesh_of(group), chunks=1 + group.rank)
-        fd.parallelize(model, mesh_of(group), PLANS["whole"])
+        fd.parallelize(model, mesh_of(group), PLANS["replicated"])
 
     run_ranks(program, 2)
 
@@ -415,8 +415,8 @@ def test_ranks_with_different_modules():
     run_ranks(program, 2)
 
 
-def test_what_is_wrong_on_one_rank_reaches_all():
-    """The rank itself gets its own error."""
+def test_an_error_on_one_rank_is_raised_on_all():
+    """The rank itself raises its own error."""
 
     def program(group):
         kind, text = (
@@ -443,20 +443,20 @@ def test_what_is_wrong_on_one_rank_reaches_all():
         ),
     ],
 )
-def test_parameters_that_cannot_be_divided(make, style, kind, message):
+def test_parameters_that_cannot_be_sharded(make, style, kind, message):
     with pytest.raises(kind, match=message):
         fd.parallelize(make(), mesh_of(fd.SimulatedBackend.create_group(1)[0]), {"": style})
 
 
 @pytest.mark.parametrize("option", ["blocks", "chunks"])
-def test_numbers_of_pieces(option):
+def test_invalid_blocks_and_chunks(option):
     for number in (0, -1, 2.0, True):
         with pytest.raises(ValueError, match=f"takes {option} of at least 1, not {number}"):
             ColumnParallel(**{option: number})
 
 
 def test_wrapped_modules_are_refused():
-    """Wrappers have put their own parameters in, or listen to them: they come last."""
+    """Wrappers have replaced the parameters, or hooked them: they come last."""
 
     def program(group):
         mesh = DeviceMesh(group, (2, 1), ("dp", "tp"))
@@ -467,8 +467,8 @@ def test_wrapped_modules_are_refused():
     run_ranks(program, 2)
 
 
-def test_modules_in_several_places():
-    """A plan may name any of a module's paths; buffers that modules share stay one."""
+def test_modules_with_several_paths():
+    """A plan may name any of a module's paths; shared buffers stay one."""
 
     class Shared(nn.Module):
         def __init__(self):
@@ -494,7 +494,7 @@ def test_modules_in_several_places():
 
 
 def test_lists_of_weights_are_renewed():
-    """Modules that keep a list of their parameters have the distributed ones in it."""
+    """A module's own list of its parameters has the distributed ones."""
 
     def program(group):
         model = fd.parallelize(nn.LSTM(4, 4), mesh_of(group), {})
@@ -520,7 +520,7 @@ MADE_PLAN = {"tokens": fd.VocabularyParallel(), "up": ColumnParallel()}
 
 @pytest.mark.parametrize("given", [False, True])
 def test_modules_on_the_meta_device(given):
-    """Values are those of rank 0's reset_parameters, in the order of the modules, or what ``init`` gives."""
+    """Values are those of rank 0's reset_parameters, in the order of the modules, or of ``init``."""
 
     def init(module):
         for place, tensor in enumerate((*module.parameters(recurse=False), *module.buffers(recurse=False))):
@@ -556,7 +556,7 @@ def test_modules_on_the_meta_device(given):
     run_ranks(program, 2, backend="native")
 
 
-def test_modules_that_nothing_gives_values():
+def test_modules_that_cannot_be_initialized():
     """They are refused before anything is changed; ranks agree on what is on the meta device."""
 
     def program(group):
@@ -573,7 +573,7 @@ def test_modules_that_nothing_gives_values():
 
 
 def test_frozen_parameters_may_be_trained_later():
-    """Their gradients lie as they do all the same."""
+    """Their gradients have the parameters' placements all the same."""
 
     def program(group):
         model = fd.parallelize(seeded(Network).requires_grad_(False), mesh_of(group), PLANS["sequence"])
@@ -615,7 +615,7 @@ class Containers(nn.Module):
 
 
 def test_containers():
-    """Tensors in dataclasses, dicts that are made in ways of their own, named tuples and lists, both ways."""
+    """Tensors in dataclasses, unusual dicts, named tuples and lists, as inputs and outputs."""
 
     model = seeded(Containers)
 
@@ -640,8 +640,8 @@ def test_containers():
     run_ranks(program, 2)
 
 
-def test_a_cache_is_kept():
-    """What a module puts into a list or a dict of its caller is there for the next call."""
+def test_caches_are_mutated_in_place():
+    """What a module puts into its caller's list or dict is there for the next call."""
 
     class Caching(nn.Module):
         def __init__(self):
@@ -671,7 +671,7 @@ def test_outputs_that_are_not_as_declared():
 
 
 def test_autocast():
-    """Dtypes are those of the undivided module, in forward and backward."""
+    """Dtypes are those of the unsharded module, in forward and backward."""
     torch.manual_seed(0)
     model = Network()
     x = torch.randn(2, 3, 12)
@@ -684,10 +684,10 @@ def test_autocast():
         return out
 
     def program(group):
-        got = run(divided := fd.parallelize(copy.deepcopy(model), mesh_of(group), PLANS["whole"]))
+        got = run(sharded := fd.parallelize(copy.deepcopy(model), mesh_of(group), PLANS["replicated"]))
         assert got.dtype is expected.dtype
         torch.testing.assert_close(got, expected, rtol=0.05, atol=0.05)
-        for parameter, other in zip(divided.parameters(), model.parameters(), strict=True):
+        for parameter, other in zip(sharded.parameters(), model.parameters(), strict=True):
             assert parameter.grad.dtype is torch.float32
             torch.testing.assert_close(parameter.grad.full_tensor(), other.grad, rtol=0.05, atol=0.05)
 
@@ -696,10 +696,10 @@ def test_autocast():
 
 
 def test_anomalies_are_found():
-    """torch's anomaly mode works on distributed modules, and finds what is not a number on any rank."""
+    """torch's anomaly mode works on distributed modules, and finds a NaN on any rank."""
 
     def program(group):
-        model = fd.parallelize(seeded(Network), mesh_of(group), PLANS["whole"])
+        model = fd.parallelize(seeded(Network), mesh_of(group), PLANS["replicated"])
         out = model(torch.ones(1, 1, 12, dtype=torch.float64))
         out.sum().backward()
         with pytest.raises(RuntimeError, match="returned nan values"):
@@ -712,7 +712,7 @@ def test_anomalies_are_found():
 
 
 def test_a_module_in_a_plain_one():
-    """What is around it stays plain, and gradients go through."""
+    """The module around it stays plain, and gradients flow through."""
     inner = seeded(Network)
     first = nn.Linear(12, 12).double()
     x = torch.randn(2, 3, 12, dtype=torch.float64)
@@ -722,7 +722,7 @@ def test_a_module_in_a_plain_one():
     def program(group):
         mine = copy.deepcopy(inner)
         mine.zero_grad()
-        mine = nn.Sequential(copy.deepcopy(first), fd.parallelize(mine, mesh_of(group), PLANS["whole"]))
+        mine = nn.Sequential(copy.deepcopy(first), fd.parallelize(mine, mesh_of(group), PLANS["replicated"]))
         mine(x).square().sum().backward()
         torch.testing.assert_close(mine[0].weight.grad, gradient)
         torch.testing.assert_close(mine[1].up.weight.grad.full_tensor(), inner.up.weight.grad)
@@ -732,7 +732,7 @@ def test_a_module_in_a_plain_one():
 
 @pytest.mark.parametrize("use_reentrant", [False, True])
 def test_checkpointed_modules(use_reentrant):
-    """Recomputation in backward, around the whole module and around a part of it, with what a plan divides."""
+    """Recomputation in backward, around the module and around a part of it, with sharded layers in it."""
 
     class Recomputed(nn.Module):
         def __init__(self):
@@ -745,26 +745,26 @@ def test_checkpointed_modules(use_reentrant):
     model, x = seeded(Recomputed), torch.randn(2, 4, 12, dtype=torch.float64)
     mine = x.clone().requires_grad_()
     model(mine).square().sum().backward()
-    plans = [{f"inner.{name}": style for name, style in PLANS[plan].items()} for plan in ("whole", "overlapped")]
+    plans = [{f"inner.{name}": style for name, style in PLANS[plan].items()} for plan in ("replicated", "overlapped")]
 
     def program(group):
         for plan in plans:
-            divided = copy.deepcopy(model)
-            divided.zero_grad()
-            divided = fd.parallelize(divided, mesh_of(group), plan)
+            sharded = copy.deepcopy(model)
+            sharded.zero_grad()
+            sharded = fd.parallelize(sharded, mesh_of(group), plan)
             its = x.clone().requires_grad_()
-            out = divided(its) if use_reentrant else checkpoint(divided, its, use_reentrant=False)
+            out = sharded(its) if use_reentrant else checkpoint(sharded, its, use_reentrant=False)
             out.square().sum().backward()
             torch.testing.assert_close(its.grad, mine.grad)
-            for own, other in zip(divided.parameters(), model.parameters(), strict=True):
+            for own, other in zip(sharded.parameters(), model.parameters(), strict=True):
                 torch.testing.assert_close(own.grad.full_tensor(), other.grad)
 
     run_ranks(program, 2)
 
 
 @pytest.mark.parametrize("assign", [False, True])
-def test_states_come_back(assign):
-    """Of DTensors, and whole ones of an undivided module, of which rank 0's values count."""
+def test_state_dicts_are_loaded(assign):
+    """With DTensors, and with full tensors of an unsharded module, of which rank 0's values are used."""
     model = seeded(Network)
 
     def program(group):
@@ -772,8 +772,8 @@ def test_states_come_back(assign):
         one, other = (fd.parallelize(copy.deepcopy(model), mesh, PLANS["sequence"]) for _ in range(2))
         x = torch.ones(1, 2, 12, dtype=torch.float64)
         expected = one(x)
-        whole = {name: value.full_tensor() + group.rank for name, value in one.state_dict().items()}
-        for state in (one.state_dict(), whole):
+        full = {name: value.full_tensor() + group.rank for name, value in one.state_dict().items()}
+        for state in (one.state_dict(), full):
             with torch.no_grad():
                 for parameter in other.parameters():
                     parameter.zero_()
@@ -784,7 +784,7 @@ def test_states_come_back(assign):
             other.zero_grad()
             other(x).sum().backward()
             assert all(parameter.grad.placements == parameter.placements for parameter in other.parameters())
-        assert all(type(value) is torch.Tensor for value in whole.values())
+        assert all(type(value) is torch.Tensor for value in full.values())
         copy.deepcopy(other.up).load_state_dict(nn.Linear(12, 24).double().state_dict())
         with pytest.raises(RuntimeError, match=r"size mismatch for up\.weight"):
             other.load_state_dict(Network(12, 20).state_dict())
@@ -793,7 +793,7 @@ def test_states_come_back(assign):
 
 
 def test_declared_inputs_however_they_are_passed():
-    """Placements by name are of positional arguments too, and those by place of named ones."""
+    """Placements by name apply to positional arguments too, and those by position to named ones."""
 
     class Two(nn.Module):
         def forward(self, a, b):
@@ -825,7 +825,7 @@ def test_declared_inputs_however_they_are_passed():
     ("wanted", "message"),
     [
         ({"y": Shard(0)}, "module 'Linear' takes no argument 'y': it takes 'input'"),
-        ((Shard(0), None), "how 2 inputs of module 'Linear' lie"),
+        ((Shard(0), None), "places 2 inputs of module 'Linear'"),
     ],
 )
 def test_inputs_that_a_module_does_not_take(wanted, message):
@@ -833,8 +833,8 @@ def test_inputs_that_a_module_does_not_take(wanted, message):
         fd.parallelize(nn.Linear(4, 4), mesh_of(fd.SimulatedBackend.create_group(1)[0]), {"": Style(wanted=wanted)})
 
 
-def test_meshes_that_are_made_alike():
-    """They have groups of their own, so tensors of both are not mixed, and the error says what to do."""
+def test_equal_meshes_with_different_groups():
+    """Tensors of both are not mixed, and the error gives advice."""
 
     def program(group):
         one, other = (fd.distribute(torch.ones(4), mesh_of(group), Shard(0)) for _ in range(2))

@@ -1,4 +1,4 @@
-"""Models whose own code makes plain tensors, given whole to a plan."""
+"""Models whose own code makes plain tensors, sharded by a plan."""
 
 import copy
 
@@ -115,11 +115,11 @@ def train(model, ids):
     return losses
 
 
-@pytest.mark.parametrize("plan", [PLAN, {}], ids=["divided", "whole"])
+@pytest.mark.parametrize("plan", [PLAN, {}], ids=["sharded", "replicated"])
 @pytest.mark.parametrize("check", [False, True])
 @pytest.mark.parametrize("recomputes", [False, True])
 def test_a_model_that_makes_plain_tensors(plan, check, recomputes):
-    """It trains and writes as in one process; what comes out is plain, and parameters have distributed gradients."""
+    """It trains and generates as in one process; outputs are plain, and gradients of parameters distributed."""
     model = seeded(lambda: Decoder(recomputes=recomputes))
     ids = torch.tensor([[3, 9, 1, 12, 5], [8, 2, 2, 0, 7]])
     alone = copy.deepcopy(model)
@@ -146,7 +146,7 @@ def test_a_model_that_makes_plain_tensors(plan, check, recomputes):
     ],
 )
 def test_modules_that_make_plain_tensors(make, plan):
-    """Numbers of rows, and the zeros that recurrent layers begin with; forward and backward."""
+    """Position ids, and the initial zeros of recurrent layers; forward and backward."""
     model, x = seeded(make), torch.randn(4, 6, generator=torch.Generator().manual_seed(1)).double()
     first = copy.deepcopy(model)(x)
     expected = first[0] if isinstance(first, tuple) else first
@@ -168,8 +168,8 @@ def test_modules_that_make_plain_tensors(make, plan):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_operators_without_a_rule_on_whole_tensors(dtype):
-    """torch computes an LSTM of float32 by a kernel of its own, which has no rule: no consent, where all is whole."""
+def test_operators_without_a_rule_on_replicated_tensors(dtype):
+    """torch's LSTM kernel for float32 has no rule: it needs no consent if all inputs are replicated."""
     model = seeded(lambda: nn.LSTM(6, 4, num_layers=2, bidirectional=True)).to(dtype)
     x = torch.randn(3, 4, 6, generator=torch.Generator().manual_seed(1)).to(dtype)
     alone = copy.deepcopy(model)
@@ -184,14 +184,14 @@ def test_operators_without_a_rule_on_whole_tensors(dtype):
         for one, other in zip(mine.parameters(), alone.parameters(), strict=True):
             torch.testing.assert_close(one.grad.full_tensor(), other.grad)
         # Divided ones would have to be gathered, which nobody has asked for.
-        divided = fd.distribute(x, mesh_of(group), fd.Shard(1))
+        sharded = fd.distribute(x, mesh_of(group), fd.Shard(1))
         with pytest.raises(UnsupportedOpError, match="no rule"):
-            mine(divided)
+            mine(sharded)
 
     run_ranks(program, 2)
 
 
-def test_a_plain_tensor_that_one_rank_alone_has():
+def test_a_plain_tensor_on_one_rank_only():
     """The others go on, so the next call is an error, on all ranks: it says where the tensor is."""
 
     def program(group):
@@ -237,7 +237,7 @@ class Buffered(nn.Module):
 @pytest.mark.parametrize("write", [copied, set_by_rows, added])
 @pytest.mark.parametrize("style", [ColumnParallel, RowParallel])
 def test_plain_tensors_that_are_written_and_returned(write, style):
-    """Whole tensors to which distributed ones were written give gradients back to those."""
+    """Plain tensors to which distributed ones were written give gradients back to those."""
     model, x = seeded(lambda: nn.Sequential(nn.Linear(4, 4), Buffered(write))), torch.linspace(-1, 1, 12).view(3, 4)
     x = x.double()
     alone = copy.deepcopy(model)
@@ -289,7 +289,7 @@ def test_plain_tensors_that_differ_between_ranks(kind, check):
         return str(caught.value)
 
     for message in run_ranks(program, 2):
-        assert "plain tensors beside distributed ones count as whole, and differ between ranks" in message
+        assert "plain tensors beside distributed ones count as replicated, and differ between ranks" in message
         assert "in module '1'" in message
         assert "aten.mul.Tensor" in message
 
@@ -323,7 +323,7 @@ def set_by_halves(memory, x):
     ],
 )
 def test_memory_that_is_overwritten_may_differ_before(write, check):
-    """What `torch.empty` gives is another on each rank: only what is left of it counts."""
+    """`torch.empty` differs on each rank: only elements that are not overwritten are compared."""
 
     def program(group):
         torch.manual_seed(0)
@@ -336,8 +336,8 @@ def test_memory_that_is_overwritten_may_differ_before(write, check):
 
 
 @pytest.mark.parametrize("check", [False, True])
-def test_what_is_left_of_memory_that_is_written_in_part(check):
-    """Rows that nothing was written to are other ones on each rank: all are told when the model returns them."""
+def test_partly_written_memory_is_compared(check):
+    """Rows that were not written differ on each rank: all raise when the model returns them."""
 
     def program(group):
         def write(memory, x):
@@ -364,8 +364,8 @@ def test_what_is_left_of_memory_that_is_written_in_part(check):
         lambda x, number: number[None] * 2,
     ],
 )
-def test_numbers_that_differ_between_ranks(use, check):
-    """A tensor without dims is compared as others are, also in calls that were prepared with an equal one."""
+def test_scalars_that_differ_between_ranks(use, check):
+    """Scalar tensors are compared too, also in calls that were cached with an equal one."""
 
     class Model(nn.Linear):
         number = torch.tensor(1.0)
@@ -378,14 +378,14 @@ def test_numbers_that_differ_between_ranks(use, check):
         for _ in range(2):
             model(torch.ones(2, 4))
         model.number = torch.tensor(1.0 + group.rank)
-        with pytest.raises(CollectiveMismatchError, match="count as whole, and differ between ranks"):
+        with pytest.raises(CollectiveMismatchError, match="count as replicated, and differ between ranks"):
             model(torch.ones(2, 4))
 
     run_ranks(program, 2)
 
 
-def test_inputs_that_differ_between_ranks_are_found_when_asked():
-    """They count as whole; `check` has the ranks compare them, too."""
+def test_different_inputs_are_found_with_check():
+    """They count as replicated; with `check` the ranks compare them too."""
 
     def program(group):
         model = fd.parallelize(nn.Linear(4, 4), mesh_of(group), {"": ColumnParallel()}, check=True)
@@ -396,8 +396,8 @@ def test_inputs_that_differ_between_ranks_are_found_when_asked():
     run_ranks(program, 2)
 
 
-def test_inputs_that_differ_between_ranks_are_found_where_other_tensors_are_compared():
-    """That costs no exchange of its own: a model that makes plain tensors is told of another batch without `check`."""
+def test_different_inputs_are_found_with_other_tensors():
+    """A model that makes plain tensors compares its inputs in the same exchange, without `check`."""
 
     def program(group):
         model = fd.parallelize(Positions(4, 4), mesh_of(group), {"": ColumnParallel()})
@@ -408,8 +408,8 @@ def test_inputs_that_differ_between_ranks_are_found_where_other_tensors_are_comp
     run_ranks(program, 2)
 
 
-def test_an_input_that_the_models_code_has_too():
-    """A tensor that comes in, and that the code mixes with distributed ones besides, is compared as all such are."""
+def test_an_input_that_the_model_also_uses_as_a_plain_tensor():
+    """It is compared as all plain tensors that are mixed with distributed ones."""
 
     class Scaled(nn.Linear):
         def forward(self, x, _scale):
@@ -424,8 +424,8 @@ def test_an_input_that_the_models_code_has_too():
     run_ranks(program, 2)
 
 
-def test_what_ranks_write_differently():
-    """What `generate` gives to the forward is the model's own: ranks that draw other words are told at once."""
+def test_ranks_that_generate_different_tokens():
+    """`generate` calls the forward with the model's own tokens: ranks that draw other ones raise at once."""
 
     class Writer(nn.Linear):
         def generate(self, x, draw):
@@ -443,7 +443,7 @@ def test_what_ranks_write_differently():
 
 
 def test_plain_tensors_that_differ_in_backward():
-    """As in a hook on a gradient: all ranks raise when the backward is done."""
+    """As in a hook on a gradient: all ranks raise at the end of the backward."""
 
     def program(group):
         model = fd.parallelize(nn.Linear(4, 4), mesh_of(group), {"": ColumnParallel()})
@@ -464,7 +464,7 @@ def test_plain_tensors_that_differ_in_backward():
 
 
 def test_a_module_of_a_model_called_by_itself():
-    """From outside it gives plain whole tensors for plain ones, as the model does; for distributed ones such."""
+    """From outside it returns full plain tensors for plain ones, as the model does, and DTensors for DTensors."""
     model, x = (
         seeded(lambda: nn.Sequential(nn.Linear(6, 8), nn.Sequential(nn.Tanh(), nn.Linear(8, 6)))),
         torch.ones(4, 6),
@@ -480,8 +480,8 @@ def test_a_module_of_a_model_called_by_itself():
         for result in (mine[1](hidden), mine[1][1](mine[1][0](hidden)), mine(x.double())):
             assert type(result) is torch.Tensor
             torch.testing.assert_close(result, expected)
-        whole = fd.distribute(x.double(), mesh, fd.Replicate())
-        assert isinstance(mine[0](whole), DTensor)
+        full = fd.distribute(x.double(), mesh, fd.Replicate())
+        assert isinstance(mine[0](full), DTensor)
         mine(x.double()).sum().backward()
         mine.zero_grad()
         mine[1](mine[0](x.double())).sum().backward()
@@ -495,8 +495,8 @@ def test_a_module_of_a_model_called_by_itself():
     run_ranks(program, 2)
 
 
-def test_a_leaf_of_its_own_is_refused():
-    """A plain parameter made after parallelize would get a distributed gradient: the error names the module."""
+def test_parameters_added_later_are_refused():
+    """A plain parameter would get a distributed gradient: the error names the module."""
 
     class Adapter(nn.Module):
         def __init__(self):
@@ -515,8 +515,8 @@ def test_a_leaf_of_its_own_is_refused():
     run_ranks(program, 2)
 
 
-def test_copies_and_errors_leave_nothing_behind():
-    """A copy of a model is one of its own, and an error in a forward doesn't leave plain tensors allowed."""
+def test_copies_and_errors_leave_no_state():
+    """A copy of a model is independent, and an error in a forward doesn't leave plain tensors allowed."""
 
     class Failing(Positions):
         def forward(self, x):
@@ -539,7 +539,7 @@ def test_copies_and_errors_leave_nothing_behind():
 
 
 def test_an_operator_without_a_rule_names_the_module():
-    """Of a library's model a user sees otherwise no place to look at."""
+    """Else users of a library's model could not find the place."""
 
     class Determinant(nn.Module):
         def forward(self, x):

@@ -67,7 +67,7 @@ class Continued(PendingCollective[T]):
         self._results: list[T] = []
 
     def done(self) -> bool:
-        """Whether the collective has ended; `wait` may have work left to do."""
+        """True if the collective has ended; `wait` may have work left to do."""
         return self._first.done()
 
     def wait(self, timeout: float | None = None) -> T:
@@ -80,11 +80,7 @@ class Continued(PendingCollective[T]):
 
 
 class ErrorFeedback:
-    """Residuals of one model, by parameter names: the part of the gradients that a lossy hook has not sent so far.
-
-    Args:
-        owner: The hook's name in error messages.
-    """
+    """Residuals of one model, by parameter names: the part of the gradients that a lossy hook has not sent so far."""
 
     def __init__(self, owner: str) -> None:
         self._owner = owner
@@ -92,11 +88,7 @@ class ErrorFeedback:
         self._tensors: dict[str, torch.Tensor] = {}
 
     def bind(self, bucket: GradientBucket) -> None:
-        """Bind the parameters of a bucket.
-
-        Raises:
-            ValueError: Another model has a parameter of one of their names.
-        """
+        """Bind the parameters of a bucket."""
         for name, parameter in zip(bucket.names, bucket.parameters, strict=True):
             if self._parameters.setdefault(name, parameter) is not parameter:
                 raise ValueError(

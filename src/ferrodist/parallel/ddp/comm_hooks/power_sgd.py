@@ -1,4 +1,4 @@
-"""Gradients as low-rank matrices.
+"""PowerSGD: gradients sent as low-rank matrices.
 
 After T. Vogels, S. P. Karimireddy, M. Jaggi, "PowerSGD: Practical Low-Rank Gradient Compression for Distributed
 Optimization", NeurIPS 2019 (https://arxiv.org/abs/1905.13727), algorithms 1 (rank-r compression by one step of power
@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
+from ferrodist.arguments import check_int
 from ferrodist.collectives.reduce import async_allreduce
 from ferrodist.collectives.reduce_op import ReduceOp
 from ferrodist.parallel.ddp.comm_hooks.compression import Continued, ErrorFeedback, allreduce
@@ -26,7 +27,7 @@ class _Matrix(NamedTuple):
     """A gradient that is sent as P @ Q.T."""
 
     gradient: torch.Tensor  # a view of the bucket, (rows, columns)
-    residual: torch.Tensor  # what was not sent so far, (rows, columns)
+    residual: torch.Tensor  # the part not sent so far, (rows, columns)
     is_present: bool  # whether this rank has a gradient
     left: torch.Tensor  # P, (rows, rank)
     right: torch.Tensor  # Q, (columns, rank)
@@ -60,15 +61,10 @@ class PowerSGD:
     """
 
     def __init__(self, rank: int = 4, *, start_step: int = 10, seed: int = 0) -> None:
-        for name, value, minimum in (("rank", rank, 1), ("start_step", start_step, 0), ("seed", seed, 0)):
-            if isinstance(value, bool) or not isinstance(value, int):
-                raise TypeError(f"{name} must be an integer, not {type(value).__name__}")
-            if value < minimum:
-                raise ValueError(f"{name} must be at least {minimum}, not {value}")
-        self.rank = rank
-        self.start_step = start_step
-        self.seed = seed
-        self._num_steps: dict[int, int] = {}  # of each bucket
+        self.rank = check_int("rank", rank, min=1)
+        self.start_step = check_int("start_step", start_step, min=0)
+        self.seed = check_int("seed", seed, min=0)
+        self._num_steps: dict[int, int] = {}  # by bucket index
         self._right_factors: dict[str, torch.Tensor] = {}
         self._residuals = ErrorFeedback(self.describe())
 
@@ -90,7 +86,7 @@ class PowerSGD:
             lefts = [matrix.left for matrix in matrices]
             for matrix in matrices:
                 if matrix.is_present:
-                    matrix.gradient.add_(matrix.residual)  # from here on what is to be sent
+                    matrix.gradient.add_(matrix.residual)  # now the gradient is the tensor to send
                 torch.mm(matrix.gradient, matrix.right, out=matrix.left)
             sent = _flatten([*lefts, *vectors])
         first = async_allreduce(sent, ReduceOp.MEAN, group=bucket.group, out=sent)
@@ -149,8 +145,8 @@ def _finish(bucket: GradientBucket, matrices: Sequence[_Matrix]) -> None:
             matrix.residual.sub_(product)
         else:
             matrix.residual.mul_(0.5)
-        if right.isfinite().all() and right.any():  # zeros would be no start for the next step
-            # Of size 1, or a product with it would be of the size of gradients squared.
+        if right.isfinite().all() and right.any():  # zeros would end the power iteration
+            # Normalised, or products with it would have the magnitude of squared gradients.
             matrix.right.copy_(right / right.abs().amax())
         matrix.gradient.copy_(product)
 

@@ -1,8 +1,8 @@
-"""The largest elements of gradients.
+"""Top-k sparsification: only the largest elements of gradients are sent.
 
 After A. F. Aji, K. Heafield, "Sparse Communication for Distributed Gradient Descent", EMNLP 2017
 (https://arxiv.org/abs/1704.05021), and S. U. Stich, J.-B. Cordonnier, M. Jaggi, "Sparsified SGD with Memory", NeurIPS
-2018 (https://arxiv.org/abs/1809.07599), which shows why what is left out must be remembered.
+2018 (https://arxiv.org/abs/1809.07599), which shows why the unsent elements must be fed back.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ class TopK:
                 gradient.add_(residual)
             indices = flat.abs().topk(count, sorted=False).indices
             values = flat[indices]
-            flat[indices] = 0  # from here on what is not sent
+            flat[indices] = 0  # now the gradients are the new residuals
             sent = torch.cat([values.view(torch.uint8), indices.to(torch.int32).view(torch.uint8)])
         size = values.numel() * values.element_size()
 
@@ -80,7 +80,7 @@ class TopK:
             with torch.no_grad():
                 average = torch.zeros_like(flat)
                 for part in gathered.view(bucket.group.world_size, -1):
-                    # Cloned, for a view as another dtype begins where that dtype may.
+                    # Cloned, since a view as another dtype needs its alignment.
                     selected = part[size:].clone().view(torch.int32), part[:size].clone().view(flat.dtype)
                     average.index_add_(0, *selected)
                 average.div_(bucket.group.world_size)

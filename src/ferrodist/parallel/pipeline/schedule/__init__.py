@@ -1,1 +1,1 @@
-"""What each rank does in each kind of schedule: a module for each family, with its paper and what it promises."""
+"""Pipeline schedules as data: a module for each family, with its paper, its bubble and its memory."""

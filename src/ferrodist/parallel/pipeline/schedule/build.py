@@ -1,4 +1,4 @@
-"""The kinds of schedules, and one function that builds any of them."""
+"""The kinds of schedules, and the function that builds them."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from ferrodist.arguments import check_int
 from ferrodist.parallel.pipeline.schedule.dual_pipe_v import dual_pipe_v
 from ferrodist.parallel.pipeline.schedule.gpipe import breadth_first
-from ferrodist.parallel.pipeline.schedule.ir import PipelineSize, Schedule, actions_of_turns
+from ferrodist.parallel.pipeline.schedule.ir import PipelineSize, Schedule, assign_microbatches
 from ferrodist.parallel.pipeline.schedule.lowering import add_communication
 from ferrodist.parallel.pipeline.schedule.one_f_one_b import one_f_one_b
 from ferrodist.parallel.pipeline.schedule.validate import check_schedule
@@ -23,9 +23,9 @@ if TYPE_CHECKING:
 
 
 class PipelineSchedule(enum.Enum):
-    """A kind of schedule. For all, every stage sees the microbatches in order, so that gradients add up to equal bits.
+    """A kind of schedule. In all, every stage sees the microbatches in order, so that gradients add up to equal bits.
 
-    What each promises, and the paper that has it, stands at the head of its module in `schedules`.
+    The bubble and the memory of each, and its paper, are described in its module in `schedule`.
     """
 
     GPIPE = "gpipe"
@@ -41,40 +41,35 @@ class PipelineSchedule(enum.Enum):
     """GPipe with v stages on each rank: a v-th of the bubble, for v times the messages."""
 
     ZERO_BUBBLE_H1 = "zb-h1"
-    """1F1B with backwards in halves: a third of the bubble; every rank holds the activations of 1F1B's first."""
+    """1F1B with split backwards: a third of the bubble; every rank holds the activations of 1F1B's first."""
 
     ZERO_BUBBLE_V = "zb-v"
-    """Two stages on each rank, and backwards in halves: no bubble in ZB-H1's memory, for twice the messages."""
+    """Two stages on each rank, and split backwards: no bubble in ZB-H1's memory, for twice the messages."""
 
     DUAL_PIPE_V = "dualpipe-v"
-    """Two stages on each rank; forwards beside backwards, each of which covers the other's messages."""
+    """Two stages on each rank; forwards beside backwards, each of which overlaps the other's messages."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Recipe:
-    """How a kind is built.
+class _ScheduleKind:
+    """Rules for building a kind of schedule."""
 
-    Args:
-        turns: What a rank does.
-        stages_per_rank: How many stages a rank has unless the caller says.
-        is_any_number: Whether the caller may say another number.
-        is_v_shaped: Whether the ranks have their second stages in reverse.
-    """
-
-    turns: Callable[[PipelineSize, int], list[Slot]]
+    slots: Callable[[PipelineSize, int], list[Slot]]
     stages_per_rank: int = 1
-    is_any_number: bool = False
+    allows_any_number: bool = False
     is_v_shaped: bool = False
 
 
-_RECIPES = {
-    PipelineSchedule.GPIPE: _Recipe(turns=breadth_first),
-    PipelineSchedule.ONE_F_ONE_B: _Recipe(turns=one_f_one_b),
-    PipelineSchedule.INTERLEAVED_ONE_F_ONE_B: _Recipe(turns=one_f_one_b, stages_per_rank=2, is_any_number=True),
-    PipelineSchedule.LOOPED_BFS: _Recipe(turns=breadth_first, stages_per_rank=2, is_any_number=True),
-    PipelineSchedule.ZERO_BUBBLE_H1: _Recipe(turns=zero_bubble_h1),
-    PipelineSchedule.ZERO_BUBBLE_V: _Recipe(turns=zero_bubble_v, stages_per_rank=2, is_v_shaped=True),
-    PipelineSchedule.DUAL_PIPE_V: _Recipe(turns=dual_pipe_v, stages_per_rank=2, is_v_shaped=True),
+_KINDS = {
+    PipelineSchedule.GPIPE: _ScheduleKind(slots=breadth_first),
+    PipelineSchedule.ONE_F_ONE_B: _ScheduleKind(slots=one_f_one_b),
+    PipelineSchedule.INTERLEAVED_ONE_F_ONE_B: _ScheduleKind(
+        slots=one_f_one_b, stages_per_rank=2, allows_any_number=True
+    ),
+    PipelineSchedule.LOOPED_BFS: _ScheduleKind(slots=breadth_first, stages_per_rank=2, allows_any_number=True),
+    PipelineSchedule.ZERO_BUBBLE_H1: _ScheduleKind(slots=zero_bubble_h1),
+    PipelineSchedule.ZERO_BUBBLE_V: _ScheduleKind(slots=zero_bubble_v, stages_per_rank=2, is_v_shaped=True),
+    PipelineSchedule.DUAL_PIPE_V: _ScheduleKind(slots=dual_pipe_v, stages_per_rank=2, is_v_shaped=True),
 }
 
 
@@ -83,41 +78,41 @@ def build_schedule(
 ) -> Schedule:
     """Build a schedule, with its sends and receives.
 
-    It depends on the arguments alone, so that ranks that call this alike have the same.
+    It depends on the arguments alone, so that all ranks get the same.
 
     Args:
-        kind: Which.
-        num_ranks: How many ranks the stages are on, at least 1.
-        num_microbatches: How many microbatches a step has, at least 1. The more, the smaller is the bubble's part;
-            with fewer than twice the ranks, some kinds' bubbles are longer than their papers say.
-        stages_per_rank: How many stages each rank has; None is the kind's own number: 2 for the interleaved, looped and
-            V-shaped ones, else 1. Only interleaved and looped ones allow any.
+        kind: The kind of schedule.
+        num_ranks: Number of ranks, at least 1.
+        num_microbatches: Number of microbatches of a step, at least 1. The more, the smaller the bubble's share; with
+            fewer than twice the ranks, some kinds' bubbles are longer than in their papers.
+        stages_per_rank: Number of stages of each rank; None is the kind's default: 2 for the interleaved, looped and
+            V-shaped ones, else 1. Only interleaved and looped ones allow others.
 
     Raises:
-        TypeError: An argument is not of its type.
-        ValueError: A number is below 1, or stages that the kind does not allow.
+        TypeError: An argument has another type.
+        ValueError: A number is below 1, or the kind does not allow so many stages.
     """
     if not isinstance(kind, PipelineSchedule):
         raise TypeError(
             f"kind must be a PipelineSchedule, not {kind!r}: it has {', '.join(PipelineSchedule.__members__)}"
         )
-    recipe = _RECIPES[kind]
+    builder = _KINDS[kind]
     if stages_per_rank is None:
-        stages_per_rank = recipe.stages_per_rank
+        stages_per_rank = builder.stages_per_rank
     size = PipelineSize(
         num_ranks=check_int("num_ranks", num_ranks, min=1),
         num_microbatches=check_int("num_microbatches", num_microbatches, min=1),
         stages_per_rank=check_int("stages_per_rank", stages_per_rank, min=1),
     )
-    if not recipe.is_any_number and stages_per_rank != recipe.stages_per_rank:
+    if not builder.allows_any_number and stages_per_rank != builder.stages_per_rank:
         raise ValueError(
-            f"{kind.value} has stages_per_rank={recipe.stages_per_rank}, not {stages_per_rank}: leave it out, or take"
+            f"{kind.value} has stages_per_rank={builder.stages_per_rank}, not {stages_per_rank}: leave it out, or take"
             " PipelineSchedule.INTERLEAVED_ONE_F_ONE_B or LOOPED_BFS, which allow any number"
         )
-    stage_ranks = _stage_ranks(size, is_v_shaped=recipe.is_v_shaped)
+    stage_ranks = _stage_ranks(size, is_v_shaped=builder.is_v_shaped)
     actions = (
-        actions_of_turns(
-            recipe.turns(size, rank),
+        assign_microbatches(
+            builder.slots(size, rank),
             [stage for stage, of in enumerate(stage_ranks) if of == rank],
             size.num_microbatches,
         )
@@ -129,18 +124,13 @@ def build_schedule(
 def resolve_schedule(
     schedule: PipelineSchedule | Schedule, num_ranks: int, num_microbatches: int, num_stages: int
 ) -> Schedule:
-    """The schedule of a kind, or one that was brought, for so many ranks, microbatches and stages.
-
-    Raises:
-        TypeError: It is neither.
-        ValueError: There is none for so many, or the one that was brought is wrong, or has no backward.
-    """
+    """Build a kind's schedule, or check a custom one, for these numbers of ranks, microbatches and stages."""
     if isinstance(schedule, PipelineSchedule):
         if num_stages % num_ranks:
             raise ValueError(
-                f"{counted(num_stages, 'stage')} can't be divided among {counted(num_ranks, 'rank')}: pass as"
-                " many for each, all of them in"
-                " one list, with None for those of other ranks; or a Schedule that says where each is"
+                f"{counted(num_stages, 'stage')} can't be divided among {counted(num_ranks, 'rank')}: pass the same"
+                " number for each, all of them in one list, with None for those of other ranks; or a Schedule with the"
+                " rank of each"
             )
         return build_schedule(schedule, num_ranks, num_microbatches, num_stages // num_ranks)
     if not isinstance(schedule, Schedule):
@@ -149,7 +139,7 @@ def resolve_schedule(
     check_schedule(schedule)
     if not any(schedule.backward_orders):
         raise ValueError(
-            f"the schedule {schedule.name!r} has no backward: pass one that has; forward() takes its forwards alone"
+            f"the schedule {schedule.name!r} has no backward: pass one that has; forward() uses its forwards alone"
         )
     wanted = (num_ranks, num_microbatches, num_stages)
     if wanted != (schedule.num_ranks, schedule.num_microbatches, schedule.num_stages):

@@ -1,19 +1,19 @@
-"""Forwards beside backwards of other microbatches, in a V: DualPipeV.
+"""Forwards paired with backwards of other microbatches, in a V: DualPipeV.
 
 DualPipe: DeepSeek-AI, "DeepSeek-V3 Technical Report", 2024 (https://arxiv.org/abs/2412.19437). Half of it, in which no
-stage is there twice: P. Qi et al., "DualPipe could be better without the Dual", 2025
+stage exists twice: P. Qi et al., "DualPipe could be better without the Dual", 2025
 (https://hackmd.io/@ufotalent/r1lVXsa9Jg), which is called DualPipeV. Rank r has the stages r and 2p-1-r.
 
-With p ranks and m microbatches, a forward of one stage taking F, the gradients of its inputs I and those of its
+With p ranks and m microbatches, where a forward of one stage takes F, the gradients of its inputs I and those of its
 parameters W, and B = I + W:
 
-- the bubble is (p-1)(F&B+B-3W) beside the work, if m >= 2p, where F&B is the time of a forward and a backward that
-  overlap. Here they are done one after the other, each sending its result when it is there; then it is
-  (p-1)(F+I-W) beside 2m(F+B) at F = I = W. The gain is in the pairs: the transfers of one are covered by the other;
+- the bubble is (p-1)(F&B+B-3W), in addition to the work, if m >= 2p, where F&B is the time of a forward and a backward
+  that overlap. Here they run one after the other, each sending its result at once; then it is (p-1)(F+I-W), in addition
+  to 2m(F+B), at F = I = W. The gain is in the pairs: each overlaps the transfers of the other;
 - a rank holds at most 2p+1 activations, of stages half as long as with one a rank.
 
-Backwards are whole but where a half lets other ranks begin earlier. It is built for 2p microbatches at least; see
-[Note: fewer microbatches].
+Backwards are split only where a half lets other ranks begin earlier. The schedule is built for at least 2p
+microbatches; see [Note: fewer microbatches].
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 
 def dual_pipe_v(size: PipelineSize, rank: int) -> list[Slot]:
-    """What a rank does: going down the V is place 0, coming up place 1."""
+    """A rank's slots: local stage 0 goes down the V, local stage 1 comes up."""
     num_microbatches = max(size.num_microbatches, 2 * size.num_ranks)
     ranks_after = size.num_ranks - rank - 1
     return (
@@ -41,13 +41,13 @@ def dual_pipe_v(size: PipelineSize, rank: int) -> list[Slot]:
 
 
 def _cooldown(rank: int, ranks_after: int) -> list[Slot]:
-    """The backwards left: of rank + 1 pairs the second half is split, then those that go down to the first rank."""
+    """The remaining backwards: rank + 1 pairs, split in the second half, then those that go down to the first rank."""
     split_pairs, split_alone = divmod(rank + 1, 2)
     return (
         repeat("B1 B0", split_pairs)
         + repeat("B1 I0", split_alone)
         + repeat("I1 I0", split_pairs)
-        # Each waits for the rank after, and a W that is due fills the time.
+        # Each waits for the next rank, and a pending W fills the time.
         + repeat("W0 I0", ranks_after)
         + repeat("W1", split_pairs)
         + repeat("W0", split_pairs + split_alone)

@@ -2,12 +2,13 @@
 
 GPipe: Y. Huang et al., "GPipe: Efficient Training of Giant Neural Networks using Pipeline Parallelism", NeurIPS 2019
 (https://arxiv.org/abs/1811.06965). With several stages a rank, stage s on rank s mod p: J. Lamy-Poirier, "Breadth-First
-Pipeline Parallelism", MLSys 2023 (https://arxiv.org/abs/2211.05953); where parameters are sharded as well, those of a
-stage are gathered once for all microbatches, and not again for each group of them.
+Pipeline Parallelism", MLSys 2023 (https://arxiv.org/abs/2211.05953); with sharded parameters those of a stage are
+gathered once for all microbatches, and not again for each group of them.
 
-With p ranks, v stages on each and m microbatches, a forward of one stage taking F and a backward B:
+With p ranks, v stages on each and m microbatches, where a forward of one stage takes F and a backward B:
 
-- the bubble is (p-1)(F+B) beside m v (F+B) of work, if m >= p; with fewer, a rank's next stage waits for the ring;
+- the bubble is (p-1)(F+B), in addition to m v (F+B) of work, if m >= p; with fewer, a rank's next stage waits for the
+  ring;
 - every rank holds m v activations.
 """
 
@@ -22,8 +23,10 @@ if TYPE_CHECKING:
 
 
 def breadth_first(size: PipelineSize, rank: int) -> list[Slot]:
-    """What a rank does: each stage's forwards, first stage first, then each one's backwards, last stage first."""
-    del rank  # all do the same; the one difference is how long they wait
-    places = range(size.stages_per_rank)
-    forwards = [turn for place in places for turn in repeat(f"F{place}", size.num_microbatches)]
-    return forwards + [turn for place in reversed(places) for turn in repeat(f"B{place}", size.num_microbatches)]
+    """A rank's slots: each stage's forwards, first stage first, then each one's backwards, last stage first."""
+    del rank  # all ranks have the same slots, and only wait differently
+    local_stages = range(size.stages_per_rank)
+    forwards = [slot for local_stage in local_stages for slot in repeat(f"F{local_stage}", size.num_microbatches)]
+    return forwards + [
+        slot for local_stage in reversed(local_stages) for slot in repeat(f"B{local_stage}", size.num_microbatches)
+    ]

@@ -1,7 +1,4 @@
-"""Who sends what to whom: the sends and receives of a schedule, and its forward alone.
-
-How data go through a pipeline: which transfers a compute action has, and what an action has to wait for.
-"""
+"""Lowering of schedules: sends and receives, dependencies of actions, and schedules for forward or backward alone."""
 
 from __future__ import annotations
 
@@ -17,7 +14,7 @@ if TYPE_CHECKING:
 
 
 def receive_for(schedule: Schedule, action: Action) -> Action | None:
-    """The receive that brings a compute action its data; None if they are on its rank already."""
+    """The receive of a compute action's data; None if they are on its rank already."""
     if action.kind is ActionKind.FORWARD and _crosses_ranks(schedule, action.stage, action.stage - 1):
         return Action(ActionKind.RECV_FORWARD, action.stage, action.microbatch)
     if action.kind.gives_gradients and _crosses_ranks(schedule, action.stage, action.stage + 1):
@@ -26,7 +23,7 @@ def receive_for(schedule: Schedule, action: Action) -> Action | None:
 
 
 def send_after(schedule: Schedule, action: Action) -> Action | None:
-    """The send of what a compute action makes; None if it stays on its rank."""
+    """The send of a compute action's result; None if it stays on its rank."""
     if action.kind is ActionKind.FORWARD and _crosses_ranks(schedule, action.stage, action.stage + 1):
         return Action(ActionKind.SEND_FORWARD, action.stage, action.microbatch)
     if action.kind.gives_gradients and _crosses_ranks(schedule, action.stage, action.stage - 1):
@@ -35,18 +32,14 @@ def send_after(schedule: Schedule, action: Action) -> Action | None:
 
 
 def _crosses_ranks(schedule: Schedule, stage: int, neighbour: int) -> bool:
-    """Whether two stages are there, and on different ranks."""
+    """True if two stages exist, on different ranks."""
     if min(stage, neighbour) < 0 or max(stage, neighbour) >= schedule.num_stages:
         return False
     return schedule.stage_ranks[stage] != schedule.stage_ranks[neighbour]
 
 
 class Dependencies:
-    """What each action of a schedule waits for.
-
-    Args:
-        schedule: With sends and receives.
-    """
+    """The dependencies of each action of a schedule with sends and receives."""
 
     def __init__(self, schedule: Schedule) -> None:
         self._schedule = schedule
@@ -58,17 +51,17 @@ class Dependencies:
         }
 
     def of(self, action: Action) -> tuple[Action, ...]:
-        """The actions that have to be done, here and elsewhere, before this one can begin.
+        """The actions, here and elsewhere, that must be done before this one can begin.
 
-        A compute action on received data waits for the receive, which its own rank begins, and for the send.
+        A compute action on received data waits for the receive, which its own rank starts, and for the send.
         """
         stage, microbatch = action.stage, action.microbatch
         forward = Action(ActionKind.FORWARD, stage, microbatch)
         match action.kind:
             case ActionKind.FORWARD:
-                return self._data(action, Action(ActionKind.FORWARD, stage - 1, microbatch))
+                return self._data_dependencies(action, Action(ActionKind.FORWARD, stage - 1, microbatch))
             case ActionKind.BACKWARD | ActionKind.BACKWARD_INPUT:
-                return (forward, *self._data(action, self._backward(stage + 1, microbatch)))
+                return (forward, *self._data_dependencies(action, self._backward(stage + 1, microbatch)))
             case ActionKind.BACKWARD_WEIGHT:
                 return (Action(ActionKind.BACKWARD_INPUT, stage, microbatch),)
             case ActionKind.SEND_FORWARD:
@@ -78,8 +71,8 @@ class Dependencies:
             case _:
                 return ()
 
-    def _data(self, action: Action, made_by: Action) -> tuple[Action, ...]:
-        """What brings a compute action the outputs or gradients that another stage's made."""
+    def _data_dependencies(self, action: Action, made_by: Action) -> tuple[Action, ...]:
+        """The action that makes a compute action's data, or their receive and send."""
         if not 0 <= made_by.stage < self._schedule.num_stages:
             return ()
         receive, send = receive_for(self._schedule, action), send_after(self._schedule, made_by)
@@ -91,31 +84,28 @@ class Dependencies:
 
 
 def has_communication(schedule: Schedule) -> bool:
-    """Whether a schedule has any sends or receives."""
+    """True if a schedule has any sends or receives."""
     return any(not action.kind.is_compute for actions in schedule.actions for action in actions)
 
 
 def add_communication(schedule: Schedule) -> Schedule:
-    """Give a schedule its sends and receives.
+    """Add sends and receives to a schedule.
 
-    Data are sent when they are made. Their receive begins one compute action before the one that uses them, and so goes
-    on meanwhile; receives begin in the order in which their data are used. Between stages of one rank nothing moves.
+    Data are sent when they are computed. Their receive starts one compute action before the one that uses them, and so
+    overlaps it; receives start in the order in which their data are used. Nothing is sent between stages of one rank.
 
     Args:
-        schedule: With compute actions only; one that has sends or receives is returned as it is.
+        schedule: A schedule with compute actions only; one that has sends or receives is returned unchanged.
     """
     if has_communication(schedule):
         return schedule
-    return dataclasses.replace(schedule, actions=tuple(_add(schedule, actions) for actions in schedule.actions))
+    return dataclasses.replace(schedule, actions=tuple(_add_to_rank(schedule, actions) for actions in schedule.actions))
 
 
 def forward_only(schedule: Schedule) -> Schedule:
     """The forward of a schedule, for inference.
 
-    Its sends and receives, if there are some, are placed anew: where a backward covered a receive, a forward does.
-
-    Args:
-        schedule: With or without sends and receives; the result has them if this does.
+    Its sends and receives, if any, are placed anew: forwards overlap the receives that backwards overlapped.
     """
     forwards = dataclasses.replace(
         schedule,
@@ -130,10 +120,7 @@ def forward_only(schedule: Schedule) -> Schedule:
 def backward_only(schedule: Schedule) -> Schedule:
     """The backward that follows `forward_only`: stage by stage from the last, all microbatches of each.
 
-    They come in the schedule's order, so that gradients add up to its bits, and the last one is the same.
-
-    Args:
-        schedule: With backwards, whole or in halves.
+    Microbatches keep the schedule's order, so that gradients add up to its bits, and the last one is the same.
     """
     backwards = (
         tuple(
@@ -148,11 +135,11 @@ def backward_only(schedule: Schedule) -> Schedule:
     )
 
 
-def _add(schedule: Schedule, actions: Sequence[Action]) -> tuple[Action, ...]:
+def _add_to_rank(schedule: Schedule, actions: Sequence[Action]) -> tuple[Action, ...]:
     """One rank's actions with its sends and receives."""
     receives = [receive_for(schedule, action) for action in actions]
     result = receives[:1]
     for index, action in enumerate(actions):
-        # A send goes first: another rank waits for it, and nobody yet for the receive.
+        # A send precedes the next receive: another rank waits for it already.
         result += [*receives[index + 1 : index + 2], action, send_after(schedule, action)]
     return tuple(action for action in result if action is not None)

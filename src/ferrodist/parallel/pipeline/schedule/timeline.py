@@ -1,4 +1,4 @@
-"""How long a schedule takes and how much of it ranks stand idle, and how many activations they keep."""
+"""Predicted duration, bubble and activation memory of a schedule."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Costs:
-    """How long things take, in any unit of time: each is one number, or one for each stage.
+    """Durations of actions, in any unit of time: each one number, or one for each stage.
 
     Args:
-        forward: The forward of a stage for one microbatch.
-        backward_input: The gradients of its inputs; a whole backward takes this and the next.
-        backward_weight: The gradients of its parameters.
-        transfer: From the send of what a stage has made until it has arrived. Ranks compute meanwhile.
+        forward: Forward of a stage for one microbatch.
+        backward_input: Gradients of its inputs; a whole backward takes this and the next.
+        backward_weight: Gradients of its parameters.
+        transfer: Time from the send of a stage's result to its arrival. Ranks compute meanwhile.
 
     Raises:
-        ValueError: One is negative or not finite.
+        ValueError: A cost is negative or not finite.
     """
 
     forward: float | Sequence[float] = 1.0
@@ -46,7 +46,7 @@ class Costs:
                     raise ValueError(f"costs are finite and not negative; {field.name} is {value}")
 
     def of(self, action: Action) -> float:
-        """How long an action takes; a send has taken place when its data have arrived, and a receive only begins."""
+        """The duration of an action; a send ends when its data have arrived, and a receive only starts."""
         match action.kind:
             case ActionKind.FORWARD:
                 return _at(self.forward, action.stage)
@@ -62,11 +62,7 @@ class Costs:
                 return 0.0
 
     def check_stages(self, num_stages: int) -> None:
-        """Raise unless costs that are given by stage are so for each one.
-
-        Raises:
-            ValueError: One has too few or too many.
-        """
+        """Raise ValueError unless costs that are given by stage have one for each."""
         for field in fields(self):
             value = getattr(self, field.name)
             if isinstance(value, tuple) and len(value) != num_stages:
@@ -80,11 +76,11 @@ def _at(cost: float | Sequence[float], stage: int) -> float:
 
 @dataclass(frozen=True, slots=True)
 class Timeline:
-    """When the ranks of a schedule compute what.
+    """The compute actions of a schedule's ranks with their times.
 
     Args:
-        schedule: What they do.
-        spans: For each rank its compute actions, in its order.
+        schedule: The schedule.
+        spans: For each rank its compute actions, in order.
     """
 
     schedule: Schedule
@@ -92,27 +88,27 @@ class Timeline:
 
     @property
     def duration(self) -> float:
-        """From the beginning to the end of the last action of all."""
+        """Time from the beginning to the end of the last action of all."""
         return max((span.stop for spans in self.spans for span in spans), default=0.0)
 
     @property
     def busy(self) -> tuple[float, ...]:
-        """For each rank, how long it computes."""
+        """Computing time of each rank."""
         return tuple(sum(span.stop - span.start for span in spans) for spans in self.spans)
 
     @property
     def bubble_fraction(self) -> float:
-        """How much of all ranks' time passes without computing, 0 to 1."""
+        """The share of all ranks' time without computing, 0 to 1."""
         whole = self.duration * len(self.spans)
         return 1 - sum(self.busy) / whole if whole else 0.0
 
 
 def predict(schedule: Schedule, costs: Costs | None = None) -> Timeline:
-    """Say how a schedule would run.
+    """Predict the timeline of a schedule.
 
     Args:
-        schedule: Sends and receives are added if it has none.
-        costs: What everything costs; 1 for each forward and for each half of a backward if None.
+        schedule: The schedule; sends and receives are added if it has none.
+        costs: Durations; by default 1 for each forward and for each half of a backward.
 
     Raises:
         ValueError: The schedule is wrong, or the costs are of another number of stages.
@@ -125,23 +121,23 @@ def predict(schedule: Schedule, costs: Costs | None = None) -> Timeline:
 
 
 def count_activations(schedule: Schedule) -> tuple[int, ...]:
-    """For each rank, of how many forwards it keeps the activations at most: the memory that a schedule takes.
+    """For each rank the largest number of forwards whose activations it holds: the memory of a schedule.
 
-    They are kept from the forward until the backward has run, or its later part if it is divided. A schedule without
-    any backward keeps none.
+    They are held from the forward until the backward has run, or its weight half if it is split. A schedule without any
+    backward holds none.
     """
     last = {ActionKind.BACKWARD, ActionKind.BACKWARD_WEIGHT}
     if not any(action.kind in last for actions in schedule.actions for action in actions):
         return (0,) * schedule.num_ranks
-    return tuple(_most_kept(actions, last) for actions in schedule.actions)
+    return tuple(_max_in_flight(actions, last) for actions in schedule.actions)
 
 
-def _most_kept(actions: Sequence[Action], last: set[ActionKind]) -> int:
-    most = kept = 0
+def _max_in_flight(actions: Sequence[Action], last: set[ActionKind]) -> int:
+    most = in_flight = 0
     for action in actions:
         if action.kind is ActionKind.FORWARD:
-            kept += 1
-            most = max(most, kept)
+            in_flight += 1
+            most = max(most, in_flight)
         elif action.kind in last:
-            kept -= 1
+            in_flight -= 1
     return most

@@ -1,7 +1,4 @@
-"""A schedule run without a model: when each action begins and ends, and where ranks wait forever.
-
-Whether a schedule computes what it has to, and comes to its end: found before the first microbatch is sent.
-"""
+"""Checks of schedules, before the first microbatch is sent, and their simulation without a model."""
 
 from __future__ import annotations
 
@@ -21,13 +18,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """When a rank computes something.
-
-    Args:
-        action: What.
-        start: When it begins, in the unit of the costs; 0 is the beginning of the step.
-        stop: When it ends.
-    """
+    """The time of a compute action."""
 
     action: Action
     start: float
@@ -35,14 +26,8 @@ class Span:
 
 
 @dataclass(frozen=True, slots=True)
-class Wait:
-    """A rank that got no further.
-
-    Args:
-        rank: The rank.
-        action: What it was to do next.
-        needed: What that waits for.
-    """
+class BlockedRank:
+    """A rank that waits forever, its next action, and the action that it waits for."""
 
     rank: int
     action: Action
@@ -51,43 +36,38 @@ class Wait:
 
 @dataclass(frozen=True, slots=True)
 class Execution:
-    """What became of a schedule.
-
-    Args:
-        spans: For each rank its compute actions, in its order.
-        waits: The ranks that got stuck, in the order of their numbers; none is the rule.
-    """
+    """The result of simulating a schedule."""
 
     spans: tuple[tuple[Span, ...], ...]
-    waits: tuple[Wait, ...]
+    blocked: tuple[BlockedRank, ...]
 
 
 def execute(schedule: Schedule, cost: Callable[[Action], float]) -> Execution:
-    """Run a schedule: each rank does its actions in order, and each as soon as what it needs is done.
+    """Simulate a schedule: each rank runs its actions in order, and each as soon as its dependencies are done.
 
-    Sends and receives block nobody. The result does not depend on the order in which ranks are looked at, for no action
-    takes from another what that needs.
+    Sends and receives block no rank. The result does not depend on the order in which ranks are visited, since no
+    action can take away another's data.
 
     Args:
-        schedule: With sends and receives.
-        cost: How long a compute action occupies its rank, and how long after a send its data are there.
+        schedule: A schedule with sends and receives.
+        cost: Duration of a compute action, and of a send until its data have arrived.
     """
     dependencies = Dependencies(schedule)
     spans: list[list[Span]] = [[] for _ in schedule.actions]
     positions = [0] * schedule.num_ranks
     clocks = [0.0] * schedule.num_ranks
     done_at: dict[Action, float] = {}
-    waits: dict[int, Wait] = {}
+    blocked: dict[int, BlockedRank] = {}
     wakes: defaultdict[Action, list[int]] = defaultdict(list)
     ready = list(range(schedule.num_ranks))
     while ready:
         rank = ready.pop()
-        waits.pop(rank, None)
+        blocked.pop(rank, None)
         for action in schedule.actions[rank][positions[rank] :]:
             needs = dependencies.of(action)
             missing = next((need for need in needs if need not in done_at), None)
             if missing is not None:
-                waits[rank] = Wait(rank, action, missing)
+                blocked[rank] = BlockedRank(rank, action, missing)
                 wakes[missing].append(rank)
                 break
             start = max([clocks[rank], *(done_at[need] for need in needs)])
@@ -97,34 +77,35 @@ def execute(schedule: Schedule, cost: Callable[[Action], float]) -> Execution:
                 spans[rank].append(Span(action, start, done_at[action]))
             positions[rank] += 1
             ready += wakes.pop(action, [])
-    return Execution(tuple(map(tuple, spans)), tuple(waits[rank] for rank in sorted(waits)))
+    return Execution(tuple(map(tuple, spans)), tuple(blocked[rank] for rank in sorted(blocked)))
 
 
 _BACKWARD_KINDS = (ActionKind.BACKWARD, ActionKind.BACKWARD_INPUT, ActionKind.BACKWARD_WEIGHT)
 
 
 def check_schedule(schedule: Schedule) -> None:
-    """Refuse a schedule that no run could be right with.
+    """Raise for a schedule that can't be right.
 
     Every stage runs every microbatch once, forward and backward, on its rank; a schedule without any backward is one
-    for inference. All data that go between ranks are sent and received once, and none else. No rank waits forever: that
-    is proven by a run without data.
+    for inference. All data between ranks are sent and received once, and nothing else. No rank waits forever, which a
+    simulation proves.
 
     Args:
-        schedule: With its sends and receives: see `add_communication`.
+        schedule: A schedule with its sends and receives: see `add_communication`.
 
     Raises:
-        ValueError: It is wrong; the message names the first rank and action found to be so, or who waits for what.
+        ValueError: The schedule is wrong; the message names the first wrong rank and action, or the ranks that wait
+            forever.
     """
     _check_sizes(schedule)
     for rank, actions in enumerate(schedule.actions):
-        _check_places(schedule, rank, actions)
+        _check_positions(schedule, rank, actions)
     _check_compute(schedule)
     _check_transfers(schedule)
     _check_order(schedule)
-    waits = execute(schedule, lambda _: 0.0).waits
-    if waits:
-        raise ValueError(f"schedule {schedule.name!r} never ends: {_describe(schedule, waits)}")
+    blocked = execute(schedule, lambda _: 0.0).blocked
+    if blocked:
+        raise ValueError(f"schedule {schedule.name!r} never ends: {_describe(schedule, blocked)}")
 
 
 def _check_sizes(schedule: Schedule) -> None:
@@ -137,11 +118,11 @@ def _check_sizes(schedule: Schedule) -> None:
         if rank not in schedule.stage_ranks:
             raise _error(schedule, f"rank {rank} has no stage; stage_ranks is {schedule.stage_ranks}")
     if not schedule.num_ranks:
-        raise _error(schedule, "there is no rank, so nobody does anything")
+        raise _error(schedule, "it has no ranks")
 
 
-def _check_places(schedule: Schedule, rank: int, actions: Sequence[Action]) -> None:
-    """Whether a rank's actions are of its own stages and of microbatches that there are, and none is there twice."""
+def _check_positions(schedule: Schedule, rank: int, actions: Sequence[Action]) -> None:
+    """Check that a rank's actions are of its own stages and of existing microbatches, each once."""
     for action in actions:
         if not 0 <= action.stage < schedule.num_stages:
             raise _error(schedule, f"rank {rank} has {action}, and it has {counted(schedule.num_stages, 'stage')}")
@@ -150,8 +131,8 @@ def _check_places(schedule: Schedule, rank: int, actions: Sequence[Action]) -> N
                 schedule, f"rank {rank} has {action}, and it has {counted(schedule.num_microbatches, 'microbatch')}"
             )
         if schedule.stage_ranks[action.stage] != rank:
-            place = schedule.stage_ranks[action.stage]
-            raise _error(schedule, f"rank {rank} has {action}, and stage {action.stage} is on rank {place}")
+            local_stage = schedule.stage_ranks[action.stage]
+            raise _error(schedule, f"rank {rank} has {action}, and stage {action.stage} is on rank {local_stage}")
     for action, count in Counter(actions).items():
         if count > 1:
             raise _error(schedule, f"rank {rank} has {action} {counted(count, 'time')}; once is right")
@@ -169,7 +150,7 @@ def _check_compute(schedule: Schedule) -> None:
 
 
 def _check_backward(schedule: Schedule, found: set[Action], stage: int, microbatch: int) -> None:
-    """Whether there is either a whole backward or both of its parts."""
+    """Check that there is either a whole backward or both of its halves."""
     whole, inputs, weights = (Action(kind, stage, microbatch) for kind in _BACKWARD_KINDS)
     rank = schedule.stage_ranks[stage]
     parts = [part for part in (inputs, weights) if part in found]
@@ -184,7 +165,7 @@ def _check_backward(schedule: Schedule, found: set[Action], stage: int, microbat
 
 def _check_transfers(schedule: Schedule) -> None:
     for rank, actions in enumerate(schedule.actions):
-        # In the order in which they come, which the keys of a dict keep.
+        # In their order, which dict keys preserve.
         found = {action: None for action in actions if not action.kind.is_compute}
         wanted = dict.fromkeys(_transfers(schedule, actions))
         missing = [transfer for transfer in wanted if transfer not in found]
@@ -197,7 +178,7 @@ def _check_transfers(schedule: Schedule) -> None:
 
 
 def _transfers(schedule: Schedule, actions: Iterable[Action]) -> Iterable[Action]:
-    """The sends and receives that go with a rank's compute actions."""
+    """The sends and receives of a rank's compute actions."""
     for action in actions:
         for transfer in (receive_for(schedule, action), send_after(schedule, action)):
             if transfer is not None:
@@ -205,11 +186,11 @@ def _transfers(schedule: Schedule, actions: Iterable[Action]) -> Iterable[Action
 
 
 def _reason(schedule: Schedule, transfer: Action) -> str:
-    """What is on the other side of a transfer."""
-    up = transfer.kind in {ActionKind.SEND_FORWARD, ActionKind.RECV_BACKWARD}
-    neighbour = transfer.stage + (1 if up else -1)
+    """A sentence about the other side of a transfer."""
+    is_upward = transfer.kind in {ActionKind.SEND_FORWARD, ActionKind.RECV_BACKWARD}
+    neighbour = transfer.stage + (1 if is_upward else -1)
     if not 0 <= neighbour < schedule.num_stages:
-        return f"stage {transfer.stage} is the {'last' if up else 'first'}"
+        return f"stage {transfer.stage} is the {'last' if is_upward else 'first'}"
     rank = schedule.stage_ranks[neighbour]
     if rank == schedule.stage_ranks[transfer.stage]:
         return f"stage {neighbour} is on rank {rank} too"
@@ -221,7 +202,7 @@ def _reason(schedule: Schedule, transfer: Action) -> str:
 
 
 def _check_order(schedule: Schedule) -> None:
-    """Whether each rank does what an action of its own needs before that."""
+    """Check that each rank's actions follow their dependencies on the same rank."""
     dependencies = Dependencies(schedule)
     for rank, actions in enumerate(schedule.actions):
         done: set[Action] = set()
@@ -232,10 +213,10 @@ def _check_order(schedule: Schedule) -> None:
             done.add(action)
 
 
-def _describe(schedule: Schedule, waits: Sequence[Wait]) -> str:
-    stuck_at = {wait.rank: wait.action for wait in waits}
+def _describe(schedule: Schedule, blocked: Sequence[BlockedRank]) -> str:
+    stuck_at = {wait.rank: wait.action for wait in blocked}
     descriptions = []
-    for wait in waits:
+    for wait in blocked:
         rank = schedule.stage_ranks[wait.needed.stage]
         descriptions.append(
             f"rank {wait.rank} waits at {wait.action} for {wait.needed}, which comes on rank {rank} after"

@@ -1,4 +1,4 @@
-"""Schedules as pictures: what each rank does when, as text and as a plot."""
+"""Pictures of schedules, as text and as a plot."""
 
 from __future__ import annotations
 
@@ -34,28 +34,28 @@ _COLOURS = {
     ActionKind.BACKWARD_WEIGHT: (0.22, 0.52, 0.29),
 }
 _PALEST = 0.55
-"""How far towards white the colours of a rank's last stage go."""
+"""Share of white in the colours of a rank's last stage."""
 
 _MOST_PARTS = 20
-"""Into how many columns the shortest action may be divided, so that all actions have whole numbers of them."""
+"""Largest number of columns of the shortest action, tried so that all actions have whole numbers of columns."""
 _MOST_COLUMNS, _MOST_COLUMNS_FOR_AN_ACTION = 1000, 20
-"""How broad a drawing may get: the first, or the second for each action of a rank if that is more."""
+"""Width limit of a drawing: the first, or the second for each action of a rank if that is more."""
 _TOLERANCE = 1e-6
-"""Of a column: what sums of costs differ by when they should not."""
+"""Rounding error of sums of costs, in columns."""
 
 
 def draw_text(drawn: Schedule | Timeline, costs: Costs | None = None, *, unit: float | None = None) -> str:
     """Draw a schedule as lines of text: a row for each rank, a column for each unit of time.
 
-    An action is written at its beginning and goes on, as dashes, to its end. Forwards are the numbers of their
-    microbatches; other actions have the letter before them that they have in a schedule's text. If a rank has several
-    stages, the stage and a dot come before the microbatch.
+    An action is written at its beginning and continued, as dashes, to its end. Forwards are the indices of their
+    microbatches; other actions have their letter before. If a rank has several stages, the stage and a dot precede the
+    microbatch.
 
     Args:
-        drawn: A schedule, or when its actions took place.
-        costs: What a schedule's actions cost: see `predict`.
-        unit: The time of a column. If None, the longest that all actions are multiples of, or a longer one if that made
-            the drawing too broad. Beginnings and ends that are not multiples are rounded, and the text says so.
+        drawn: A schedule, or a timeline.
+        costs: Costs of a schedule's actions: see `predict`.
+        unit: Time of a column. By default the longest that all actions are multiples of, or a longer one if that made
+            the drawing too wide. Times that are not multiples are rounded, and the text says so.
 
     Raises:
         ValueError: The schedule is wrong, there are costs for a timeline, or the unit is not positive.
@@ -88,16 +88,16 @@ def draw_text(drawn: Schedule | Timeline, costs: Costs | None = None, *, unit: f
 
 
 def plot(drawn: Schedule | Timeline, path: Path | str, costs: Costs | None = None) -> None:
-    """Draw a schedule into a PNG file: a row for each rank, a box with the microbatch's number for each action.
+    """Draw a schedule into a PNG file: a row for each rank, a box with the microbatch's index for each action.
 
     Args:
-        drawn: A schedule, or when its actions took place.
+        drawn: A schedule, or a timeline.
         path: The file.
-        costs: What a schedule's actions cost: see `predict`.
+        costs: Costs of a schedule's actions: see `predict`.
 
     Raises:
         ValueError: The schedule is wrong, there are costs for a timeline, or nothing takes time.
-        ModuleNotFoundError: There is no matplotlib, which the extra ``demo`` brings.
+        ModuleNotFoundError: matplotlib is not installed, which the extra ``demo`` brings.
     """
     try:
         from matplotlib.backends.backend_agg import FigureCanvasAgg  # noqa: PLC0415 - needs the extra
@@ -139,18 +139,12 @@ def _timeline(drawn: Schedule | Timeline, costs: Costs | None) -> Timeline:
 
 
 def _lengths(timeline: Timeline) -> list[float]:
-    """Of the actions that take time."""
+    """Durations of the actions that take time."""
     return [span.stop - span.start for spans in timeline.spans for span in spans if span.stop > span.start]
 
 
 class _Cell:
-    """An action in a row of text.
-
-    Args:
-        span: The action.
-        unit: The time of a column.
-        with_stages: Whether it shows its stage.
-    """
+    """An action in a row of text."""
 
     __slots__ = ("label", "num_columns", "start")
 
@@ -161,16 +155,16 @@ class _Cell:
 
     @property
     def wanted_width(self) -> int:
-        """How many characters a column has to have for the label and a space after it."""
+        """Characters that a column needs for the label and a space after it."""
         return -(-(len(self.label) + 1) // self.num_columns)
 
 
 def _label(action: Action, *, with_stages: bool) -> str:
     stage = f"{action.stage}." if with_stages else ""
-    return f"{_letter(action.kind)}{stage}{action.microbatch}"
+    return f"{_message(action.kind)}{stage}{action.microbatch}"
 
 
-def _letter(kind: ActionKind) -> str:
+def _message(kind: ActionKind) -> str:
     return "" if kind is ActionKind.FORWARD else kind.value
 
 
@@ -185,13 +179,13 @@ def _draw_row(cells: Sequence[_Cell], num_columns: int, width: int) -> str:
 
 
 def _column(time: float, unit: float) -> int:
-    # Unlike round(), this never brings two times together that are a unit apart.
+    # Unlike round(), this never merges two times that are a unit apart.
     return math.floor(time / unit + 0.5)
 
 
 def _choose_unit(timeline: Timeline) -> float:
-    """The longest time that all actions are multiples of; a part of the shortest if there is none."""
-    # The unit that is looked for divides the shortest action, since it divides its beginning and its end.
+    """The longest time that all actions are multiples of; a fraction of the shortest action if there is none."""
+    # The unit divides the shortest action, since it divides its begin and its end.
     shortest = min(_lengths(timeline), default=1.0)
     most = max(_MOST_COLUMNS, _MOST_COLUMNS_FOR_AN_ACTION * max(map(len, timeline.spans)))
     for parts in range(1, _MOST_PARTS + 1):
@@ -201,16 +195,16 @@ def _choose_unit(timeline: Timeline) -> float:
 
 
 def _fits(timeline: Timeline, unit: float) -> bool:
-    """Whether everything begins and ends at multiples of a unit."""
+    """True if all begins and ends are multiples of a unit."""
     times = {time for spans in timeline.spans for span in spans for time in (span.start, span.stop)}
     return all(abs(time / unit - _column(time, unit)) < _TOLERANCE for time in times)
 
 
 def _describe_cells(timeline: Timeline, *, with_stages: bool) -> str:
-    """What stands for what, for the kinds that there are."""
+    """The legend of the kinds in the drawing."""
     kinds = {span.action.kind for spans in timeline.spans for span in spans}
-    place, words = ("s.m", "stage s, microbatch m") if with_stages else ("m", "microbatch m")
-    marks = [f"{_letter(kind)}{place} {name}" for kind, name in _NAMES.items() if kind in kinds]
+    local_stage, words = ("s.m", "stage s, microbatch m") if with_stages else ("m", "microbatch m")
+    marks = [f"{_message(kind)}{local_stage} {name}" for kind, name in _NAMES.items() if kind in kinds]
     return f"{', '.join(marks)} of {words}; . idle"
 
 
@@ -226,7 +220,7 @@ def _describe_columns(unit: float, rows: Sequence[Sequence[_Cell]], *, rounded: 
 
 
 def _plot_boxes(axes: Axes, timeline: Timeline, points: float) -> None:
-    """Draw all boxes; `points` is how wide a unit of time is."""
+    """Draw all boxes; ``points`` is the width of a unit of time."""
     boxes: defaultdict[tuple[ActionKind, int], list[tuple[int, Span]]] = defaultdict(list)
     for rank, spans in enumerate(timeline.spans):
         stages = timeline.schedule.rank_stages[rank]
@@ -256,5 +250,5 @@ def _plot_boxes(axes: Axes, timeline: Timeline, points: float) -> None:
 def _plot_number(axes: Axes, rank: int, span: Span, points: float, colour: str) -> None:
     number = str(span.action.microbatch)
     size = min(9.0, (span.stop - span.start) * points / (0.75 * len(number)))
-    if size >= 3:  # smaller ones are only dirt
+    if size >= 3:  # smaller ones are illegible
         axes.text((span.start + span.stop) / 2, rank, number, ha="center", va="center", color=colour, fontsize=size)

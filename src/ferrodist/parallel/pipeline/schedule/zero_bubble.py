@@ -1,21 +1,21 @@
-"""Backwards in halves, so that the one nobody waits for fills the bubble: ZB-H1, and ZB-V.
+"""Split backwards whose weight halves, for which no rank waits, fill the bubble: ZB-H1 and ZB-V.
 
 ZB-H1: P. Qi et al., "Zero Bubble Pipeline Parallelism", ICLR 2024 (https://arxiv.org/abs/2401.10241). ZB-V: P. Qi et
 al., "Pipeline Parallelism with Controllable Memory", NeurIPS 2024 (https://arxiv.org/abs/2405.15362), and the former's
 section on schedules of that memory.
 
-With p ranks and m microbatches, a forward of one stage taking F, the gradients of its inputs I and those of its
+With p ranks and m microbatches, where a forward of one stage takes F, the gradients of its inputs I and those of its
 parameters W, and B = I + W:
 
-- ZB-H1, one stage a rank: the bubble is (p-1)(F+I-W) beside m(F+B) of work, if m >= p and F = I = W: a third of 1F1B's.
-  Every rank holds min(m, p) activations, as 1F1B's first does;
+- ZB-H1, one stage a rank: the bubble is (p-1)(F+I-W), in addition to m(F+B) of work, if m >= p and F = I = W: a third
+  of 1F1B's. Every rank holds min(m, p) activations, as 1F1B's first does;
 - ZB-V, stages r and 2p-1-r on rank r: from its first action to its last, no rank waits, if m >= 2p-1 and F = I = W.
   Rank r begins rF after the first and ends as much later, so that a step takes 2m(F+B) + (p-1)F. Every rank holds at
   most 2p activations, of stages half as long as with one a rank: as much as 1F1B's first. The last term is a bubble
   only if all ranks wait for each other between steps, as for the norm of all gradients.
 
-Both are built for those numbers of microbatches at least; see [Note: fewer microbatches]. Where I and W are not F,
-ranks wait for a part of the difference; a schedule made for measured times, as in the papers, can do with less.
+Both are built for those numbers of microbatches at least; see [Note: fewer microbatches]. If I and W differ from F,
+ranks wait for part of the difference; a schedule made for measured times, as in the papers, can do with less.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ if TYPE_CHECKING:
 
 
 def zero_bubble_h1(size: PipelineSize, rank: int) -> list[Slot]:
-    """What a rank does: 1F1B, the second halves of whose backwards begin the later the later the rank is."""
+    """A rank's slots: 1F1B with weight halves of backwards that begin later on later ranks."""
     num_microbatches = max(size.num_microbatches, size.num_ranks)
     ranks_after = size.num_ranks - rank - 1
     return (
         repeat("F0", ranks_after)
-        # The ranks before are as many forwards ahead, so there is memory to put as many W off.
+        # Previous ranks are as many forwards ahead, so there is memory to defer as many W.
         + repeat("F0 I0", rank)
         + repeat("F0 I0 W0", num_microbatches - ranks_after - rank)
         + repeat("I0 W0", ranks_after)
@@ -43,19 +43,19 @@ def zero_bubble_h1(size: PipelineSize, rank: int) -> list[Slot]:
 
 
 def zero_bubble_v(size: PipelineSize, rank: int) -> list[Slot]:
-    """What a rank does: going down the V is place 0, coming up place 1."""
+    """A rank's slots: local stage 0 goes down the V, local stage 1 comes up."""
     ranks_here_on = size.num_ranks - rank
     num_microbatches = max(size.num_microbatches, 2 * size.num_ranks - 1)
     return (
-        # From a rank down to the point of the V and up again are so many stages, and here a forward for each.
+        # One forward for each stage from this rank down to the point of the V and up again.
         repeat("F0", 2 * ranks_here_on - 1)
-        # What comes up goes on to the first rank, where the backwards begin.
+        # Forwards up the V continue to the first rank, where the backwards begin.
         + repeat("F1 F0", rank)
         + repeat("F1 I1 W1", ranks_here_on)
         + repeat("F0 I0 W0 F1 I1 W1", num_microbatches - size.num_ranks - ranks_here_on + 1)
-        # The last forwards down are done: as many were ahead of those up.
+        # All forwards down are done: as many were ahead of those up.
         + repeat("I0 W0 F1 I1 W1", ranks_here_on - 1)
-        # The ranks before wait for these; so W, for which nobody does, comes after all.
+        # Previous ranks wait for these, and none for W, which comes last.
         + repeat("I0 I1", rank)
         + repeat("I0 W0", ranks_here_on)
         + repeat("W1", rank)

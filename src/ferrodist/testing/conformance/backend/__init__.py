@@ -1,8 +1,9 @@
-"""The single checks behind `ferrodist.testing.check_backend`, by topic.
+"""The checks of `ferrodist.testing.check_backend`, by topic.
 
 ::
 
-    harness.py     running a program on ranks, and what assertions need
-    messages.py    blocking messages    requests.py   started transfers    deadlines.py  deadlines, barrier
-    arguments.py   wrong arguments      endings.py    abort and close      subgroups.py  groups within groups
+    suite.py       check_backend      harness.py    how a check runs on ranks, and its assertions
+    messages.py    blocking messages  requests.py   started transfers
+    arguments.py   wrong arguments    deadlines.py  timeouts, stragglers, the barrier
+    failures.py    abort and close    subgroups.py  groups within groups
 """

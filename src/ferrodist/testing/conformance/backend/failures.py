@@ -1,7 +1,4 @@
-"""Checks of deadlines, and of the barrier, which is where ranks notice that one of them is late.
-
-Checks of how a group ends: aborted by one rank for all, or closed by each for itself.
-"""
+"""Checks of the end of a group: aborted by one rank for all, or closed by each for itself."""
 
 from __future__ import annotations
 
@@ -26,221 +23,39 @@ from ferrodist.errors import (
 )
 from ferrodist.testing.conformance.backend.harness import (
     LARGE,
-    LATE_SECONDS,
-    PATIENCE,
+    TIMEOUT,
     RankRunner,
     backend_check,
+    check_bytes,
+    error_key,
     error_of,
-    facts,
     let_others_block,
     make_counter,
     make_signal,
-    near_deadline,
     pattern,
+    rank_check,
     receive,
-    same_bytes,
     transfer_error,
 )
+from ferrodist.testing.conformance.runner import public_functions
 
 if TYPE_CHECKING:
     from collections.abc import Callable
     from multiprocessing.synchronize import Semaphore
 
     from ferrodist.backends.base import Backend
+    from ferrodist.testing.conformance.backend.harness import BackendCheck
 
-_ANSWER_SECONDS = 0.5
-"""How long past its deadline a rank may wait to be told which rank is late."""
-
-
-@backend_check()
-def a_receive_keeps_its_deadline(runner: RankRunner, world_size: int) -> None:
-    """`recv` of nothing raises when its time is up, neither before nor much later, and names the rank it waited for."""
-
-    def program(group: Backend) -> None:
-        peer = (group.rank + 1) % world_size
-        for timeout in (0.0, 0.1, 0.3):
-            for src in (peer, ANY_SOURCE):
-                with near_deadline(timeout, "recv"):
-                    error = error_of(
-                        DistributedTimeoutError,
-                        lambda src=src, t=timeout: group.recv(bytearray(1), src, timeout=t),  # type: ignore[misc]
-                        "a recv of nothing",
-                    )
-                expected = (peer,) if src == peer else ()
-                assert error.ranks == expected, f"recv from {src} timed out and named ranks {error.ranks}"
-
-    runner.run(world_size, program)
-
-
-@backend_check()
-def a_receive_in_vain_leaves_the_group_good(runner: RankRunner, world_size: int) -> None:
-    """After a `recv` that ran out of time, the same `recv` gets the message that comes later."""
-
-    def program(group: Backend) -> None:
-        for size in (5, LARGE):
-            if group.rank == 1:
-                receive(group, 0, 2, tag=1)
-                group.send(pattern(size), 0, timeout=PATIENCE)
-            elif group.rank == 0:
-                error_of(
-                    DistributedTimeoutError,
-                    lambda size=size: group.recv(bytearray(size), 1, timeout=0.05),  # type: ignore[misc]
-                    "a recv of nothing",
-                )
-                assert group.failure is None, f"a recv in vain has failed the group: {group.failure}"
-                group.send(b"go", 1, tag=1, timeout=PATIENCE)
-                same_bytes(receive(group, 1, size), pattern(size), "the message after a recv in vain")
-        group.barrier(timeout=PATIENCE)
-
-    runner.run(world_size, program)
-
-
-@backend_check()
-def a_send_in_vain_is_not_received(runner: RankRunner, world_size: int) -> None:
-    """A `send` that ran out of time keeps its deadline, and its message is never delivered; one that returned is."""
-    attempts = 3
-
-    def program(group: Backend) -> None:
-        if group.rank == 0:
-            taken = []
-            for seed in range(attempts):
-                start = time.monotonic()
-                try:
-                    group.send(pattern(LARGE, seed=seed), 1, timeout=0.2)
-                except DistributedTimeoutError as error:
-                    late = error.ranks
-                else:
-                    late = (1,)
-                    taken.append(seed)
-                assert late == (1,), f"a send to rank 1 timed out and named ranks {late}"
-                elapsed = time.monotonic() - start
-                assert elapsed < 0.2 + LATE_SECONDS, f"send with timeout=0.2 took {elapsed:.2f} s"
-            assert group.failure is None, f"a send in vain has failed the group: {group.failure}"
-            group.send(bytes(taken).ljust(attempts, b"\xff"), 1, tag=1, timeout=PATIENCE)
-            group.send(pattern(LARGE, seed=attempts), 1, timeout=PATIENCE)
-        elif group.rank == 1:
-            taken = [seed for seed in receive(group, 0, attempts, tag=1) if seed != 0xFF]
-            for seed in (*taken, attempts):
-                what = "what is received after a send in vain"
-                same_bytes(receive(group, 0, LARGE), pattern(LARGE, seed=seed), what)
-
-    runner.run(world_size, program)
-
-
-@backend_check()
-def nobody_leaves_a_barrier_early(runner: RankRunner, world_size: int) -> None:
-    """No rank comes out of `barrier` before the last has gone in."""
-    for last in range(world_size):
-        _one_last_rank(runner, world_size, last)
-
-
-def _one_last_rank(runner: RankRunner, world_size: int, last: int) -> None:
-    left = make_signal()
-    at_the_door = make_counter()
-
-    def program(group: Backend) -> None:
-        if group.rank == last:
-            for _ in range(world_size - 1):
-                assert at_the_door.acquire(timeout=PATIENCE), "a rank did not come to the barrier"
-            # A barrier that lets ranks through sets the signal at once; a good one never does.
-            assert not left.wait(0.1), f"a rank left the barrier before rank {last} called it"
-        else:
-            at_the_door.release()
-        group.barrier(timeout=PATIENCE)
-        left.set()
-
-    runner.run(world_size, program)
-
-
-@backend_check()
-def barriers_follow_each_other(runner: RankRunner, world_size: int) -> None:
-    """In each of many barriers in a row, whoever comes out finds that all have gone in."""
-    rounds = 50
-    entered = multiprocessing.get_context("fork").Value("q", 0)
-
-    def program(group: Backend) -> None:
-        for i in range(rounds):
-            with entered.get_lock():
-                entered.value += 1
-            group.barrier(timeout=PATIENCE)
-            count = entered.value
-            assert count >= world_size * (i + 1), f"out of barrier {i} when {count} of {world_size * (i + 1)} were in"
-
-    runner.run(world_size, program)
-
-
-@backend_check(min_ranks=3)
-def a_late_rank_is_named_by_all(runner: RankRunner, world_size: int) -> None:
-    """When a rank does not come to a barrier, every rank's error names it, whoever's deadline passes first.
-
-    The late rank gets the same error when it comes.
-    """
-    for late in sorted({0, 1, world_size - 1}):
-        others = [rank for rank in range(world_size) if rank != late]
-        for hasty in (others[0], others[-1]):
-            _one_late_rank(runner, world_size, late, hasty)
-
-
-def _one_late_rank(runner: RankRunner, world_size: int, late: int, hasty: int) -> None:
-    timeout = 0.2
-    given_up = make_counter()
-
-    def program(group: Backend) -> DistributedError:
-        if group.rank == late:
-            for _ in range(world_size - 1):
-                assert given_up.acquire(timeout=PATIENCE), "a rank still waits in the barrier"
-            return error_of(DistributedTimeoutError, lambda: group.barrier(timeout=PATIENCE), "the late rank's barrier")
-        start = time.monotonic()
-        limit = timeout if group.rank == hasty else PATIENCE
-        try:
-            error = error_of(
-                DistributedTimeoutError, lambda: group.barrier(timeout=limit), "a barrier without all ranks"
-            )
-        finally:
-            given_up.release()
-        elapsed = time.monotonic() - start
-        assert elapsed < timeout + _ANSWER_SECONDS + LATE_SECONDS, f"rank {hasty} gave up, here it took {elapsed:.2f} s"
-        assert group.failure is not None, "a barrier that failed fails the group"
-        return error
-
-    errors = runner.run(world_size, program)
-    for rank, error in enumerate(errors):
-        assert error.ranks == (late,), f"rank {late} was late, rank {rank} names {error.ranks}: {error}"
-        assert facts(error) == facts(errors[hasty]), f"rank {rank} raised another error than rank {hasty}: {error}"
-
-
-@backend_check(min_ranks=3)
-def several_late_ranks_are_all_named(runner: RankRunner, world_size: int) -> None:
-    """When only rank 0 comes to a barrier, its error names all the others."""
-
-    def program(group: Backend) -> None:
-        if group.rank == 0:
-            error = error_of(DistributedTimeoutError, lambda: group.barrier(timeout=0.1), "a barrier alone")
-            assert error.ranks == tuple(range(1, world_size)), f"late ranks as named by rank 0: {error.ranks}"
-
-    runner.run(world_size, program)
-
-
-DEADLINE_CHECKS = (
-    a_receive_keeps_its_deadline,
-    a_receive_in_vain_leaves_the_group_good,
-    a_send_in_vain_is_not_received,
-    nobody_leaves_a_barrier_early,
-    barriers_follow_each_other,
-    a_late_rank_is_named_by_all,
-    several_late_ranks_are_all_named,
-)
-
-_NOTICE_SECONDS = 1.0
-"""Within what time a rank learns that another has gone."""
+_DETECTION_SECONDS = 1.0
+"""Seconds within which a rank must detect that another has left."""
 
 _CLOSE_SECONDS = 0.5
-"""Given to a close while the other ranks stay: a hub goes on serving them that long."""
+"""The timeout of a close while other ranks stay: rank 0 of a star goes on serving them that long."""
 
 
 @backend_check()
 def an_abort_wakes_every_rank(runner: RankRunner, world_size: int) -> None:
-    """`abort` makes every rank that waits, in whatever call, raise `GroupAbortedError` with who did it and why."""
+    """`abort` makes every rank that waits in a call raise `GroupAbortedError` with the aborting rank and the reason."""
     for aborter in (0, world_size - 1):
         for wait in (_in_recv, _in_recv_of_any, _in_wait, _in_send, _in_barrier):
             _one_abort(runner, world_size, aborter, wait)
@@ -265,32 +80,32 @@ def _one_abort(runner: RankRunner, world_size: int, aborter: int, wait: Callable
 
 
 def _acquire(ready: Semaphore, num_ranks: int) -> None:
-    """Wait for as many ranks: an abort before all have made their group would fail the making."""
+    """Wait for as many ranks: an abort before all have opened their group would fail the opening."""
     for _ in range(num_ranks):
-        assert ready.acquire(timeout=PATIENCE), "a rank is missing"
+        assert ready.acquire(timeout=TIMEOUT), "a rank is missing"
 
 
 def _in_recv(group: Backend, peer: int) -> None:
-    group.recv(bytearray(1), peer, timeout=PATIENCE)
+    group.recv(bytearray(1), peer, timeout=TIMEOUT)
 
 
 def _in_recv_of_any(group: Backend, peer: int) -> None:
     del peer
-    group.recv(bytearray(1), ANY_SOURCE, timeout=PATIENCE)
+    group.recv(bytearray(1), ANY_SOURCE, timeout=TIMEOUT)
 
 
 def _in_wait(group: Backend, peer: int) -> None:
-    group.irecv(bytearray(1), peer).wait(PATIENCE)
+    group.irecv(bytearray(1), peer).wait(TIMEOUT)
 
 
 def _in_send(group: Backend, peer: int) -> None:
-    group.send(bytes(LARGE), peer, timeout=PATIENCE)
+    group.send(bytes(LARGE), peer, timeout=TIMEOUT)
     _in_recv(group, peer)  # a backend that takes any message over does not wait in send
 
 
 def _in_barrier(group: Backend, peer: int) -> None:
     del peer
-    group.barrier(timeout=PATIENCE)
+    group.barrier(timeout=TIMEOUT)
 
 
 @backend_check()
@@ -305,7 +120,7 @@ def a_failed_group_stays_failed(runner: RankRunner, world_size: int) -> None:
             group.abort("the first reason")
             aborted.set()
         else:
-            assert aborted.wait(PATIENCE), "the abort did not return"
+            assert aborted.wait(TIMEOUT), "the abort did not return"
         peer = (group.rank + 1) % world_size
         first = error_of(GroupAbortedError, lambda: _in_recv(group, peer), "recv after abort")
         group.abort("the second reason")
@@ -317,7 +132,7 @@ def a_failed_group_stays_failed(runner: RankRunner, world_size: int) -> None:
     for rank, errors in enumerate(runner.run(world_size, program)):
         assert "the first reason" in str(errors[0]), f"rank {rank} says: {errors[0]}"
         for error in errors:
-            assert facts(error) == facts(errors[0]), f"rank {rank} raised {errors[0]!r} first and {error!r} later"
+            assert error_key(error) == error_key(errors[0]), f"rank {rank} raised {errors[0]!r}, then {error!r}"
 
 
 @backend_check()
@@ -336,7 +151,7 @@ def an_abort_with_an_error_raises_it(runner: RankRunner, world_size: int) -> Non
         )
 
     for rank, error in enumerate(runner.run(world_size, program)):
-        assert facts(error) == facts(given), f"rank {rank} raised {error!r} in place of {given!r}"
+        assert error_key(error) == error_key(given), f"rank {rank} raised {error!r} in place of {given!r}"
 
 
 @backend_check()
@@ -344,14 +159,14 @@ def a_closed_group_says_so(runner: RankRunner, world_size: int) -> None:
     """`close` may be called twice, also after a failure; every later call raises `GroupClosedError`."""
 
     def program(group: Backend) -> None:
-        group.barrier(timeout=PATIENCE)
+        group.barrier(timeout=TIMEOUT)
         group.close()
         group.close()
         _errors_of_all_calls(group, (group.rank + 1) % world_size, GroupClosedError)
 
     def failed_program(group: Backend) -> None:
         with suppress(DistributedError):  # a rank that is through may have ended the group
-            group.barrier(timeout=PATIENCE)
+            group.barrier(timeout=TIMEOUT)
         group.abort("so that it is closed after a failure")
         group.close()
         group.close()
@@ -362,7 +177,7 @@ def a_closed_group_says_so(runner: RankRunner, world_size: int) -> None:
 
 @backend_check()
 def a_rank_that_left_is_named(runner: RankRunner, world_size: int) -> None:
-    """Whoever waits for a rank that closes the group gets `PeerLostError` with its number within a second."""
+    """A rank that waits for one that closes the group gets `PeerLostError` with its rank within a second."""
     for leaver in (0, world_size - 1):
         for wait in (_in_recv, _in_wait, _in_send, _in_barrier):
             _one_departure(runner, world_size, leaver, wait)
@@ -376,7 +191,7 @@ def _one_departure(runner: RankRunner, world_size: int, leaver: int, wait: Calla
     def program(group: Backend) -> None:
         if group.rank == leaver:
             for _ in range(world_size - 1):
-                assert ready.acquire(timeout=PATIENCE), "a rank is missing"
+                assert ready.acquire(timeout=TIMEOUT), "a rank is missing"
             let_others_block(group, (leaver + 1) % world_size)
             left_at.value = time.monotonic()
             group.close(timeout=_CLOSE_SECONDS)
@@ -385,7 +200,7 @@ def _one_departure(runner: RankRunner, world_size: int, leaver: int, wait: Calla
         what = f"{where}, when rank {leaver} leaves,"
         error = error_of(PeerLostError, lambda: wait(group, leaver), what)
         elapsed = time.monotonic() - left_at.value
-        assert elapsed < _NOTICE_SECONDS, f"{what} took {elapsed:.2f} s to see it"
+        assert elapsed < _DETECTION_SECONDS, f"{what} took {elapsed:.2f} s to see it"
         assert error.ranks == (leaver,), f"{what} names {error.ranks}: {error}"
         again = error_of(PeerLostError, lambda: wait(group, leaver), f"a second {what}")
         assert again.ranks == (leaver,), f"a second {what} names {again.ranks}: {again}"
@@ -402,17 +217,17 @@ def what_was_sent_before_close_arrives(runner: RankRunner, world_size: int) -> N
         if group.rank == 0:
             for dst in range(1, world_size):
                 for i in range(10):
-                    group.send(pattern(1000, seed=i), dst, tag=i % 2, timeout=PATIENCE)
+                    group.send(pattern(1000, seed=i), dst, tag=i % 2, timeout=TIMEOUT)
             for dst in range(1, world_size):
-                group.send(pattern(LARGE, seed=dst), dst, tag=2, timeout=PATIENCE)
+                group.send(pattern(LARGE, seed=dst), dst, tag=2, timeout=TIMEOUT)
             group.close(timeout=_CLOSE_SECONDS)
             closed.set()
             return
         # The send of the large one may last until it is received, so it can't wait for the close.
-        same_bytes(receive(group, 0, LARGE, tag=2), pattern(LARGE, seed=group.rank), "a large message before close")
-        assert closed.wait(PATIENCE), "close did not return"
+        check_bytes(receive(group, 0, LARGE, tag=2), pattern(LARGE, seed=group.rank), "a large message before close")
+        assert closed.wait(TIMEOUT), "close did not return"
         for i in range(10):
-            same_bytes(receive(group, 0, 1000, tag=i % 2), pattern(1000, seed=i), f"message {i}, sent before close,")
+            check_bytes(receive(group, 0, 1000, tag=i % 2), pattern(1000, seed=i), f"message {i}, sent before close,")
         error = error_of(PeerLostError, lambda: _in_recv(group, 0), "recv of more than was sent before close")
         assert error.ranks == (0,), f"rank 0 left, the error names {error.ranks}"
 
@@ -421,7 +236,7 @@ def what_was_sent_before_close_arrives(runner: RankRunner, world_size: int) -> N
 
 @backend_check(min_ranks=3)
 def the_others_go_on_after_a_close(runner: RankRunner, world_size: int) -> None:
-    """Ranks that need nothing of a rank that closed the group go on exchanging messages."""
+    """Ranks that don't wait for a rank that closed the group can go on exchanging messages."""
     closed = make_signal()
 
     def program(group: Backend) -> None:
@@ -430,52 +245,44 @@ def the_others_go_on_after_a_close(runner: RankRunner, world_size: int) -> None:
             group.close(timeout=_CLOSE_SECONDS)
             closed.set()
         elif group.rank == 0:
-            assert closed.wait(PATIENCE), "close did not return"
-            group.send(pattern(LARGE), 1, timeout=PATIENCE)
+            assert closed.wait(TIMEOUT), "close did not return"
+            group.send(pattern(LARGE), 1, timeout=TIMEOUT)
         elif group.rank == 1:
-            same_bytes(receive(group, 0, LARGE), pattern(LARGE), f"between ranks 0 and 1, when rank {last} had left")
+            check_bytes(receive(group, 0, LARGE), pattern(LARGE), f"between ranks 0 and 1, when rank {last} had left")
 
     runner.run(world_size, program)
 
 
-@backend_check()
-def a_close_wakes_the_own_threads(runner: RankRunner, world_size: int) -> None:
+@rank_check()
+def a_close_wakes_the_own_threads(group: Backend) -> None:
     """A thread, or a request, that waits in a group which another thread of its rank closes gets `GroupClosedError`."""
-
-    def program(group: Backend) -> None:
-        if group.rank != 0:
-            return  # and stays in the group until the run ends
-        request = group.irecv(bytearray(1), 1, tag=1)
-        with ThreadPoolExecutor(1) as pool:
-            receiving = pool.submit(group.recv, bytearray(1), 1, timeout=PATIENCE)
-            let_others_block(group, 1)
-            group.close(timeout=_CLOSE_SECONDS)
-            error_of(GroupClosedError, receiving.result, "recv in a group that another thread closes")
-        error_of(GroupClosedError, lambda: request.wait(PATIENCE), "a request in a group that is closed")
-
-    runner.run(world_size, program)
+    if group.rank != 0:
+        return  # and stays in the group until the run ends
+    request = group.irecv(bytearray(1), 1, tag=1)
+    with ThreadPoolExecutor(1) as pool:
+        receiving = pool.submit(group.recv, bytearray(1), 1, timeout=TIMEOUT)
+        let_others_block(group, 1)
+        group.close(timeout=_CLOSE_SECONDS)
+        error_of(GroupClosedError, receiving.result, "recv in a group that another thread closes")
+    error_of(GroupClosedError, lambda: request.wait(TIMEOUT), "a request in a group that is closed")
 
 
-@backend_check()
-def close_callbacks_run_last(runner: RankRunner, world_size: int) -> None:
+@rank_check()
+def close_callbacks_run_last(group: Backend) -> None:
     """Callbacks of `on_close` run once, when the group is closed and nothing waits in it any more."""
+    if group.rank != 0:
+        return  # and stays in the group until the run ends
+    request = group.irecv(bytearray(1), 1)
+    errors: list[DistributedError] = []
 
-    def program(group: Backend) -> None:
-        if group.rank != 0:
-            return  # and stays in the group until the run ends
-        request = group.irecv(bytearray(1), 1)
-        errors: list[DistributedError] = []
+    def callback() -> None:
+        errors.append(error_of(GroupClosedError, lambda: request.wait(TIMEOUT), "a request in on_close"))
+        errors.append(error_of(GroupClosedError, lambda: _in_recv(group, 1), "recv in on_close"))
 
-        def callback() -> None:
-            errors.append(error_of(GroupClosedError, lambda: request.wait(PATIENCE), "a request in on_close"))
-            errors.append(error_of(GroupClosedError, lambda: _in_recv(group, 1), "recv in on_close"))
-
-        group.on_close(callback)
-        group.close(timeout=_CLOSE_SECONDS)
-        group.close(timeout=_CLOSE_SECONDS)
-        assert len(errors) == 2, f"a close callback ran {len(errors) // 2} times"
-
-    runner.run(world_size, program)
+    group.on_close(callback)
+    group.close(timeout=_CLOSE_SECONDS)
+    group.close(timeout=_CLOSE_SECONDS)
+    assert len(errors) == 2, f"a close callback ran {len(errors) // 2} times"
 
 
 @backend_check()
@@ -492,12 +299,12 @@ def errors_pickle(runner: RankRunner, world_size: int) -> None:
             error_of(DistributedTimeoutError, lambda: group.recv(bytearray(1), peer, tag=1, timeout=0), "recv"),
             error_of(
                 SizeMismatchError,
-                lambda: group.recv(bytearray(1), (group.rank - 1) % world_size, timeout=PATIENCE),
+                lambda: group.recv(bytearray(1), (group.rank - 1) % world_size, timeout=TIMEOUT),
                 "recv",
             ),
         ]
         receive(group, (group.rank - 1) % world_size, 2)
-        sent.wait(PATIENCE)
+        sent.wait(TIMEOUT)
         through.release()
         if group.rank == 0:
             _acquire(through, world_size)
@@ -507,7 +314,7 @@ def errors_pickle(runner: RankRunner, world_size: int) -> None:
         errors.append(error_of(GroupClosedError, lambda: _in_recv(group, peer), "recv after close"))
         for error in errors:
             copy = pickle.loads(pickle.dumps(error))
-            assert facts(copy) == facts(error), f"{error!r} came out of pickle as {copy!r}"
+            assert error_key(copy) == error_key(error), f"{error!r} came out of pickle as {copy!r}"
             assert str(error), f"{type(error).__name__} has no message"
 
     runner.run(world_size, program)
@@ -516,25 +323,14 @@ def errors_pickle(runner: RankRunner, world_size: int) -> None:
 def _errors_of_all_calls(group: Backend, peer: int, kind: type[DistributedError]) -> list[DistributedError]:
     what = f"on a group that has failed with {kind.__name__}"
     return [
-        error_of(kind, lambda: group.send(b"", peer, timeout=PATIENCE), f"send {what}"),
-        error_of(kind, lambda: group.send(bytes(LARGE), peer, timeout=PATIENCE), f"a large send {what}"),
-        error_of(kind, lambda: group.recv(bytearray(1), peer, timeout=PATIENCE), f"recv {what}"),
-        error_of(kind, lambda: group.recv(bytearray(1), ANY_SOURCE, timeout=PATIENCE), f"recv of any {what}"),
-        error_of(kind, lambda: group.barrier(timeout=PATIENCE), f"barrier {what}"),
+        error_of(kind, lambda: group.send(b"", peer, timeout=TIMEOUT), f"send {what}"),
+        error_of(kind, lambda: group.send(bytes(LARGE), peer, timeout=TIMEOUT), f"a large send {what}"),
+        error_of(kind, lambda: group.recv(bytearray(1), peer, timeout=TIMEOUT), f"recv {what}"),
+        error_of(kind, lambda: group.recv(bytearray(1), ANY_SOURCE, timeout=TIMEOUT), f"recv of any {what}"),
+        error_of(kind, lambda: group.barrier(timeout=TIMEOUT), f"barrier {what}"),
         transfer_error(kind, lambda: group.isend(b"x", peer), f"isend {what}"),
         transfer_error(kind, lambda: group.irecv(bytearray(1), peer), f"irecv {what}"),
     ]
 
 
-ENDING_CHECKS = (
-    an_abort_wakes_every_rank,
-    a_failed_group_stays_failed,
-    an_abort_with_an_error_raises_it,
-    a_closed_group_says_so,
-    a_rank_that_left_is_named,
-    what_was_sent_before_close_arrives,
-    the_others_go_on_after_a_close,
-    a_close_wakes_the_own_threads,
-    close_callbacks_run_last,
-    errors_pickle,
-)
+CHECKS: tuple[BackendCheck, ...] = public_functions(__name__)

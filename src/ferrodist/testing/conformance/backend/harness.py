@@ -1,7 +1,7 @@
-"""What the checks of a backend are made of.
+"""The harness of the backend checks: how a check runs on ranks, and its assertions.
 
 A check runs a small program on every rank of a fresh group. Ranks may be threads or forked processes, so programs share
-nothing but the group and the `Signal` objects made before the run, and nothing is proved by sleeping.
+nothing but the group and the events and counters that are created before the run, and no check relies on sleeping.
 """
 
 from __future__ import annotations
@@ -28,31 +28,31 @@ if TYPE_CHECKING:
     BackendCheck: TypeAlias = Callable[..., None]
 
 
-PATIENCE = 10.0
-"""Seconds given to calls that a good backend ends at once."""
+TIMEOUT = 10.0
+"""Seconds for calls that a correct backend ends at once."""
 
-LATE_SECONDS = 0.5
-"""How much later than its deadline a call may return, on a busy machine."""
+SLACK_SECONDS = 0.5
+"""Seconds past its deadline at which a call may return, on a busy machine."""
 
 LARGE = 8 << 20
-"""Bytes of a message that no transport takes in one piece."""
+"""Bytes of a message that no transport sends at once."""
 
 _RUN_SECONDS = 60.0
 _ERROR = TypeVar("_ERROR", bound=BaseException)
 
 
 class RankRunner(Protocol):
-    """Runs a program on every rank of a fresh group; for backends whose ranks are not threads of this process."""
+    """A runner of programs on a fresh group, for backends whose ranks are not threads of this process."""
 
     def run(self, world_size: int, fn: Callable[[Backend], Any]) -> list[Any]:
         """Run ``fn(group)`` on each of ``world_size`` ranks, forked from this process, and return the results by rank.
 
-        The groups are closed when the last rank is done; `run_ranks` does all of this.
+        The groups are closed when the last rank is done, as `run_ranks` does.
         """
 
 
 class _FactoryRunner:
-    """Ranks that are threads, over a user's factory."""
+    """A runner of ranks that are threads, over a user's factory."""
 
     def __init__(self, factory: BackendFactory) -> None:
         self._factory = factory
@@ -62,17 +62,16 @@ class _FactoryRunner:
 
 
 def as_runner(backend: BackendUnderTest) -> RankRunner:
-    """What runs ranks for ``backend``: itself if it has ``run``, else `run_ranks` with it as the factory."""
+    """A runner for ``backend``: itself if it has ``run``, else `run_ranks` with it as the factory."""
     if hasattr(backend, "run"):
         return backend
     return _FactoryRunner(backend)
 
 
 def backend_check(*, min_ranks: int = 2) -> Callable[[Callable[[RankRunner, int], None]], BackendCheck]:
-    """Make a check of a function that takes a runner and a world size.
+    """Decorate a function of a runner and a world size as a check.
 
-    The check takes a factory or a runner, and the world size, which is raised to ``min_ranks`` where the rule needs
-    more.
+    The check takes a factory or a runner, and a world size, which is raised to ``min_ranks``.
     """
 
     def decorate(body: Callable[[RankRunner, int], None]) -> BackendCheck:
@@ -85,18 +84,31 @@ def backend_check(*, min_ranks: int = 2) -> Callable[[Callable[[RankRunner, int]
     return decorate
 
 
+def rank_check(*, min_ranks: int = 2) -> Callable[[Callable[[Backend], None]], BackendCheck]:
+    """Decorate a program of a rank as a check: it runs on every rank of one group. See `backend_check`."""
+
+    def decorate(program: Callable[[Backend], None]) -> BackendCheck:
+        @functools.wraps(program)
+        def check(backend: BackendUnderTest, world_size: int = 3) -> None:
+            as_runner(backend).run(max(world_size, min_ranks), program)
+
+        return check
+
+    return decorate
+
+
 def make_signal() -> Event:
-    """A flag that one rank sets and others wait for, be they threads or processes forked later."""
+    """An event that one rank sets and others wait for, be they threads or processes forked later."""
     return multiprocessing.get_context("fork").Event()
 
 
 def make_counter() -> Semaphore:
-    """A count that ranks raise (``release``) and wait for (``acquire``)."""
+    """A semaphore that starts at 0, for threads or processes forked later."""
     return multiprocessing.get_context("fork").Semaphore(0)
 
 
 def pattern(size: int, seed: int = 0) -> bytes:
-    """``size`` bytes that depend on ``seed`` and in which no two aligned pieces look alike for 64 KiB."""
+    """``size`` bytes that depend on ``seed``, without a repetition within 64 KiB."""
     block = bytes((seed * 37 + i * 101 + (i >> 8) * 17) & 0xFF for i in range(min(size, 65_521)))
     return (block * (size // max(1, len(block)) + 1))[:size]
 
@@ -104,12 +116,12 @@ def pattern(size: int, seed: int = 0) -> bytes:
 def receive(group: Backend, src: int, size: int, *, tag: int = 0) -> bytes:
     """Receive a message of ``size`` bytes and return it; the sender must be ``src``."""
     buffer = bytearray(b"\xee" * size)
-    sender = group.recv(buffer, src, tag=tag, timeout=PATIENCE)
+    sender = group.recv(buffer, src, tag=tag, timeout=TIMEOUT)
     assert sender == src, f"recv from rank {src} returned {sender}"
     return bytes(buffer)
 
 
-def same_bytes(got: bytes | bytearray, expected: bytes, what: str) -> None:
+def check_bytes(got: bytes | bytearray, expected: bytes, what: str) -> None:
     """Assert equality without printing megabytes."""
     if got == expected:
         return
@@ -132,30 +144,30 @@ def error_of(kind: type[_ERROR] | tuple[type[_ERROR], ...], call: Callable[[], o
 
 def transfer_error(kind: type[_ERROR] | tuple[type[_ERROR], ...], start: Callable[[], Request], what: str) -> _ERROR:
     """Return the error of a transfer, raised where it is started or where it is waited for."""
-    return error_of(kind, lambda: start().wait(PATIENCE), what)
+    return error_of(kind, lambda: start().wait(TIMEOUT), what)
 
 
-def facts(error: DistributedError) -> tuple[str, str, tuple[int, ...]]:
-    """What must be equal when two ranks raise the same error."""
+def error_key(error: DistributedError) -> tuple[str, str, tuple[int, ...]]:
+    """The fields that are equal when two ranks raise the same error."""
     return type(error).__name__, error.message, error.ranks
 
 
 @contextmanager
-def near_deadline(timeout: float, what: str, *, extra: float = 0.0) -> Iterator[None]:
+def check_deadline(timeout: float, what: str, *, extra: float = 0.0) -> Iterator[None]:
     """Assert that the block takes at least ``timeout`` seconds and not much more."""
     watch = Deadline(timeout)
     yield
     elapsed = watch.elapsed()
     slack = 0.01  # two clocks may be compared, with different resolutions
     assert elapsed >= timeout - slack, f"{what} with timeout={timeout:g} gave up after {elapsed:.3f} s"
-    limit = timeout + LATE_SECONDS + extra
+    limit = timeout + SLACK_SECONDS + extra
     assert elapsed <= limit, f"{what} with timeout={timeout:g} took {elapsed:.3f} s"
 
 
 def let_others_block(group: Backend, peer: int) -> None:
     """Give other ranks a moment to get from announcing a call into it.
 
-    Nothing is proved by it: a check that uses it holds also when the others come late, it only tests less.
+    No check relies on it: where the others come late the check passes too, it only tests less.
     """
     unused_tag = 2**55
     error_of(

@@ -18,121 +18,105 @@ from ferrodist.errors import (
 )
 from ferrodist.testing.conformance.backend.harness import (
     LARGE,
-    PATIENCE,
+    TIMEOUT,
     RankRunner,
     backend_check,
+    check_bytes,
     error_of,
     let_others_block,
     make_counter,
     make_signal,
     pattern,
+    rank_check,
     receive,
-    same_bytes,
 )
+from ferrodist.testing.conformance.runner import public_functions
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from ferrodist.testing.conformance.backend.harness import BackendCheck
 
-@backend_check(min_ranks=3)
-def groups_keep_their_messages_apart(runner: RankRunner, world_size: int) -> None:
+
+@rank_check(min_ranks=3)
+def groups_keep_their_messages_apart(world: Backend) -> None:
     """The world, all pairs as sub-groups, and two sub-groups of the same ranks use one tag without mixing messages."""
-    memberships = [[0, 1, 2], [0, 1, 2], *map(list, combinations(range(world_size), 2))]
-
-    def program(world: Backend) -> None:
-        groups = [world]
-        groups.extend(SubBackend(world, ranks) if world.rank in ranks else world for ranks in memberships)
-        mine = [(i, group) for i, group in enumerate(groups) if i == 0 or group is not world]
-        sends = [
-            group.isend(bytes([i, group.rank]), dst, tag=5)
-            for i, group in mine
-            for dst in range(group.world_size)
-            if dst != group.rank
-        ]
-        for i, group in reversed(mine):
-            for src in reversed(range(group.world_size)):
-                if src != group.rank:
-                    same_bytes(receive(group, src, 2, tag=5), bytes([i, src]), f"in group {group.name} (number {i})")
-        wait_all(sends, Deadline(PATIENCE))
-
-    runner.run(world_size, program)
+    memberships = [[0, 1, 2], [0, 1, 2], *map(list, combinations(range(world.world_size), 2))]
+    groups = [world]
+    groups.extend(SubBackend(world, ranks) if world.rank in ranks else world for ranks in memberships)
+    mine = [(i, group) for i, group in enumerate(groups) if i == 0 or group is not world]
+    sends = [
+        group.isend(bytes([i, group.rank]), dst, tag=5)
+        for i, group in mine
+        for dst in range(group.world_size)
+        if dst != group.rank
+    ]
+    for i, group in reversed(mine):
+        for src in reversed(range(group.world_size)):
+            if src != group.rank:
+                check_bytes(receive(group, src, 2, tag=5), bytes([i, src]), f"in group {group.name} (number {i})")
+    wait_all(sends, Deadline(TIMEOUT))
 
 
-@backend_check(min_ranks=3)
-def the_order_of_ranks_is_kept(runner: RankRunner, world_size: int) -> None:
+@rank_check(min_ranks=3)
+def the_order_of_ranks_is_kept(world: Backend) -> None:
     """A sub-group of ranks [2, 0] makes rank 2 its rank 0 and rank 0 its rank 1, for messages and for sources."""
-
-    def program(world: Backend) -> None:
-        if world.rank not in (0, 2):
-            return
-        group = SubBackend(world, [2, 0])
-        assert group.world_size == 2, f"two ranks make a group of {group.world_size}"
-        assert group.rank == {2: 0, 0: 1}[world.rank], f"rank {world.rank} is rank {group.rank} of [2, 0]"
-        other = 1 - group.rank
-        request = group.isend(bytes([group.rank]), other)
-        same_bytes(receive(group, other, 1), bytes([other]), "a message in [2, 0]")
-        assert request.wait(PATIENCE) == other, "a request of a sub-group names the peer in the world's numbers"
-
-    runner.run(world_size, program)
+    if world.rank not in (0, 2):
+        return
+    group = SubBackend(world, [2, 0])
+    assert group.world_size == 2, f"two ranks make a group of {group.world_size}"
+    assert group.rank == {2: 0, 0: 1}[world.rank], f"rank {world.rank} is rank {group.rank} of [2, 0]"
+    other = 1 - group.rank
+    request = group.isend(bytes([group.rank]), other)
+    check_bytes(receive(group, other, 1), bytes([other]), "a message in [2, 0]")
+    assert request.wait(TIMEOUT) == other, "a request of a sub-group names the peer in the world's numbers"
 
 
-@backend_check(min_ranks=3)
-def groups_nest(runner: RankRunner, world_size: int) -> None:
+@rank_check(min_ranks=3)
+def groups_nest(world: Backend) -> None:
     """A sub-group of a sub-group works, with ranks numbered in its parent, beside its parent and the world."""
-
-    def program(world: Backend) -> None:
-        if world.rank > 2:
-            return
-        outer = SubBackend(world, [2, 1, 0])
-        if outer.rank == 2:
-            return
-        inner = SubBackend(outer, [1, 0])  # the world's ranks 1 and 2
-        assert inner.rank == {1: 0, 2: 1}[world.rank], f"rank {world.rank} is rank {inner.rank} of the inner group"
-        other = 1 - inner.rank
-        sends = [
-            inner.isend(b"inner", other),
-            outer.isend(b"outer", 1 - outer.rank),
-            world.isend(b"world", 3 - world.rank),
-        ]
-        same_bytes(receive(world, 3 - world.rank, 5), b"world", "in the world")
-        same_bytes(receive(outer, 1 - outer.rank, 5), b"outer", "in the outer group")
-        same_bytes(receive(inner, other, 5), b"inner", "in the inner group")
-        wait_all(sends, Deadline(PATIENCE))
-        inner.barrier(timeout=PATIENCE)
-
-    runner.run(world_size, program)
+    if world.rank > 2:
+        return
+    outer = SubBackend(world, [2, 1, 0])
+    if outer.rank == 2:
+        return
+    inner = SubBackend(outer, [1, 0])  # the world's ranks 1 and 2
+    assert inner.rank == {1: 0, 2: 1}[world.rank], f"rank {world.rank} is rank {inner.rank} of the inner group"
+    other = 1 - inner.rank
+    sends = [
+        inner.isend(b"inner", other),
+        outer.isend(b"outer", 1 - outer.rank),
+        world.isend(b"world", 3 - world.rank),
+    ]
+    check_bytes(receive(world, 3 - world.rank, 5), b"world", "in the world")
+    check_bytes(receive(outer, 1 - outer.rank, 5), b"outer", "in the outer group")
+    check_bytes(receive(inner, other, 5), b"inner", "in the inner group")
+    wait_all(sends, Deadline(TIMEOUT))
+    inner.barrier(timeout=TIMEOUT)
 
 
-@backend_check(min_ranks=3)
-def a_subgroup_carries_large_messages(runner: RankRunner, world_size: int) -> None:
+@rank_check(min_ranks=3)
+def a_subgroup_carries_large_messages(world: Backend) -> None:
     """Large messages cross in a sub-group as they do in the world."""
-
-    def program(world: Backend) -> None:
-        if world.rank not in (0, 2):
-            return
-        group = SubBackend(world, [0, 2])
-        other, buffer = 1 - group.rank, bytearray(LARGE)
-        requests = [group.isend(pattern(LARGE, seed=group.rank), other), group.irecv(buffer, other)]
-        wait_all(requests, Deadline(PATIENCE))
-        same_bytes(buffer, pattern(LARGE, seed=other), "a large message in a sub-group")
-
-    runner.run(world_size, program)
+    if world.rank not in (0, 2):
+        return
+    group = SubBackend(world, [0, 2])
+    other, buffer = 1 - group.rank, bytearray(LARGE)
+    requests = [group.isend(pattern(LARGE, seed=group.rank), other), group.irecv(buffer, other)]
+    wait_all(requests, Deadline(TIMEOUT))
+    check_bytes(buffer, pattern(LARGE, seed=other), "a large message in a sub-group")
 
 
-@backend_check(min_ranks=3)
-def a_subgroups_barrier_is_its_own(runner: RankRunner, world_size: int) -> None:
+@rank_check(min_ranks=3)
+def a_subgroups_barrier_is_its_own(world: Backend) -> None:
     """A sub-group's barrier waits for its members only; a late member is named by its number in the sub-group."""
-
-    def program(world: Backend) -> None:
-        if world.rank not in (0, 2):
-            return
-        group = SubBackend(world, [2, 0])
-        group.barrier(timeout=PATIENCE)
-        if world.rank == 2:
-            error = error_of(DistributedTimeoutError, lambda: group.barrier(timeout=0.1), "a barrier alone")
-            assert error.ranks == (1,), f"rank 0, which is rank 1 of [2, 0], is late; named is {error.ranks}"
-
-    runner.run(world_size, program)
+    if world.rank not in (0, 2):
+        return
+    group = SubBackend(world, [2, 0])
+    group.barrier(timeout=TIMEOUT)
+    if world.rank == 2:
+        error = error_of(DistributedTimeoutError, lambda: group.barrier(timeout=0.1), "a barrier alone")
+        assert error.ranks == (1,), f"rank 0, which is rank 1 of [2, 0], is late; named is {error.ranks}"
 
 
 @backend_check(min_ranks=3)
@@ -150,45 +134,41 @@ def an_abort_ends_its_group_only(runner: RankRunner, world_size: int) -> None:
         if world.rank == 1:
             group.abort("only this one")
             aborted.set()
-        error = error_of(GroupAbortedError, lambda: group.recv(bytearray(1), 1 - group.rank, timeout=PATIENCE), "recv")
+        error = error_of(GroupAbortedError, lambda: group.recv(bytearray(1), 1 - group.rank, timeout=TIMEOUT), "recv")
         assert "only this one" in str(error), f"a member of the aborted group says: {error}"
         assert group.failure is not None, "an aborted sub-group has no failure"
-        assert aborted.wait(PATIENCE), "abort did not return"
+        assert aborted.wait(TIMEOUT), "abort did not return"
         if type(world).abort_subgroup is Backend.abort_subgroup:
-            error_of(GroupAbortedError, lambda: world.recv(bytearray(1), other, timeout=PATIENCE), "recv in the world")
+            error_of(GroupAbortedError, lambda: world.recv(bytearray(1), other, timeout=TIMEOUT), "recv in the world")
             return
         for good in (world, sibling):
             peer = 1 - good.rank
             request = good.isend(b"good", peer)
-            same_bytes(receive(good, peer, 4), b"good", f"in {good.name}, after an abort of {group.name},")
-            request.wait(PATIENCE)
+            check_bytes(receive(good, peer, 4), b"good", f"in {good.name}, after an abort of {group.name},")
+            request.wait(TIMEOUT)
             assert good.failure is None, f"an abort of {group.name} has failed {good.name}"
 
     runner.run(world_size, program)
 
 
-@backend_check(min_ranks=3)
-def a_subgroup_closes_alone(runner: RankRunner, world_size: int) -> None:
+@rank_check(min_ranks=3)
+def a_subgroup_closes_alone(world: Backend) -> None:
     """Closing a sub-group twice is allowed, ends its calls with `GroupClosedError`, and leaves the world as it was."""
-
-    def program(world: Backend) -> None:
-        if world.rank < 2:
-            group = SubBackend(world, [0, 1])
-            group.barrier(timeout=PATIENCE)
-            group.close()
-            group.close()
-            error_of(GroupClosedError, lambda: group.send(b"x", 1 - group.rank), "send in a closed sub-group")
-            error_of(GroupClosedError, lambda: group.barrier(timeout=PATIENCE), "barrier of a closed sub-group")
-        world.barrier(timeout=PATIENCE)
-        assert world.failure is None, "closing a sub-group has failed the world"
-
-    runner.run(world_size, program)
+    if world.rank < 2:
+        group = SubBackend(world, [0, 1])
+        group.barrier(timeout=TIMEOUT)
+        group.close()
+        group.close()
+        error_of(GroupClosedError, lambda: group.send(b"x", 1 - group.rank), "send in a closed sub-group")
+        error_of(GroupClosedError, lambda: group.barrier(timeout=TIMEOUT), "barrier of a closed sub-group")
+    world.barrier(timeout=TIMEOUT)
+    assert world.failure is None, "closing a sub-group has failed the world"
 
 
 @backend_check(min_ranks=3)
 def ranks_are_named_as_their_subgroup_does(runner: RankRunner, world_size: int) -> None:
-    """Errors in a sub-group, also of a sub-group, carry its numbers and its name: of who left the world, and of who
-    sent what does not fit.
+    """Errors in a sub-group, nested or not, name ranks as the sub-group numbers them: a peer that left the world, and
+    the sender of a message of the wrong size.
     """
     for wait in (_in_recv, _in_send, _in_barrier):
         for nested in (False, True):
@@ -208,12 +188,12 @@ def _one_departure(
         group = SubBackend(outer, [1, 2] if nested else [2, 1], name="inner")
         leaver = 0
         if group.rank == leaver:
-            group.send(b"too long", 1, tag=1, timeout=PATIENCE)
-            assert ready.acquire(timeout=PATIENCE), "a rank is missing"
+            group.send(b"too long", 1, tag=1, timeout=TIMEOUT)
+            assert ready.acquire(timeout=TIMEOUT), "a rank is missing"
             let_others_block(world, 0)
             world.close(timeout=0.5)
             return
-        misfit = error_of(SizeMismatchError, lambda: group.recv(bytearray(1), leaver, tag=1, timeout=PATIENCE), "recv")
+        misfit = error_of(SizeMismatchError, lambda: group.recv(bytearray(1), leaver, tag=1, timeout=TIMEOUT), "recv")
         assert misfit.ranks in ((), (leaver,)), f"{leaver} of {group.name} sent too much, named is {misfit.ranks}"
         ready.release()
         what = f"{wait.__name__.removeprefix('_in_')}, when rank {leaver} of a sub-group leaves the world,"
@@ -225,26 +205,17 @@ def _one_departure(
 
 
 def _in_recv(group: Backend, peer: int) -> None:
-    group.recv(bytearray(1), peer, timeout=PATIENCE)
+    group.recv(bytearray(1), peer, timeout=TIMEOUT)
 
 
 def _in_send(group: Backend, peer: int) -> None:
-    group.send(bytes(LARGE), peer, timeout=PATIENCE)
+    group.send(bytes(LARGE), peer, timeout=TIMEOUT)
     _in_recv(group, peer)  # a backend that takes any message over does not wait in send
 
 
 def _in_barrier(group: Backend, peer: int) -> None:
     del peer
-    group.barrier(timeout=PATIENCE)
+    group.barrier(timeout=TIMEOUT)
 
 
-SUBGROUP_CHECKS = (
-    groups_keep_their_messages_apart,
-    the_order_of_ranks_is_kept,
-    groups_nest,
-    a_subgroup_carries_large_messages,
-    a_subgroups_barrier_is_its_own,
-    an_abort_ends_its_group_only,
-    a_subgroup_closes_alone,
-    ranks_are_named_as_their_subgroup_does,
-)
+CHECKS: tuple[BackendCheck, ...] = public_functions(__name__)

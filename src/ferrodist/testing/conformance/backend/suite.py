@@ -1,4 +1,4 @@
-"""The conformance suite of backends: every promise of `ferrodist.backends.base`, as a check that an author can run.
+"""The conformance suite of backends: every promise of `ferrodist.backends.base`, as a check for its author.
 
 ::
 
@@ -11,10 +11,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from ferrodist.testing.conformance.backend.failures import DEADLINE_CHECKS, ENDING_CHECKS
-from ferrodist.testing.conformance.backend.messages import ARGUMENT_CHECKS, MESSAGE_CHECKS
-from ferrodist.testing.conformance.backend.requests import REQUEST_CHECKS
-from ferrodist.testing.conformance.backend.subgroups import SUBGROUP_CHECKS
+from ferrodist.testing.conformance.backend import arguments, deadlines, failures, messages, requests, subgroups
 from ferrodist.testing.conformance.runner import run_checks
 
 if TYPE_CHECKING:
@@ -23,12 +20,8 @@ if TYPE_CHECKING:
     from ferrodist.testing.conformance.backend.harness import BackendCheck, BackendUnderTest
 
 BACKEND_CHECKS: tuple[BackendCheck, ...] = (
-    *MESSAGE_CHECKS,
-    *REQUEST_CHECKS,
-    *DEADLINE_CHECKS,
-    *ARGUMENT_CHECKS,
-    *ENDING_CHECKS,
-    *SUBGROUP_CHECKS,
+    *(*messages.CHECKS, *requests.CHECKS, *deadlines.CHECKS),
+    *(*arguments.CHECKS, *failures.CHECKS, *subgroups.CHECKS),
 )
 """All checks. Each takes a factory or a runner, and a world size, and raises when its rule is broken."""
 

@@ -1,9 +1,9 @@
-"""The single checks behind `ferrodist.testing.conformance.collectives.suite`, by topic.
+"""The checks of the collectives, by topic.
 
 ::
 
-    oracle.py      what reductions must give, by NumPy    harness.py    what checks are made of
-    reductions.py  arithmetic                             movement.py   elements that only move
-    forms.py       layouts, out=, async, coalesce         messages.py   tensors and objects from rank to rank
-    refusals.py    wrong arguments                        endings.py    mismatches, late ranks, aborts
+    suite.py          check_collectives                  oracle.py   expected results, by NumPy
+    reductions.py     arithmetic                         data_movement.py   elements that only move
+    calling.py        layouts, out=, async, coalesce     p2p.py      tensors and objects from rank to rank
+    arguments.py      wrong arguments                    failures.py   mismatches, stragglers, aborts
 """

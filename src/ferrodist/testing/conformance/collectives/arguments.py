@@ -9,7 +9,8 @@ import torch
 
 import ferrodist as fd
 from ferrodist.testing.conformance.backend.harness import error_of
-from ferrodist.testing.conformance.collectives.oracle import same_bits, same_group_anew, undefined_reductions
+from ferrodist.testing.conformance.collectives.oracle import check_bits, duplicate_group, undefined_reductions
+from ferrodist.testing.conformance.runner import public_functions
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -21,18 +22,18 @@ if TYPE_CHECKING:
     Call = Callable[[], object]
 
 
-def _refuse(group: Backend, kind: type[Exception], what: str, call: Call) -> str:
-    """Have one rank make a wrong call, then all of them a right one: nothing of the wrong call may have gone out."""
+def _check_refused(group: Backend, kind: type[Exception], what: str, call: Call) -> str:
+    """Make a wrong call on one rank, then a right one on all: the wrong call must not have sent anything."""
     said = ""
     if group.rank == group.world_size - 1:
         said = str(error_of(kind, call, what))
     total = fd.allreduce(torch.ones(2))
-    same_bits(total, torch.full((2,), float(group.world_size)), f"an allreduce right after {what}")
+    check_bits(total, torch.full((2,), float(group.world_size)), f"an allreduce right after {what}")
     return said
 
 
 def undefined_reductions_are_refused(group: Backend) -> None:
-    """A reduction that a dtype doesn't have raises TypeError with the reason, from every collective that folds."""
+    """An undefined reduction raises TypeError with the reason, from every collective that reduces."""
     calls: list[Callable[[torch.Tensor, Any], object]] = [
         fd.allreduce,
         fd.async_allreduce,
@@ -44,12 +45,12 @@ def undefined_reductions_are_refused(group: Backend) -> None:
     for number, (dtype, op) in enumerate(undefined_reductions()):
         call = calls[number % len(calls)]
         tensor = torch.zeros(4, dtype=dtype)
-        said = _refuse(group, TypeError, f"{op} of {dtype}", lambda: call(tensor, op))  # noqa: B023 - called at once
+        said = _check_refused(group, TypeError, f"{op} of {dtype}", lambda: call(tensor, op))  # noqa: B023 - called at once
         assert not said or f"{op} of {dtype} is not defined" in said, f"the refusal of {op} of {dtype} says {said!r}"
 
 
 def tensors_that_cannot_travel_are_refused(group: Backend) -> None:
-    """What is no dense CPU tensor of a known dtype raises TypeError from every collective and message."""
+    """Anything but a dense CPU tensor of a known dtype raises TypeError from every collective and message."""
     p, peer = group.world_size, 0 if group.rank else group.world_size - 1
     wrong: list[Any] = [
         [1.0, 2.0],
@@ -86,7 +87,7 @@ def tensors_that_cannot_travel_are_refused(group: Backend) -> None:
             if tensor is None and name in {"allreduce into it", "scatter"}:
                 continue  # None has a meaning there
             kind = f"{name} of {type(tensor).__name__}"
-            _refuse(group, TypeError, kind, lambda: call(tensor))  # noqa: B023 - called at once
+            _check_refused(group, TypeError, kind, lambda: call(tensor))  # noqa: B023 - called at once
 
 
 def wrong_results_are_refused(group: Backend) -> None:
@@ -114,13 +115,13 @@ def wrong_results_are_refused(group: Backend) -> None:
         cases.append((ValueError, "out of a rank that gets nothing", lambda: fd.reduce(tensor, 0, out=tensor)))
         cases.append((ValueError, "out of a rank that gets nothing", lambda: fd.gather(tensor, 0, out=tensor)))
     for kind, what, call in (*cases, *_wrong_results_of_movement(group)):
-        _refuse(group, kind, f"out=: {what}", call)
+        _check_refused(group, kind, f"out=: {what}", call)
     with torch.no_grad():
         fd.allreduce(graded, out=graded)
 
 
 def _wrong_results_of_movement(group: Backend) -> list[tuple[type[Exception], str, Call]]:
-    """Calls that gather, scatter and exchange into what can't be, on one rank: nothing may have gone out."""
+    """Calls of gathers, scatters and exchanges with a wrong ``out`` on one rank, which must not send anything."""
     p, rank = group.world_size, group.rank
     whole, counts = torch.zeros(4 * p, 3), [4] * p
     graded = torch.zeros(4 * p, 3, requires_grad=True)
@@ -179,7 +180,7 @@ def results_that_other_ranks_show_to_be_wrong(group: Backend) -> None:
             assert "shape" in str(error_of(ValueError, lambda call=call: call(torch.zeros(1, 3)), what))  # type: ignore[misc]
         else:
             result = call(None)
-            same_bits(result, whole if result.numel() else torch.empty(0), "the result of another rank")
+            check_bits(result, whole if result.numel() else torch.empty(0), "the result of another rank")
     wrong: list[tuple[type[Exception], torch.Tensor]] = [
         (ValueError, torch.zeros(3, 3)),
         (TypeError, torch.zeros(2, 3, dtype=torch.float64)),
@@ -189,14 +190,14 @@ def results_that_other_ranks_show_to_be_wrong(group: Backend) -> None:
         if odd:
             error_of(kind, functools.partial(scatter, out=out), what)
         else:
-            same_bits(scatter(), part, "the part of another rank")
+            check_bits(scatter(), part, "the part of another rank")
     if p > 1:
         graded = whole.clone().requires_grad_() if rank == 0 else None
         if odd:
             error_of(RuntimeError, lambda: fd.scatter(graded, out=torch.zeros(2, 3)), what)
         else:
             fd.scatter(graded)
-    same_bits(fd.allreduce(torch.ones(2)), torch.full((2,), float(p)), "an allreduce after all of it")
+    check_bits(fd.allreduce(torch.ones(2)), torch.full((2,), float(p)), "an allreduce after all of it")
 
 
 def _overlapping(rows: int, columns: int) -> torch.Tensor:
@@ -205,7 +206,7 @@ def _overlapping(rows: int, columns: int) -> torch.Tensor:
 
 
 def wrong_places_are_refused(group: Backend) -> None:
-    """Roots outside the group, dims that a tensor doesn't have, and groups that are none are refused."""
+    """Roots outside the group, dims that a tensor doesn't have, and objects that are not groups are refused."""
     p = group.world_size
     tensor, number = torch.zeros(4, 3), torch.tensor(1.0)
     cases: list[tuple[type[Exception], str, Call]] = []
@@ -246,11 +247,11 @@ def wrong_places_are_refused(group: Backend) -> None:
     if p > 1:
         cases.append((ValueError, "scatter of another rank's tensor", lambda: fd.scatter(tensor, 0)))
     for kind, what, call in cases:
-        _refuse(group, kind, what, call)
+        _check_refused(group, kind, what, call)
 
 
 def wrong_exchanges_are_refused(group: Backend) -> None:
-    """all_to_all wants one tensor a rank, all alike, and counts that fit."""
+    """all_to_all needs one tensor for each rank, of equal shape and dtype, and matching counts."""
     p = group.world_size
     tensor = torch.zeros(p, 2)
     unlike = [torch.zeros(2)] * p
@@ -269,7 +270,7 @@ def wrong_exchanges_are_refused(group: Backend) -> None:
         receive = [2 if rank == group.rank else 1 for rank in range(p)]
         cases.append((ValueError, "other rows for itself", lambda: fd.all_to_all_single_uneven(tensor, ones, receive)))
     for kind, what, call in cases:
-        _refuse(group, kind, what, call)
+        _check_refused(group, kind, what, call)
 
 
 def wrong_numbers_are_refused(group: Backend) -> None:
@@ -303,11 +304,11 @@ def wrong_numbers_are_refused(group: Backend) -> None:
         ]
     cases.append((ValueError, "a scatter of 13 dims", lambda: fd.scatter(torch.zeros([1] * 13), group.rank)))
     for kind, what, call in cases:
-        _refuse(group, kind, what, call)
+        _check_refused(group, kind, what, call)
 
 
 def objects_that_cannot_travel_are_refused(group: Backend) -> None:
-    """What msgpack can't carry raises TypeError and names allow_pickle, before anything is sent."""
+    """An object that msgpack can't encode raises TypeError, which names allow_pickle, before anything is sent."""
     peer = 0 if group.rank else group.world_size - 1
     values: list[Any] = [1j, object(), {"deep": [torch.zeros(1)]}, 2**70, lambda: None]
     for value in values:
@@ -320,7 +321,7 @@ def objects_that_cannot_travel_are_refused(group: Backend) -> None:
         if group.world_size > 1:
             cases.append(("send_object", lambda: fd.send_object(value, peer)))  # noqa: B023
         for name, call in cases:
-            said = _refuse(group, TypeError, f"{name} of a {type(value).__name__}", call)
+            said = _check_refused(group, TypeError, f"{name} of a {type(value).__name__}", call)
             assert not said or "allow_pickle" in said, f"{name} does not say what to do: {said!r}"
     for pickled in (False, True):
         deep: list[Any] = []
@@ -335,14 +336,16 @@ def objects_that_cannot_travel_are_refused(group: Backend) -> None:
         if group.world_size > 1:
             kinds["send_object"] = lambda: fd.send_object(deep, peer, allow_pickle=pickled)  # noqa: B023
         for name, call in kinds.items():
-            said = _refuse(group, ValueError, f"{name} of what is nested too deeply", call)
+            said = _check_refused(group, ValueError, f"{name} of what is nested too deeply", call)
             assert not said or "nested too deeply" in said, f"{name} does not say why: {said!r}"
-    _refuse(group, ValueError, "too few objects", lambda: fd.scatter_object([1] * (group.world_size + 1), group.rank))
+    _check_refused(
+        group, ValueError, "too few objects", lambda: fd.scatter_object([1] * (group.world_size + 1), group.rank)
+    )
 
 
 def groups_that_were_closed_are_refused(group: Backend) -> None:
     """After a group was closed every collective, message and object call on it raises GroupClosedError at once."""
-    gone = same_group_anew(group)
+    gone = duplicate_group(group)
     fd.barrier(gone)
     gone.close()
     tensor, peer = torch.ones(2), 0 if group.rank else group.world_size - 1
@@ -367,14 +370,4 @@ def groups_that_were_closed_are_refused(group: Backend) -> None:
     fd.barrier()
 
 
-REFUSAL_CHECKS: tuple[CollectiveCheck, ...] = (
-    undefined_reductions_are_refused,
-    tensors_that_cannot_travel_are_refused,
-    wrong_results_are_refused,
-    results_that_other_ranks_show_to_be_wrong,
-    wrong_places_are_refused,
-    wrong_exchanges_are_refused,
-    wrong_numbers_are_refused,
-    objects_that_cannot_travel_are_refused,
-    groups_that_were_closed_are_refused,
-)
+CHECKS: tuple[CollectiveCheck, ...] = public_functions(__name__)

@@ -1,4 +1,4 @@
-"""Checks of the ways to call a collective: layouts, ``out=``, asynchronous, from several threads, coalesced."""
+"""Checks of the forms of a collective call: layouts, ``out=``, asynchronous, from several threads, coalesced."""
 
 from __future__ import annotations
 
@@ -12,15 +12,16 @@ from ferrodist.backends.subgroup import SubBackend
 from ferrodist.testing.conformance.backend.harness import error_of
 from ferrodist.testing.conformance.collectives.oracle import (
     ONE_STEP_BYTES,
+    check_bits,
+    check_fold,
+    duplicate_group,
     elements,
-    expect,
-    factor_of,
-    inputs_of,
-    parts_along,
+    rank_factor,
+    rank_inputs,
     raw_bytes,
-    same_bits,
-    same_group_anew,
+    split_along,
 )
+from ferrodist.testing.conformance.runner import public_functions
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -57,25 +58,25 @@ def inputs_of_any_layout(group: Backend) -> None:
             flat = [tensor.view(-1) for tensor in plain]
             total = fd.allreduce(mine)
             assert total.shape == mine.shape, f"allreduce of a tensor that is {name} has shape {tuple(total.shape)}"
-            expect(group, total, fd.ReduceOp.SUM, flat, f"allreduce ({what})")
+            check_fold(group, total, fd.ReduceOp.SUM, flat, f"allreduce ({what})")
             reduced = fd.reduce(mine, last)
             if group.rank == last:
-                expect(group, reduced, fd.ReduceOp.SUM, flat, f"reduce ({what})")
-            same_bits(fd.broadcast(mine, last), plain[last], f"broadcast ({what})")
-            same_bits(fd.all_gather(mine), torch.cat(plain), f"all_gather ({what})")
-            same_bits(fd.all_gather(mine, 1), torch.cat(plain, 1), f"all_gather along 1 ({what})")
+                check_fold(group, reduced, fd.ReduceOp.SUM, flat, f"reduce ({what})")
+            check_bits(fd.broadcast(mine, last), plain[last], f"broadcast ({what})")
+            check_bits(fd.all_gather(mine), torch.cat(plain), f"all_gather ({what})")
+            check_bits(fd.all_gather(mine, 1), torch.cat(plain, 1), f"all_gather along 1 ({what})")
             gathered = fd.gather(mine, last)
             if group.rank == last:
-                same_bits(gathered, torch.cat(plain), f"gather ({what})")
+                check_bits(gathered, torch.cat(plain), f"gather ({what})")
             sizes = fd.compute_shard_sizes(mine.shape[0], p)
             scattered = fd.scatter(mine if group.rank == last else None, last)
-            same_bits(scattered, parts_along(plain[last], sizes)[group.rank], f"scatter ({what})")
-            expected = parts_along(fd.allreduce(plain[group.rank]), sizes)[group.rank]
-            same_bits(fd.reduce_scatter(mine), expected, f"reduce_scatter ({what})")
+            check_bits(scattered, split_along(plain[last], sizes)[group.rank], f"scatter ({what})")
+            expected = split_along(fd.allreduce(plain[group.rank]), sizes)[group.rank]
+            check_bits(fd.reduce_scatter(mine), expected, f"reduce_scatter ({what})")
             received = fd.all_to_all([mine] * p)
             for rank in range(p):
-                same_bits(received[rank], plain[rank], f"all_to_all ({what})")
-            same_bits(raw_bytes(wholes[group.rank]), before, f"the input after all of it ({what})")
+                check_bits(received[rank], plain[rank], f"all_to_all ({what})")
+            check_bits(raw_bytes(wholes[group.rank]), before, f"the input after all of it ({what})")
 
 
 def _seeded(seed: int) -> torch.Generator:
@@ -83,7 +84,7 @@ def _seeded(seed: int) -> torch.Generator:
 
 
 def results_into_given_tensors(group: Backend) -> None:
-    """``out=`` is where the result goes and what is returned: another tensor, the input itself, or one with strides."""
+    """``out=`` receives the result and is returned: another tensor, the input itself, or a strided one."""
     p, last = group.world_size, group.world_size - 1
     for rows in (2, 20, 6000):
         inputs = [elements(torch.float32, rows * 4, rank, seed=rows).view(rows, 4) for rank in range(p)]
@@ -100,16 +101,16 @@ def results_into_given_tensors(group: Backend) -> None:
         for name, make in outs.items():
             mine, out, what = inputs[group.rank], make(), f"{rows} rows into a tensor that is {name}"
             assert fd.allreduce(mine, out=out) is out, "allreduce returned another tensor than out="
-            expect(group, out, fd.ReduceOp.SUM, total, f"allreduce of {what}")
+            check_fold(group, out, fd.ReduceOp.SUM, total, f"allreduce of {what}")
             assert fd.async_allreduce(mine, out=make()).wait().shape == out.shape, "async_allreduce lost its shape"
             out = make()
             reduced = fd.reduce(mine, last, out=out if group.rank == last else None)
             if group.rank == last:
                 assert reduced is out, "reduce returned another tensor than out="
-                expect(group, out, fd.ReduceOp.SUM, total, f"reduce of {what}")
+                check_fold(group, out, fd.ReduceOp.SUM, total, f"reduce of {what}")
             out = make()
             assert fd.broadcast(mine, last, out=out) is out, "broadcast returned another tensor than out="
-            same_bits(out, inputs[last], f"broadcast of {what}")
+            check_bits(out, inputs[last], f"broadcast of {what}")
         _in_place(group, inputs)
         _joined_and_divided(group, inputs)
         _gathered_and_scattered(group, inputs)
@@ -122,16 +123,16 @@ def _in_place(group: Backend, inputs: list[torch.Tensor]) -> None:
         mine = torch.empty(4, len(inputs[0])).t() if strided else torch.empty_like(inputs[0])
         mine.copy_(inputs[group.rank])
         fd.allreduce(mine, out=mine)
-        expect(group, mine, fd.ReduceOp.SUM, flat, "allreduce in place")
+        check_fold(group, mine, fd.ReduceOp.SUM, flat, "allreduce in place")
         mine.copy_(inputs[group.rank])
         fd.reduce(mine, last, out=mine if group.rank == last else None)
         if group.rank == last:
-            expect(group, mine, fd.ReduceOp.SUM, flat, "reduce in place")
+            check_fold(group, mine, fd.ReduceOp.SUM, flat, "reduce in place")
         else:
-            same_bits(mine, inputs[group.rank], "the input of a reduce to another rank")
+            check_bits(mine, inputs[group.rank], "the input of a reduce to another rank")
         mine.copy_(inputs[group.rank])
         fd.broadcast(mine, last, out=mine)
-        same_bits(mine, inputs[last], "broadcast in place")
+        check_bits(mine, inputs[last], "broadcast in place")
 
 
 def _joined_and_divided(group: Backend, inputs: list[torch.Tensor]) -> None:
@@ -140,24 +141,24 @@ def _joined_and_divided(group: Backend, inputs: list[torch.Tensor]) -> None:
     rows = len(inputs[0])
     out = torch.empty(4, p * rows).t()
     assert fd.all_gather(inputs[rank], out=out) is out, "all_gather returned another tensor than out="
-    same_bits(out, joined, "all_gather into a transposed tensor")
+    check_bits(out, joined, "all_gather into a transposed tensor")
     out = torch.empty(rows, 4 * p)
-    same_bits(fd.all_gather(inputs[rank], 1, out=out), torch.cat(inputs, 1), "all_gather along 1 with out=")
+    check_bits(fd.all_gather(inputs[rank], 1, out=out), torch.cat(inputs, 1), "all_gather along 1 with out=")
     buffer = torch.zeros(p * rows, 4)
     buffer[rank * rows : (rank + 1) * rows] = inputs[rank]
     fd.all_gather(buffer[rank * rows : (rank + 1) * rows], out=buffer)
-    same_bits(buffer, joined, "all_gather of a part of out=")
+    check_bits(buffer, joined, "all_gather of a part of out=")
     sizes = fd.compute_shard_sizes(rows, p)
     plain = fd.reduce_scatter(inputs[rank])
     out = torch.empty(sizes[rank], 4)
     assert fd.reduce_scatter_tensor(out, inputs[rank]) is out, "reduce_scatter_tensor returned another tensor"
-    same_bits(out, plain, "reduce_scatter_tensor")
+    check_bits(out, plain, "reduce_scatter_tensor")
     out = torch.empty(4, sizes[rank]).t()
-    same_bits(fd.reduce_scatter(inputs[rank], out=out), plain, "reduce_scatter into a transposed tensor")
+    check_bits(fd.reduce_scatter(inputs[rank], out=out), plain, "reduce_scatter into a transposed tensor")
     mine = inputs[rank].clone()
     start = sum(sizes[:rank])
     fd.reduce_scatter(mine, out=mine[start : start + sizes[rank]])
-    same_bits(mine[start : start + sizes[rank]], plain, "reduce_scatter into its part of the input")
+    check_bits(mine[start : start + sizes[rank]], plain, "reduce_scatter into its part of the input")
 
 
 def _gathered_and_scattered(group: Backend, inputs: list[torch.Tensor]) -> None:
@@ -170,26 +171,26 @@ def _gathered_and_scattered(group: Backend, inputs: list[torch.Tensor]) -> None:
             gathered = fd.gather(inputs[rank], last, dim=dim, out=whole if rank == last else None)
             if rank == last:
                 assert gathered is whole, "gather returned another tensor than out="
-                same_bits(whole, joined, f"gather along {dim} with out=")
+                check_bits(whole, joined, f"gather along {dim} with out=")
             part = torch.empty(inputs[0].shape) if out.is_contiguous() else torch.empty(4, rows).t()
             scattered = fd.scatter(joined if rank == last else None, last, dim=dim, out=part)
             assert scattered is part, "scatter returned another tensor than out="
-            same_bits(part, inputs[rank], f"scatter along {dim} with out=")
+            check_bits(part, inputs[rank], f"scatter along {dim} with out=")
         sizes = [rank % 2 + 1 for rank in range(p)]
         parts = [tensor.narrow(dim, 0, size) for tensor, size in zip(inputs, sizes, strict=True)]
         uneven = torch.cat(parts, dim)
         for whole in (torch.empty(uneven.shape), torch.empty(uneven.t().shape).t()):
             assert fd.all_gather_uneven(parts[rank], dim, out=whole) is whole, "all_gather_uneven returned another"
-            same_bits(whole, uneven, f"all_gather_uneven along {dim} with out=")
+            check_bits(whole, uneven, f"all_gather_uneven along {dim} with out=")
     buffer = torch.cat(inputs)
     mine = buffer[rank * rows : (rank + 1) * rows]
     fd.scatter(buffer if rank == last else None, last, out=mine)
-    same_bits(mine, inputs[rank], "scatter into a part of the input")
+    check_bits(mine, inputs[rank], "scatter into a part of the input")
     buffer.zero_()
     mine.copy_(inputs[rank])
     fd.gather(mine, last, out=buffer if rank == last else None)
     if rank == last:
-        same_bits(buffer, torch.cat(inputs), "gather of a part of out=")
+        check_bits(buffer, torch.cat(inputs), "gather of a part of out=")
 
 
 def _exchanged(group: Backend, inputs: list[torch.Tensor]) -> None:
@@ -200,43 +201,43 @@ def _exchanged(group: Backend, inputs: list[torch.Tensor]) -> None:
     counts = [rows] * p
     for out in (torch.empty(p * rows, 4), torch.empty(4, p * rows).t()):
         assert fd.all_to_all(torch.cat(sent[rank]), out=out) is out, "all_to_all returned another tensor than out="
-        same_bits(out, torch.cat(expected), "all_to_all with out=")
+        check_bits(out, torch.cat(expected), "all_to_all with out=")
         out.zero_()
         back = fd.all_to_all_single_uneven(torch.cat(sent[rank]), counts, counts, out=out)
         assert back is out, "all_to_all_single_uneven returned another tensor than out="
-        same_bits(out, torch.cat(expected), "all_to_all_single_uneven with out=")
+        check_bits(out, torch.cat(expected), "all_to_all_single_uneven with out=")
         out.copy_(torch.cat(sent[rank]))
         assert fd.async_all_to_all(out, out=out).wait() is out, "async_all_to_all returned another tensor than out="
-        same_bits(out, torch.cat(expected), "async_all_to_all in place")
+        check_bits(out, torch.cat(expected), "async_all_to_all in place")
         out.copy_(torch.cat(sent[rank]))
         fd.all_to_all_single_uneven(out, counts, counts, out=out)
-        same_bits(out, torch.cat(expected), "all_to_all_single_uneven in place")
+        check_bits(out, torch.cat(expected), "all_to_all_single_uneven in place")
     mine = [tensor.clone() for tensor in sent[rank]]
     columns = torch.empty(rows, 4, p).unbind(-1)
     for outs in (columns, [torch.empty(rows, 4) for _ in range(p)], mine):
         received = fd.all_to_all(mine, out=outs)
         assert all(one is other for one, other in zip(received, outs, strict=True)), "all_to_all returned others"
         for src in range(p):
-            same_bits(outs[src], expected[src], f"all_to_all of tensors with out=, from rank {src}")
+            check_bits(outs[src], expected[src], f"all_to_all of tensors with out=, from rank {src}")
 
 
 def inputs_and_outputs_that_overlap(group: Backend) -> None:
-    """When ``out`` is a part of the input's memory, shifted by an element, the result is as if it were not."""
+    """When ``out`` overlaps the input's memory, shifted by an element, the result is the same as without overlap."""
     for count in (3, 1000, ONE_STEP_BYTES):
-        inputs = inputs_of(group, torch.float32, count, seed=count)
+        inputs = rank_inputs(group, torch.float32, count, seed=count)
         for shift in (1, -1):
             memory = torch.zeros(count + 2)
             memory[1 : count + 1] = inputs[group.rank]
             out = memory[1 + shift : count + 1 + shift]
             fd.allreduce(memory[1 : count + 1], out=out)
-            expect(group, out, fd.ReduceOp.SUM, inputs, f"allreduce shifted by {shift}")
+            check_fold(group, out, fd.ReduceOp.SUM, inputs, f"allreduce shifted by {shift}")
             memory[1 : count + 1] = inputs[group.rank]
             fd.broadcast(memory[1 : count + 1], out=out)
-            same_bits(out, inputs[0], f"broadcast shifted by {shift}")
+            check_bits(out, inputs[0], f"broadcast shifted by {shift}")
 
 
 def many_outstanding_operations(group: Backend) -> None:
-    """Any number of operations of all kinds may be under way, and be waited for in any order and more than once."""
+    """Any number of operations of all kinds may be in flight, and be waited for in any order and more than once."""
     p, rank = group.world_size, group.rank
     pending: list[tuple[fd.PendingCollective[Any], torch.Tensor]] = []
     for round_number in range(12):
@@ -249,11 +250,11 @@ def many_outstanding_operations(group: Backend) -> None:
                 (fd.async_allreduce(inputs[rank]), total),
                 (fd.async_broadcast(inputs[rank], root), inputs[root]),
                 (fd.async_all_gather(inputs[rank]), torch.cat(inputs)),
-                (fd.async_reduce_scatter(inputs[rank]), parts_along(total, sizes)[rank]),
+                (fd.async_reduce_scatter(inputs[rank]), split_along(total, sizes)[rank]),
                 (fd.async_all_to_all(torch.cat([inputs[rank]] * p)), torch.cat(inputs)),
             ]
     for handle, expected in reversed(pending):
-        same_bits(handle.wait(), expected, f"one of many: {handle.op_name}")
+        check_bits(handle.wait(), expected, f"one of many: {handle.op_name}")
         assert handle.done(), f"{handle!r} has been waited for and is not done"
         assert handle.wait(0) is handle.wait(), "a second wait gave another result"
 
@@ -263,9 +264,9 @@ def blocking_among_started_operations(group: Backend) -> None:
     p = group.world_size
     for count in (2, 5000):
         started = [fd.async_allreduce(torch.full((count,), float(i))) for i in range(5)]
-        same_bits(fd.allreduce(torch.ones(count)), torch.full((count,), float(p)), "a blocking call among others")
+        check_bits(fd.allreduce(torch.ones(count)), torch.full((count,), float(p)), "a blocking call among others")
         for i, handle in enumerate(started):
-            same_bits(handle.wait(), torch.full((count,), float(i * p)), "a call around a blocking one")
+            check_bits(handle.wait(), torch.full((count,), float(i * p)), "a call around a blocking one")
 
 
 def threads_with_groups_of_their_own(group: Backend) -> None:
@@ -281,10 +282,10 @@ def threads_with_groups_of_their_own(group: Backend) -> None:
                 inputs = [torch.full((count,), float(seed + 10 * rank)) for rank in mine.members]
                 total = torch.stack(inputs).sum(0)
                 handles = [fd.async_allreduce(inputs[mine.rank], group=mine) for _ in range(4)]
-                same_bits(fd.allreduce(inputs[mine.rank], group=mine), total, "a blocking call in a thread")
+                check_bits(fd.allreduce(inputs[mine.rank], group=mine), total, "a blocking call in a thread")
                 for handle in handles:
-                    same_bits(handle.wait(), total, "a started call in a thread")
-                same_bits(fd.all_gather(inputs[mine.rank], group=mine), torch.cat(inputs), "an all_gather in a thread")
+                    check_bits(handle.wait(), total, "a started call in a thread")
+                check_bits(fd.all_gather(inputs[mine.rank], group=mine), torch.cat(inputs), "an all_gather in a thread")
         except BaseException as error:  # noqa: BLE001 - raised again in the check's thread
             errors.append(error)
             mine.abort(f"a thread failed: {error!r}")
@@ -311,7 +312,7 @@ def coalesced_operations(group: Backend) -> None:
         [elements(dtype, n, r, seed=n) for r in range(p)] for dtype in (torch.float32, torch.int16) for n in _SIZES
     ]
     plain = [fd.allreduce(tensors[rank]) for tensors in inputs]
-    op = fd.premultiplied_sum(factor_of(rank))
+    op = fd.premultiplied_sum(rank_factor(rank))
     scaled = fd.allreduce(inputs[1][rank], op)
     in_place = inputs[2][rank].clone()
     with fd.coalesce(group):
@@ -327,15 +328,15 @@ def coalesced_operations(group: Backend) -> None:
         checks += [(fd.async_allreduce(in_place, out=in_place), plain[2])]
         assert not any(handle.done() for handle, _ in checks), "an operation ended before its coalesce block"
     for handle, expected in checks:
-        same_bits(handle.wait(), expected, f"coalesced {handle.op_name}")
-    same_bits(in_place, plain[2], "a coalesced allreduce in place")
+        check_bits(handle.wait(), expected, f"coalesced {handle.op_name}")
+    check_bits(in_place, plain[2], "a coalesced allreduce in place")
 
 
 _SIZES = (0, 1, 2, 57, ONE_STEP_BYTES // 8)
 
 
 def coalesce_blocks_that_fail(group: Backend) -> None:
-    """When a coalesce block raises nothing is sent, and what was called inside fails with that error."""
+    """When a coalesce block raises, nothing is sent, and its operations fail with that error."""
     pending: list[fd.PendingCollective[torch.Tensor]] = []
 
     def block(then: Callable[[], object]) -> None:
@@ -343,7 +344,7 @@ def coalesce_blocks_that_fail(group: Backend) -> None:
             pending.append(fd.async_allreduce(torch.ones(4)))
             then()
 
-    other = same_group_anew(group)
+    other = duplicate_group(group)
     wrong: list[Callable[[], object]] = [
         lambda: fd.allreduce(torch.ones(4)),
         lambda: fd.async_allreduce(torch.ones(4), group=other),
@@ -352,7 +353,7 @@ def coalesce_blocks_that_fail(group: Backend) -> None:
     for then in wrong:
         error = error_of(RuntimeError, lambda then=then: block(then), "a wrong call in a coalesce block")  # type: ignore[misc]
         assert error_of(RuntimeError, pending[-1].wait, "an operation of a failed block") is error
-    same_bits(
+    check_bits(
         fd.allreduce(torch.ones(4)), torch.full((4,), float(group.world_size)), "an allreduce after failed blocks"
     )
     other.abort("to see what coalesce does with a group that has failed")
@@ -363,13 +364,4 @@ def coalesce_blocks_that_fail(group: Backend) -> None:
     other.close()
 
 
-FORM_CHECKS: tuple[CollectiveCheck, ...] = (
-    inputs_of_any_layout,
-    results_into_given_tensors,
-    inputs_and_outputs_that_overlap,
-    many_outstanding_operations,
-    blocking_among_started_operations,
-    threads_with_groups_of_their_own,
-    coalesced_operations,
-    coalesce_blocks_that_fail,
-)
+CHECKS: tuple[CollectiveCheck, ...] = public_functions(__name__)

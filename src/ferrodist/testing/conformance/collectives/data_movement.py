@@ -12,11 +12,12 @@ from ferrodist.testing.conformance.collectives.oracle import (
     ONE_STEP_BYTES,
     PAYLOAD_BYTES,
     SEGMENT_BYTES,
+    check_bits,
     elements,
-    inputs_of,
-    parts_along,
-    same_bits,
+    rank_inputs,
+    split_along,
 )
+from ferrodist.testing.conformance.runner import public_functions
 
 if TYPE_CHECKING:
     from ferrodist.backends.base import Backend
@@ -30,29 +31,29 @@ def _counts(dtype: torch.dtype) -> list[int]:
 
 def _move(group: Backend, dtype: torch.dtype, count: int, root: int) -> None:
     """Do each collective once with ``count`` elements of ``dtype`` a rank."""
-    inputs = inputs_of(group, dtype, count, seed=count)
+    inputs = rank_inputs(group, dtype, count, seed=count)
     mine, joined = inputs[group.rank], torch.cat(inputs)
     what = f"of {count} {dtype}, root {root}"
-    same_bits(fd.broadcast(mine, root), inputs[root], f"broadcast {what}")
-    same_bits(fd.all_gather(mine), joined, f"all_gather {what}")
+    check_bits(fd.broadcast(mine, root), inputs[root], f"broadcast {what}")
+    check_bits(fd.all_gather(mine), joined, f"all_gather {what}")
     gathered = fd.gather(mine, root)
     if group.rank == root:
-        same_bits(gathered, joined, f"gather {what}")
+        check_bits(gathered, joined, f"gather {what}")
     else:
         assert gathered.shape == (0,), f"gather {what}: rank {group.rank} got shape {tuple(gathered.shape)}"
     part = fd.scatter(joined if group.rank == root else None, root)
-    same_bits(part, mine, f"scatter {what}")
+    check_bits(part, mine, f"scatter {what}")
     sent = [
         [elements(dtype, count, src, seed=dst) for dst in range(group.world_size)] for src in range(group.world_size)
     ]
     for src, tensor in enumerate(fd.all_to_all(sent[group.rank])):
-        same_bits(tensor, sent[src][group.rank], f"all_to_all {what}, from rank {src}")
+        check_bits(tensor, sent[src][group.rank], f"all_to_all {what}, from rank {src}")
     exchanged = fd.all_to_all(torch.cat(sent[group.rank]))
-    same_bits(exchanged, torch.cat([row[group.rank] for row in sent]), f"all_to_all of one tensor {what}")
+    check_bits(exchanged, torch.cat([row[group.rank] for row in sent]), f"all_to_all of one tensor {what}")
 
 
 def movement_of_every_dtype(group: Backend) -> None:
-    """Elements of every dtype arrive with the bits they had: NaN payloads, -0.0 and all."""
+    """Elements of every dtype arrive with the same bits, NaN payloads and -0.0 included."""
     for number, dtype in enumerate(DTYPES):
         for count in (5, 203):
             _move(group, dtype, count, root=number % group.world_size)
@@ -69,72 +70,72 @@ def movement_from_every_root(group: Backend) -> None:
     """Each rank may be the root, for every algorithm a broadcast may choose."""
     for root in range(group.world_size):
         for count in (7, 500, ONE_STEP_BYTES // 4 + 3):
-            inputs = inputs_of(group, torch.float32, count, seed=root)
-            same_bits(fd.broadcast(inputs[group.rank], root), inputs[root], f"broadcast of {count} from {root}")
+            inputs = rank_inputs(group, torch.float32, count, seed=root)
+            check_bits(fd.broadcast(inputs[group.rank], root), inputs[root], f"broadcast of {count} from {root}")
             gathered = fd.gather(inputs[group.rank], root)
             if group.rank == root:
-                same_bits(gathered, torch.cat(inputs), f"gather of {count} to {root}")
+                check_bits(gathered, torch.cat(inputs), f"gather of {count} to {root}")
             part = fd.scatter(torch.cat(inputs) if group.rank == root else None, root)
-            same_bits(part, inputs[group.rank], f"scatter of {count} from {root}")
+            check_bits(part, inputs[group.rank], f"scatter of {count} from {root}")
 
 
 def movement_of_large_tensors(group: Backend) -> None:
-    """Tensors that no transport takes in one piece arrive whole."""
+    """Tensors that no transport sends at once arrive whole."""
     count = SEGMENT_BYTES // 4 + 7
     mine = torch.arange(count, dtype=torch.int32).mul_(group.rank + 1)
     last = group.world_size - 1
-    same_bits(fd.broadcast(mine, last), torch.arange(count, dtype=torch.int32).mul_(last + 1), "a large broadcast")
+    check_bits(fd.broadcast(mine, last), torch.arange(count, dtype=torch.int32).mul_(last + 1), "a large broadcast")
     joined = fd.all_gather(mine)
     for rank, part in enumerate(joined.chunk(group.world_size)):
-        same_bits(part, torch.arange(count, dtype=torch.int32).mul_(rank + 1), f"rank {rank}'s in a large all_gather")
-    same_bits(fd.scatter(joined if group.rank == last else None, last), mine, "a large scatter")
+        check_bits(part, torch.arange(count, dtype=torch.int32).mul_(rank + 1), f"rank {rank}'s in a large all_gather")
+    check_bits(fd.scatter(joined if group.rank == last else None, last), mine, "a large scatter")
     exchanged = fd.all_to_all(joined)
     for part in exchanged.chunk(group.world_size):
-        same_bits(part, mine, "a large all_to_all")
+        check_bits(part, mine, "a large all_to_all")
 
 
 def dims_other_than_the_first(group: Backend) -> None:
-    """Collectives that join and divide do it along any dim, counted from either end."""
+    """Collectives concatenate and split along any dim, counted from either end."""
     p, rank = group.world_size, group.rank
     for dim in (0, 1, 2, -1, -2, -3):
         shape = [2, 3, 4]
         shape[dim] *= p
         whole = torch.arange(24 * p, dtype=torch.float32).view(shape)
         part = whole.chunk(p, dim)[rank]
-        same_bits(fd.all_gather(part, dim), whole, f"all_gather along {dim}")
-        same_bits(fd.async_all_gather(part, dim).wait(), whole, f"async_all_gather along {dim}")
+        check_bits(fd.all_gather(part, dim), whole, f"all_gather along {dim}")
+        check_bits(fd.async_all_gather(part, dim).wait(), whole, f"async_all_gather along {dim}")
         gathered = fd.gather(part, p - 1, dim=dim)
         if rank == p - 1:
-            same_bits(gathered, whole, f"gather along {dim}")
-        same_bits(fd.scatter(whole if rank == 0 else None, dim=dim), part, f"scatter along {dim}")
-        same_bits(fd.reduce_scatter(whole, dim=dim), part * p, f"reduce_scatter along {dim}")
-        same_bits(fd.async_reduce_scatter(whole, dim=dim).wait(), part * p, f"async_reduce_scatter along {dim}")
+            check_bits(gathered, whole, f"gather along {dim}")
+        check_bits(fd.scatter(whole if rank == 0 else None, dim=dim), part, f"scatter along {dim}")
+        check_bits(fd.reduce_scatter(whole, dim=dim), part * p, f"reduce_scatter along {dim}")
+        check_bits(fd.async_reduce_scatter(whole, dim=dim).wait(), part * p, f"async_reduce_scatter along {dim}")
 
 
 def uneven_sizes(group: Backend) -> None:
-    """Ranks may have, or get, different amounts, and none at all."""
+    """Sizes may differ between ranks, and be 0."""
     p, rank = group.world_size, group.rank
     for sizes in ([rank + 2 for rank in range(p)], [rank % 2 * 3 for rank in range(p)], [0] * (p - 1) + [5], [0] * p):
         for dim in (0, 1):
             shape = (sum(sizes), 3) if dim == 0 else (3, sum(sizes))
             whole = torch.arange(3 * sum(sizes), dtype=torch.float64).view(shape)
-            part = parts_along(whole, sizes, dim)[rank]
-            same_bits(fd.all_gather_uneven(part, dim), whole, f"all_gather_uneven of {sizes} along {dim}")
+            part = split_along(whole, sizes, dim)[rank]
+            check_bits(fd.all_gather_uneven(part, dim), whole, f"all_gather_uneven of {sizes} along {dim}")
             gathered = fd.gather(part, p // 2, dim=dim)
             if rank == p // 2:
-                same_bits(gathered, whole, f"gather of {sizes} along {dim}")
+                check_bits(gathered, whole, f"gather of {sizes} along {dim}")
     for total in (0, 1, p - 1, p + 1, 2 * p - 1):
         for dim in (0, 1):
             shape = (total, 3) if dim == 0 else (3, total)
             whole = torch.arange(3 * total, dtype=torch.int16).view(shape)
-            part = parts_along(whole, fd.compute_shard_sizes(total, p), dim)[rank]
+            part = split_along(whole, fd.compute_shard_sizes(total, p), dim)[rank]
             scattered = fd.scatter(whole if rank == p - 1 else None, p - 1, dim=dim)
-            same_bits(scattered, part, f"scatter of {total} along {dim}")
-            same_bits(fd.reduce_scatter(whole, dim=dim), part * p, f"reduce_scatter of {total} along {dim}")
+            check_bits(scattered, part, f"scatter of {total} along {dim}")
+            check_bits(fd.reduce_scatter(whole, dim=dim), part * p, f"reduce_scatter of {total} along {dim}")
 
 
 def uneven_exchange(group: Backend) -> None:
-    """all_to_all_single_uneven moves as many rows between two ranks as they say, also none, also many."""
+    """all_to_all_single_uneven moves as many rows between two ranks as their counts say: none, few and many."""
     p, rank = group.world_size, group.rank
 
     def rows(src: int, dst: int, unit: int) -> int:
@@ -145,8 +146,8 @@ def uneven_exchange(group: Backend) -> None:
         sent = [torch.arange(2 * sum(counts[src]), dtype=torch.int32).view(-1, 2) + 1000 * src for src in range(p)]
         receive_counts = [counts[src][rank] for src in range(p)]
         result = fd.all_to_all_single_uneven(sent[rank], counts[rank], receive_counts)
-        expected = torch.cat([parts_along(sent[src], counts[src])[rank] for src in range(p)])
-        same_bits(result, expected, f"all_to_all_single_uneven with unit {unit}")
+        expected = torch.cat([split_along(sent[src], counts[src])[rank] for src in range(p)])
+        check_bits(result, expected, f"all_to_all_single_uneven with unit {unit}")
     empty = fd.all_to_all_single_uneven(torch.empty(0, 3), [0] * p, [0] * p)
     assert empty.shape == (0, 3), f"an exchange of nothing has shape {tuple(empty.shape)}"
 
@@ -157,37 +158,37 @@ def even_meets_uneven(group: Backend) -> None:
     for scale in (1, 50_000):
         counts = [[1 if 0 in (src, dst) else src * dst * scale for dst in range(p)] for src in range(p)]
         sent = [torch.arange(sum(counts[src]), dtype=torch.int64) + 1_000_000 * src for src in range(p)]
-        expected = torch.cat([parts_along(sent[src], counts[src])[rank] for src in range(p)])
+        expected = torch.cat([split_along(sent[src], counts[src])[rank] for src in range(p)])
         if rank == 0:
             result = fd.all_to_all(sent[0])
         else:
             result = fd.all_to_all_single_uneven(sent[rank], counts[rank], [counts[src][rank] for src in range(p)])
-        same_bits(result, expected, f"all_to_all on rank 0 alone, the others' parts times {scale}")
+        check_bits(result, expected, f"all_to_all on rank 0 alone, the others' parts times {scale}")
 
 
 def zero_dimensional_tensors(group: Backend) -> None:
-    """A single number can be reduced, broadcast and gathered; where a dim is needed, that is said."""
+    """A 0-dimensional tensor can be reduced, broadcast and gathered."""
     p, rank = group.world_size, group.rank
     mine = torch.tensor(float(rank + 1))
     total = torch.tensor(p * (p + 1) / 2)
-    same_bits(fd.allreduce(mine), total, "an allreduce of a number")
-    same_bits(fd.async_allreduce(mine).wait(), total, "an async_allreduce of a number")
+    check_bits(fd.allreduce(mine), total, "an allreduce of a number")
+    check_bits(fd.async_allreduce(mine).wait(), total, "an async_allreduce of a number")
     reduced = fd.reduce(mine, p - 1)
     if rank == p - 1:
-        same_bits(reduced, total, "a reduce of a number")
-    same_bits(fd.broadcast(mine, p - 1), torch.tensor(float(p)), "a broadcast of a number")
+        check_bits(reduced, total, "a reduce of a number")
+    check_bits(fd.broadcast(mine, p - 1), torch.tensor(float(p)), "a broadcast of a number")
     everyone = torch.arange(1.0, p + 1)
-    same_bits(fd.all_gather(mine), everyone, "an all_gather of numbers")
-    same_bits(fd.all_gather_uneven(mine), everyone, "an all_gather_uneven of numbers")
+    check_bits(fd.all_gather(mine), everyone, "an all_gather of numbers")
+    check_bits(fd.all_gather_uneven(mine), everyone, "an all_gather_uneven of numbers")
     gathered = fd.gather(mine, 0)
     if rank == 0:
-        same_bits(gathered, everyone, "a gather of numbers")
+        check_bits(gathered, everyone, "a gather of numbers")
     for dst, number in enumerate(fd.all_to_all([torch.tensor(10 * rank + dst) for dst in range(p)])):
-        same_bits(number, torch.tensor(10 * dst + rank), "an all_to_all of numbers")
+        check_bits(number, torch.tensor(10 * dst + rank), "an all_to_all of numbers")
 
 
 def barriers_wait_for_all(group: Backend) -> None:
-    """No rank leaves a barrier before all have come to it."""
+    """No rank leaves a barrier before all have entered it."""
     for root in range(group.world_size):
         if group.rank == root:
             for peer in range(group.world_size):
@@ -202,15 +203,4 @@ def barriers_wait_for_all(group: Backend) -> None:
         assert early == b"x", "a message sent before a barrier did not come"
 
 
-MOVEMENT_CHECKS: tuple[CollectiveCheck, ...] = (
-    movement_of_every_dtype,
-    movement_of_every_size,
-    movement_from_every_root,
-    movement_of_large_tensors,
-    dims_other_than_the_first,
-    uneven_sizes,
-    uneven_exchange,
-    even_meets_uneven,
-    zero_dimensional_tensors,
-    barriers_wait_for_all,
-)
+CHECKS: tuple[CollectiveCheck, ...] = public_functions(__name__)

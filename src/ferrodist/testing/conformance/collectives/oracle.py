@@ -1,12 +1,10 @@
-"""What reductions must give, computed a second way: with NumPy, from the rules of [Note: fold] and nothing else.
+"""The oracle of the collective checks: expected results, computed with NumPy from the rules of [Note: fold] alone.
 
 Nothing here calls ferrodist's arithmetic. Floats of 8 and 16 bits are decoded and rounded by their definition, from the
-bits of every value they have, so a conversion that torch does differently would be found too.
+bits of all their values, so a conversion that torch does differently would be found too.
 
-What the checks of collectives are made of.
-
-A check is a function of one rank's group, which is also the default group; it runs on every rank, whatever their
-number, as threads or as processes. So it shares nothing with other ranks but the group, and proves nothing by sleeping.
+A check is a function of one rank's group, which is also the default group; it runs on every rank of any number of
+ranks, threads or processes. So it shares nothing with other ranks but the group, and never relies on sleeping.
 """
 
 from __future__ import annotations
@@ -46,14 +44,14 @@ def all_reductions(factor: float = 0.75) -> tuple[Op, ...]:
 
 
 def is_defined(dtype: torch.dtype, op: Op) -> bool:
-    """Whether ``op`` has a meaning for ``dtype``."""
+    """Whether ``op`` is defined for ``dtype``."""
     if dtype in (*_INTEGERS, torch.bool):
         return op is not ReduceOp.MEAN and not isinstance(op, PremultipliedSum)
     return op not in (_BITWISE if dtype not in _PARTS else (*_BITWISE, *_ORDERED))
 
 
 def defined_reductions(dtype: torch.dtype, factor: float = 0.75) -> list[Op]:
-    """The operations that ``dtype`` has."""
+    """The operations that are defined for ``dtype``."""
     return [op for op in all_reductions(factor) if is_defined(dtype, op)]
 
 
@@ -63,7 +61,7 @@ def undefined_reductions() -> Iterable[tuple[torch.dtype, Op]]:
 
 
 def elements(dtype: torch.dtype, count: int, rank: int, seed: int = 0) -> torch.Tensor:
-    """``count`` elements of a rank, the same on whichever rank asks.
+    """``count`` elements of a rank, the same wherever they are computed.
 
     A third are special values that meet each other in all combinations from rank to rank, a third are arbitrary bits
     (infinities, NaN with all payloads, subnormal numbers, the largest integers), a third are of ordinary size.
@@ -152,13 +150,13 @@ def _complex_product(inputs: list[Array]) -> Array:
 
 
 def _with_one_nan(array: Array) -> Array:
-    """``array``, in which every NaN is the one without sign and payload, as sums are to have it."""
+    """``array`` with every NaN replaced by the one without sign and payload, as sums must have it."""
     settled: Array = np.where(_is_nan(array), array.dtype.type(np.nan), array) if array.dtype.kind == "f" else array
     return settled
 
 
 def _decode(flat: torch.Tensor) -> Array:
-    """The elements in the type they are folded in."""
+    """The elements in the type of the accumulation."""
     array: Array
     if flat.dtype is torch.bfloat16:
         array = (flat.view(torch.int16).numpy().view(np.uint16).astype(np.uint32) << 16).view(np.float32)
@@ -189,8 +187,8 @@ class _Format8:
 
     Args:
         exponent_bits: Bits of the exponent.
-        bias: Of the exponent.
-        num_finite: Codes 0 to num_finite - 1 are finite; the next one is where larger numbers go.
+        bias: Bias of the exponent.
+        num_finite: Codes 0 to num_finite - 1 are finite; the next one stands for larger numbers.
         has_infinity: Whether that one is infinity, or NaN.
     """
 
@@ -210,7 +208,7 @@ class _Format8:
 
     @functools.cache  # noqa: B019 - there are two, and they live as long as the module
     def values(self) -> Array:
-        """What each of the 256 codes stands for."""
+        """The values of the 256 codes."""
         half = np.full(128, np.nan, np.float32)
         half[: self._num_finite] = self._grid[: self._num_finite]
         if self._has_infinity:
@@ -233,7 +231,7 @@ class _Format8:
 
 @functools.cache
 def _torch_saturates() -> bool:
-    """Whether numbers too large for float8_e4m3fn become its largest one, as in newer versions of torch, or NaN."""
+    """Whether torch rounds numbers too large for float8_e4m3fn to its largest one, as newer versions do, or to NaN."""
     return not torch.tensor(1e6).to(torch.float8_e4m3fn).isnan()
 
 
@@ -250,7 +248,7 @@ def raw_bytes(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.detach().resolve_conj().resolve_neg().contiguous().view(-1).view(torch.uint8)
 
 
-def same_bits(actual: torch.Tensor, expected: torch.Tensor, what: str, *, any_nan: bool = False) -> None:
+def check_bits(actual: torch.Tensor, expected: torch.Tensor, what: str, *, any_nan: bool = False) -> None:
     """Assert equal shape, dtype and bits; with ``any_nan`` every NaN counts as every other."""
     assert actual.dtype is expected.dtype, f"{what}: {actual.dtype} in place of {expected.dtype}"
     assert actual.shape == expected.shape, f"{what}: shape {tuple(actual.shape)} in place of {tuple(expected.shape)}"
@@ -258,7 +256,7 @@ def same_bits(actual: torch.Tensor, expected: torch.Tensor, what: str, *, any_na
     differs = (raw_bytes(actual).view(-1, size) != raw_bytes(expected).view(-1, size)).any(dim=1)
     if any_nan and expected.dtype.is_complex:
         got, wanted = (torch.view_as_real(tensor.detach().resolve_conj()) for tensor in (actual, expected))
-        same_bits(got, wanted, what, any_nan=True)
+        check_bits(got, wanted, what, any_nan=True)
         return
     if any_nan and expected.dtype.is_floating_point:
         both = [tensor.detach().resolve_neg().reshape(-1).to(torch.float64).isnan() for tensor in (actual, expected)]
@@ -277,47 +275,47 @@ if TYPE_CHECKING:
     CollectiveCheck: TypeAlias = Callable[[Backend], None]
 
 
-# Where the reference implementation changes its algorithm. Other engines have other places; checks on both sides of
-# these are good for any.
+# The sizes at which the reference implementation changes its algorithm. Other engines have other thresholds; checks on
+# both sides of these suit any.
 PAYLOAD_BYTES = 108
 ONE_STEP_BYTES = 64 * 1024
 SEGMENT_BYTES = 4 << 20
 
-LATE_SECONDS = 1.5
-"""How much later than its deadline a call may return, on a busy machine with more ranks than cores."""
+SLACK_SECONDS = 1.5
+"""Seconds past its deadline at which a call may return, on a busy machine with more ranks than cores."""
 
 
-def inputs_of(group: Backend, dtype: torch.dtype, count: int, seed: int = 0) -> list[torch.Tensor]:
-    """What each rank passes to a collective, by rank."""
+def rank_inputs(group: Backend, dtype: torch.dtype, count: int, seed: int = 0) -> list[torch.Tensor]:
+    """The inputs of all ranks to a collective."""
     return [elements(dtype, count, rank, seed) for rank in range(group.world_size)]
 
 
-def factor_of(rank: int) -> float:
-    """Each rank's factor in a premultiplied sum: different ones, with more digits than a float32 has."""
+def rank_factor(rank: int) -> float:
+    """A rank's factor in a premultiplied sum, with more digits than a float32 has."""
     return (rank + 1) / 3 - 0.9
 
 
-def expect(
+def check_fold(
     group: Backend, actual: torch.Tensor, op: Op, inputs: Sequence[torch.Tensor], what: str, *, start: int = 0
 ) -> None:
     """Assert that ``actual`` is the fold of ``inputs`` from element ``start`` on, bit for bit."""
-    factors = [factor_of(rank) for rank in range(group.world_size)]
+    factors = [rank_factor(rank) for rank in range(group.world_size)]
     pieces = [tensor[start : start + actual.numel()] for tensor in inputs]
     dtype = str(actual.dtype).removeprefix("torch.")
     what = f"{what} of {inputs[0].numel()} {dtype} with {op}, rank {group.rank} of {group.world_size}"
-    same_bits(actual.reshape(-1), expected_fold(op, pieces, factors), what)
+    check_bits(actual.reshape(-1), expected_fold(op, pieces, factors), what)
 
 
-def parts_along(tensor: torch.Tensor, sizes: Sequence[int], dim: int = 0) -> list[torch.Tensor]:
-    """The parts of a tensor along a dim, by rank."""
-    return [tensor.narrow(dim, start, size) for start, size in zip(starts_of(sizes), sizes, strict=True)]
+def split_along(tensor: torch.Tensor, sizes: Sequence[int], dim: int = 0) -> list[torch.Tensor]:
+    """Split a tensor along a dim into one part for each rank."""
+    return [tensor.narrow(dim, start, size) for start, size in zip(shard_offsets(sizes), sizes, strict=True)]
 
 
-def starts_of(sizes: Sequence[int]) -> list[int]:
-    """Where each part begins."""
+def shard_offsets(sizes: Sequence[int]) -> list[int]:
+    """The offset of each shard."""
     return [sum(sizes[:rank]) for rank in range(len(sizes))]
 
 
-def same_group_anew(group: Backend) -> Backend:
-    """A sub-group of all ranks, which a check may have fail."""
+def duplicate_group(group: Backend) -> Backend:
+    """A sub-group of all ranks, which a check may let fail."""
     return SubBackend(group, range(group.world_size))

@@ -11,7 +11,8 @@ import torch
 import ferrodist as fd
 from ferrodist.collectives.reduce_op import DTYPES
 from ferrodist.testing.conformance.backend.harness import error_of
-from ferrodist.testing.conformance.collectives.oracle import LATE_SECONDS, elements, same_bits
+from ferrodist.testing.conformance.collectives.oracle import SLACK_SECONDS, check_bits, elements
+from ferrodist.testing.conformance.runner import public_functions
 
 if TYPE_CHECKING:
     from ferrodist.backends.base import Backend
@@ -34,19 +35,19 @@ def tensors_of_every_dtype(group: Backend) -> None:
                 fd.send(tensor, last)
                 fd.send(tensor, last)
             elif rank == last:
-                same_bits(fd.recv(tensor.shape, dtype, 0), tensor, "a tensor received by its shape")
-                same_bits(fd.recv(None, None, 0), tensor, "a tensor received as it comes")
+                check_bits(fd.recv(tensor.shape, dtype, 0), tensor, "a tensor received by its shape")
+                check_bits(fd.recv(None, None, 0), tensor, "a tensor received as it comes")
                 into = torch.empty(tensor.shape, dtype=dtype)
                 assert fd.recv_into(into, 0) == 0, "recv_into returned another rank than the sender"
-                same_bits(into, tensor, "a tensor received into another")
+                check_bits(into, tensor, "a tensor received into another")
     if rank == 0:
         fd.send(torch.tensor(2.5), last)
         fd.send(torch.arange(_LARGE).view(-1, 2), last)
     elif rank == last:
-        same_bits(fd.recv((), torch.float32, 0), torch.tensor(2.5), "a number")
+        check_bits(fd.recv((), torch.float32, 0), torch.tensor(2.5), "a number")
         into = torch.empty(2, _LARGE // 2, dtype=torch.int64).t()
         fd.recv_into(into, fd.ANY_SOURCE)
-        same_bits(into, torch.arange(_LARGE).view(-1, 2), "a large tensor received into a transposed one")
+        check_bits(into, torch.arange(_LARGE).view(-1, 2), "a large tensor received into a transposed one")
 
 
 def tags_keep_messages_apart(group: Backend) -> None:
@@ -62,11 +63,11 @@ def tags_keep_messages_apart(group: Backend) -> None:
             for i, (sent_tag, count) in enumerate(order):
                 if sent_tag == tag:
                     received = fd.recv(None, None, 0, tag=tag)
-                    same_bits(received, torch.full((count,), float(i)), f"tensor {i}, with tag {tag}")
+                    check_bits(received, torch.full((count,), float(i)), f"tensor {i}, with tag {tag}")
 
 
 def any_source_takes_what_comes(group: Backend) -> None:
-    """A receive from ANY_SOURCE takes one tensor of each sender, and says who it was."""
+    """Receives from ANY_SOURCE get one tensor of each sender, and return the sender."""
     rank, p = group.rank, group.world_size
     if p == 1:
         return
@@ -76,7 +77,7 @@ def any_source_takes_what_comes(group: Backend) -> None:
             for _ in range(p - 1):
                 into = torch.empty(count)
                 sender = fd.recv_into(into, fd.ANY_SOURCE, tag=tag)
-                same_bits(into, torch.full((count,), float(sender)), "what came from any source")
+                check_bits(into, torch.full((count,), float(sender)), "what came from any source")
                 senders.add(sender)
             assert senders == set(range(1, p)), f"tensors of ranks 1 to {p - 1} came from {senders}"
         else:
@@ -84,7 +85,7 @@ def any_source_takes_what_comes(group: Backend) -> None:
 
 
 def every_receive_tells_the_sender(group: Backend) -> None:
-    """Whatever receives from ANY_SOURCE can say who sent: recv, sendrecv, recv_object and batch."""
+    """Every receive from ANY_SOURCE can return the sender: recv, sendrecv, recv_object and batch."""
     rank, p = group.rank, group.world_size
     if p == 1:
         return
@@ -92,7 +93,7 @@ def every_receive_tells_the_sender(group: Backend) -> None:
     mine = torch.full((3,), float(rank))
     came, sender = fd.sendrecv(mine, right, (3,), fd.ANY_SOURCE, return_source=True)
     assert sender == left, f"rank {left} sent, sendrecv says {sender}"
-    same_bits(came, torch.full((3,), float(left)), "sendrecv from any rank")
+    check_bits(came, torch.full((3,), float(left)), "sendrecv from any rank")
     into = torch.empty(3)
     peers = fd.batch([fd.Recv(into, fd.ANY_SOURCE, 1), fd.Send(mine, right, 1)])
     assert peers == [left, right], f"rank {left} sent and rank {right} received, batch says {peers}"
@@ -103,7 +104,7 @@ def every_receive_tells_the_sender(group: Backend) -> None:
     tensors = [fd.recv(None, None, fd.ANY_SOURCE, tag=2, return_source=True) for _ in range(p - 1)]
     assert {sender for _, sender in tensors} == set(range(1, p)), f"recv says {[sender for _, sender in tensors]}"
     for tensor, sender in tensors:
-        same_bits(tensor, torch.full((3,), float(sender)), "what came from any source")
+        check_bits(tensor, torch.full((3,), float(sender)), "what came from any source")
     objects = [fd.recv_object(fd.ANY_SOURCE, tag=3, return_source=True) for _ in range(p - 1)]
     assert sorted(sender for _, sender in objects) == list(range(1, p)), f"recv_object says {objects}"
     assert all(value == {"rank": sender} for value, sender in objects), f"recv_object mixed up senders: {objects}"
@@ -117,9 +118,9 @@ def rings_and_batches(group: Backend) -> None:
     right, left = (rank + 1) % p, (rank - 1) % p
     for count in (1, 100, _LARGE):
         mine = torch.full((count,), float(rank))
-        same_bits(fd.sendrecv(mine, right, (count,), left), torch.full((count,), float(left)), "sendrecv in a ring")
+        check_bits(fd.sendrecv(mine, right, (count,), left), torch.full((count,), float(left)), "sendrecv in a ring")
         came = fd.sendrecv(mine, right, None, fd.ANY_SOURCE, tag=9)
-        same_bits(came, torch.full((count,), float(left)), "sendrecv from any rank")
+        check_bits(came, torch.full((count,), float(left)), "sendrecv from any rank")
         others = [peer for peer in range(p) if peer != rank]
         into = {peer: [torch.empty(count), torch.empty(2)] for peer in others}
         operations: list[fd.Send | fd.Recv] = []
@@ -128,13 +129,13 @@ def rings_and_batches(group: Backend) -> None:
             operations += [fd.Send(torch.full((2,), -1.0 - rank), peer, 0), fd.Recv(into[peer][1], peer, 0)]
         fd.batch(operations)
         for peer in others:
-            same_bits(into[peer][0], torch.full((count,), float(peer)), "the first of a batch")
-            same_bits(into[peer][1], torch.full((2,), -1.0 - peer), "the second of a batch")
+            check_bits(into[peer][0], torch.full((count,), float(peer)), "the first of a batch")
+            check_bits(into[peer][1], torch.full((2,), -1.0 - peer), "the second of a batch")
     fd.batch([])
 
 
 def wrong_shapes_are_said(group: Backend) -> None:
-    """A tensor of another shape or dtype raises SizeMismatchError; sender and group go on, the next one is right."""
+    """A tensor of another shape or dtype raises SizeMismatchError; sender and group go on, the next message arrives."""
     rank, last = group.rank, group.world_size - 1
     if last == 0:
         return
@@ -151,12 +152,12 @@ def wrong_shapes_are_said(group: Backend) -> None:
             wrong = torch.empty(count, dtype=torch.int32)
             error_of(fd.SizeMismatchError, functools.partial(fd.recv_into, wrong, 0), "recv of another dtype")
             error_of(fd.SizeMismatchError, lambda: fd.recv(None, torch.bfloat16, 0), "recv of another dtype")
-            same_bits(fd.recv((2,), torch.float32, 0), torch.ones(2), "a tensor after wrong ones")
-        same_bits(fd.allreduce(torch.ones(3)), torch.full((3,), float(last + 1)), "an allreduce after wrong shapes")
+            check_bits(fd.recv((2,), torch.float32, 0), torch.ones(2), "a tensor after wrong ones")
+        check_bits(fd.allreduce(torch.ones(3)), torch.full((3,), float(last + 1)), "an allreduce after wrong shapes")
 
 
 def late_messages(group: Backend) -> None:
-    """A receive of nothing ends at its deadline, leaves its tensor alone, and may be made again."""
+    """A receive without a message times out, leaves its tensor unchanged, and may be repeated."""
     rank, last = group.rank, group.world_size - 1
     if last == 0:
         return
@@ -170,13 +171,13 @@ def late_messages(group: Backend) -> None:
             assert not into.any(), "a recv that failed wrote to its tensor"
             fd.barrier()
             fd.recv_into(into, 0)
-            same_bits(into, torch.ones(count), "a tensor that came after a first try")
+            check_bits(into, torch.ones(count), "a tensor that came after a first try")
         else:
             fd.barrier()
             if rank == 0:
                 fd.send(torch.ones(count), last)
     error_of(fd.DistributedTimeoutError, lambda: fd.recv(None, None, fd.ANY_SOURCE, timeout=0), "a recv of nothing")
-    fd.barrier(timeout=group.timeout + LATE_SECONDS)
+    fd.barrier(timeout=group.timeout + SLACK_SECONDS)
 
 
 @dataclass
@@ -205,7 +206,7 @@ def objects_in_collectives(group: Backend) -> None:
 
 
 def objects_by_pickle(group: Backend) -> None:
-    """With allow_pickle objects keep their types; without it a pickle is refused where it comes, and nothing runs."""
+    """With allow_pickle objects keep their types; without it the receiver refuses a pickle, and no code runs."""
     p, rank = group.world_size, group.rank
     value = {"tuple": (1, 2), "complex": 1j, "point": _Point(rank, 0.5)}
     everyone = fd.all_gather_object(value, allow_pickle=True)
@@ -239,15 +240,4 @@ def objects_from_rank_to_rank(group: Backend) -> None:
     fd.barrier()
 
 
-MESSAGE_CHECKS: tuple[CollectiveCheck, ...] = (
-    tensors_of_every_dtype,
-    tags_keep_messages_apart,
-    any_source_takes_what_comes,
-    every_receive_tells_the_sender,
-    rings_and_batches,
-    wrong_shapes_are_said,
-    late_messages,
-    objects_in_collectives,
-    objects_by_pickle,
-    objects_from_rank_to_rank,
-)
+CHECKS: tuple[CollectiveCheck, ...] = public_functions(__name__)

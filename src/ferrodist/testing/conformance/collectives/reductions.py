@@ -12,14 +12,15 @@ from ferrodist.testing.conformance.collectives.oracle import (
     ONE_STEP_BYTES,
     PAYLOAD_BYTES,
     SEGMENT_BYTES,
+    check_bits,
+    check_fold,
     defined_reductions,
-    expect,
-    factor_of,
-    inputs_of,
+    rank_factor,
+    rank_inputs,
     raw_bytes,
-    same_bits,
-    starts_of,
+    shard_offsets,
 )
+from ferrodist.testing.conformance.runner import public_functions
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -32,7 +33,7 @@ _INF, _NAN = float("inf"), float("nan")
 
 def _every_reduction(group: Backend) -> Iterator[tuple[torch.dtype, Op]]:
     for dtype in DTYPES:
-        for op in defined_reductions(dtype, factor_of(group.rank)):
+        for op in defined_reductions(dtype, rank_factor(group.rank)):
             yield dtype, op
 
 
@@ -45,8 +46,8 @@ def allreduce_of_every_dtype_and_operation(group: Backend) -> None:
     """An allreduce gives the fold in rank order, for every dtype and every operation it has, few and many elements."""
     for dtype, op in _every_reduction(group):
         for count in (5, 203):
-            inputs = inputs_of(group, dtype, count, seed=count)
-            expect(group, fd.allreduce(inputs[group.rank], op), op, inputs, "allreduce")
+            inputs = rank_inputs(group, dtype, count, seed=count)
+            check_fold(group, fd.allreduce(inputs[group.rank], op), op, inputs, "allreduce")
 
 
 def reduce_of_every_dtype_and_operation(group: Backend) -> None:
@@ -54,10 +55,10 @@ def reduce_of_every_dtype_and_operation(group: Backend) -> None:
     for number, (dtype, op) in enumerate(_every_reduction(group)):
         root = number % group.world_size
         for count in (5, 203):
-            inputs = inputs_of(group, dtype, count, seed=number)
+            inputs = rank_inputs(group, dtype, count, seed=number)
             result = fd.reduce(inputs[group.rank], root, op)
             if group.rank == root:
-                expect(group, result, op, inputs, "reduce")
+                check_fold(group, result, op, inputs, "reduce")
             else:
                 assert result.shape == (0,), f"reduce gave rank {group.rank}, not its root, shape {tuple(result.shape)}"
 
@@ -66,24 +67,24 @@ def reduce_scatter_of_every_dtype_and_operation(group: Backend) -> None:
     """reduce_scatter gives each rank its part of the fold, also where the parts differ in size."""
     for dtype, op in _every_reduction(group):
         for count in (5, 203):
-            inputs = inputs_of(group, dtype, count, seed=count)
-            start = starts_of(fd.compute_shard_sizes(count, group.world_size))[group.rank]
-            expect(group, fd.reduce_scatter(inputs[group.rank], op), op, inputs, "reduce_scatter", start=start)
+            inputs = rank_inputs(group, dtype, count, seed=count)
+            start = shard_offsets(fd.compute_shard_sizes(count, group.world_size))[group.rank]
+            check_fold(group, fd.reduce_scatter(inputs[group.rank], op), op, inputs, "reduce_scatter", start=start)
 
 
 def reductions_of_every_size(group: Backend) -> None:
     """Sizes 0, 1, odd ones, and one below, at and above each threshold give the same bits as any other."""
     for dtype, op in ((torch.float32, fd.ReduceOp.SUM), (torch.uint8, fd.ReduceOp.BXOR)):
         for count in _counts_around_thresholds(dtype):
-            inputs = inputs_of(group, dtype, count, seed=count)
+            inputs = rank_inputs(group, dtype, count, seed=count)
             mine = inputs[group.rank]
-            expect(group, fd.allreduce(mine, op), op, inputs, "allreduce")
-            start = starts_of(fd.compute_shard_sizes(count, group.world_size))[group.rank]
-            expect(group, fd.reduce_scatter(mine, op), op, inputs, "reduce_scatter", start=start)
+            check_fold(group, fd.allreduce(mine, op), op, inputs, "allreduce")
+            start = shard_offsets(fd.compute_shard_sizes(count, group.world_size))[group.rank]
+            check_fold(group, fd.reduce_scatter(mine, op), op, inputs, "reduce_scatter", start=start)
             root = count % group.world_size
             reduced = fd.reduce(mine, root, op)
             if group.rank == root:
-                expect(group, reduced, op, inputs, "reduce")
+                check_fold(group, reduced, op, inputs, "reduce")
 
 
 def reductions_of_several_segments(group: Backend) -> None:
@@ -100,14 +101,14 @@ def reductions_of_several_segments(group: Backend) -> None:
         expected += input_of(rank)
     mine = input_of(group.rank)
     sizes = fd.compute_shard_sizes(count, group.world_size)
-    start = starts_of(sizes)[group.rank]
+    start = shard_offsets(sizes)[group.rank]
     part = fd.reduce_scatter(mine)
-    same_bits(part, expected[start : start + sizes[group.rank]], "a reduce_scatter of several segments")
+    check_bits(part, expected[start : start + sizes[group.rank]], "a reduce_scatter of several segments")
     root = group.world_size - 1
     whole = fd.reduce(mine, root)
     if group.rank == root:
-        same_bits(whole, expected, "a reduce of several segments")
-    same_bits(fd.allreduce(mine, out=mine), expected, "an allreduce of several segments in place")
+        check_bits(whole, expected, "a reduce of several segments")
+    check_bits(fd.allreduce(mine, out=mine), expected, "an allreduce of several segments in place")
 
 
 def small_floats_round_once(group: Backend) -> None:
@@ -116,12 +117,12 @@ def small_floats_round_once(group: Backend) -> None:
     for dtype, large in ((torch.float16, 2048.0), (torch.bfloat16, 256.0), (torch.float8_e4m3fn, 16.0)):
         # Half a unit in the last place: each one alone would vanish, for ties go to the even neighbour.
         mine = torch.full((40,), large if group.rank == 0 else 1.0).to(dtype)
-        same_bits(fd.allreduce(mine), torch.full((40,), large + p - 1).to(dtype), f"a sum of {dtype}")
+        check_bits(fd.allreduce(mine), torch.full((40,), large + p - 1).to(dtype), f"a sum of {dtype}")
         mean = torch.full((40,), large + p - 1).div(p).to(dtype)
-        same_bits(fd.allreduce(mine, fd.ReduceOp.MEAN), mean, f"a mean of {dtype}")
+        check_bits(fd.allreduce(mine, fd.ReduceOp.MEAN), mean, f"a mean of {dtype}")
     # The largest float16 is 65504: the sum of two is infinite, the mean of any number is not.
     mine = torch.full((40,), 65504.0, dtype=torch.float16)
-    same_bits(fd.allreduce(mine, fd.ReduceOp.MEAN), mine, "the mean of the largest float16")
+    check_bits(fd.allreduce(mine, fd.ReduceOp.MEAN), mine, "the mean of the largest float16")
 
 
 def extremes_follow_the_rules(group: Backend) -> None:
@@ -153,7 +154,7 @@ def infinities_follow_the_rules(group: Backend) -> None:
             parts = torch.view_as_real(fd.allreduce(mine, op))
             imaginary = 2.0 if op is fd.ReduceOp.MEAN else 2.0 * group.world_size
             expected = torch.tensor([_INF, imaginary]).expand(count, 2)
-            same_bits(parts, expected, f"the {op} of inf+2i")
+            check_bits(parts, expected, f"the {op} of inf+2i")
 
 
 def integers_wrap_around(group: Backend) -> None:
@@ -166,46 +167,34 @@ def integers_wrap_around(group: Backend) -> None:
             return (value - least) % (1 << bits) + least
 
         mine = torch.full((30,), info.max, dtype=dtype)
-        same_bits(fd.allreduce(mine), torch.full((30,), wrapped(info.max * p), dtype=dtype), f"a sum of {dtype}")
+        check_bits(fd.allreduce(mine), torch.full((30,), wrapped(info.max * p), dtype=dtype), f"a sum of {dtype}")
         product = torch.full((30,), wrapped(info.max**p), dtype=dtype)
-        same_bits(fd.allreduce(mine, fd.ReduceOp.PRODUCT), product, f"a product of {dtype}")
+        check_bits(fd.allreduce(mine, fd.ReduceOp.PRODUCT), product, f"a product of {dtype}")
 
 
 def factors_are_each_ranks_own(group: Backend) -> None:
     """A premultiplied sum uses the factor of each rank for its elements, for tensors of all sizes."""
-    op = fd.premultiplied_sum(factor_of(group.rank))
+    op = fd.premultiplied_sum(rank_factor(group.rank))
     assert isinstance(op, PremultipliedSum)
     for dtype in (torch.float64, torch.float32, torch.bfloat16, torch.complex64):
         for count in (0, 1, 2, 20, ONE_STEP_BYTES // dtype.itemsize + 1):
-            inputs = inputs_of(group, dtype, count, seed=count)
-            expect(group, fd.allreduce(inputs[group.rank], op), op, inputs, "allreduce")
+            inputs = rank_inputs(group, dtype, count, seed=count)
+            check_fold(group, fd.allreduce(inputs[group.rank], op), op, inputs, "allreduce")
             root = count % group.world_size
             result = fd.reduce(inputs[group.rank], root, op)
             if group.rank == root:
-                expect(group, result, op, inputs, "reduce")
+                check_fold(group, result, op, inputs, "reduce")
 
 
 def all_ranks_get_the_same_bits(group: Backend) -> None:
     """The result of an allreduce is the same on every rank to the last bit, NaN included."""
     for count in (9, 301, ONE_STEP_BYTES):
         for op in (fd.ReduceOp.SUM, fd.ReduceOp.MAX):
-            mine = inputs_of(group, torch.float32, count, seed=count)[group.rank]
+            mine = rank_inputs(group, torch.float32, count, seed=count)[group.rank]
             bits = raw_bytes(fd.allreduce(mine, op))
             everyone = fd.all_gather(bits.unsqueeze(0))
             for rank, theirs in enumerate(everyone):
-                same_bits(theirs, bits, f"the bytes of an allreduce with {op} on rank {rank}")
+                check_bits(theirs, bits, f"the bytes of an allreduce with {op} on rank {rank}")
 
 
-REDUCTION_CHECKS: tuple[CollectiveCheck, ...] = (
-    allreduce_of_every_dtype_and_operation,
-    reduce_of_every_dtype_and_operation,
-    reduce_scatter_of_every_dtype_and_operation,
-    reductions_of_every_size,
-    reductions_of_several_segments,
-    small_floats_round_once,
-    extremes_follow_the_rules,
-    infinities_follow_the_rules,
-    integers_wrap_around,
-    factors_are_each_ranks_own,
-    all_ranks_get_the_same_bits,
-)
+CHECKS: tuple[CollectiveCheck, ...] = public_functions(__name__)

@@ -1,4 +1,4 @@
-"""The conformance suite of collectives: what any backend and any engine has to do, as checks that an author can run.
+"""The conformance suite of collectives: every promise of any backend and engine, as a check for its author.
 
 ::
 
@@ -6,19 +6,14 @@
     def test_my_collectives(check):
         run_ranks(check, 3, backend=MyBackend.create_group)
 
-Results are compared bit for bit with an oracle that shares no arithmetic with ferrodist: `collective_checks.oracle`.
+Results are compared bit for bit with an oracle that shares no arithmetic with ferrodist: `oracle`.
 """
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from ferrodist.testing.conformance.collectives.arguments import REFUSAL_CHECKS
-from ferrodist.testing.conformance.collectives.calling import FORM_CHECKS
-from ferrodist.testing.conformance.collectives.data_movement import MOVEMENT_CHECKS
-from ferrodist.testing.conformance.collectives.failures import ENDING_CHECKS
-from ferrodist.testing.conformance.collectives.p2p import MESSAGE_CHECKS
-from ferrodist.testing.conformance.collectives.reductions import REDUCTION_CHECKS
+from ferrodist.testing.conformance.collectives import arguments, calling, data_movement, failures, p2p, reductions
 from ferrodist.testing.conformance.runner import run_checks
 
 if TYPE_CHECKING:
@@ -27,15 +22,11 @@ if TYPE_CHECKING:
     from ferrodist.testing.conformance.collectives.oracle import CollectiveCheck
 
 COLLECTIVE_CHECKS: tuple[CollectiveCheck, ...] = (
-    *REDUCTION_CHECKS,
-    *MOVEMENT_CHECKS,
-    *FORM_CHECKS,
-    *MESSAGE_CHECKS,
-    *REFUSAL_CHECKS,
-    *ENDING_CHECKS,
+    *(*reductions.CHECKS, *data_movement.CHECKS, *calling.CHECKS),
+    *(*p2p.CHECKS, *arguments.CHECKS, *failures.CHECKS),
 )
 """All checks. Each takes the group of a rank, which is also the default group, and runs on every rank of a fresh group
-of any size; it raises when its rule is broken. Checks of one rank alone have little to say, but must pass too."""
+of any size; it raises when its rule is broken. On one rank the checks test little, but must pass too."""
 
 
 def check_collectives(run: Callable[[CollectiveCheck], object]) -> None:

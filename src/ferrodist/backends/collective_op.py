@@ -1,0 +1,141 @@
+"""One collective call as a value: what users' functions build, engines run, and ranks compare."""
+
+from __future__ import annotations
+
+from enum import Enum
+from functools import lru_cache
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+from msgspec.structs import replace
+
+from ferrodist.backends.signature import CollectiveSignature
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    import torch
+    from typing_extensions import Self
+
+
+class CollectiveKind(str, Enum):
+    """The collectives that engines implement; each value is the name that ranks compare."""
+
+    ALLREDUCE = "allreduce"
+    REDUCE = "reduce"
+    BROADCAST = "broadcast"
+    ALL_GATHER = "all_gather"
+    GATHER = "gather"
+    SCATTER = "scatter"
+    REDUCE_SCATTER = "reduce_scatter"
+    ALL_TO_ALL = "all_to_all"
+    BARRIER = "barrier"
+    SHARE = "share"
+
+    __str__ = str.__str__
+    __hash__ = str.__hash__  # Enum's own is a Python function
+
+
+class CollectiveOp(msgspec.Struct, frozen=True, kw_only=True, eq=False):
+    """A checked collective call of this rank, in the terms of engines.
+
+    p is the number of ranks, and r each of them. "Root only" is None on other ranks.
+
+        kind            effect                               source             out                     and
+        allreduce       fold source over the ranks           every rank         every rank              op
+        reduce          fold source over the ranks           every rank         root only               op, root
+        broadcast       copy the root's out to every rank    see below          every rank              root
+        all_gather      join the ranks' sources              counts[r] on r     sum(counts)             counts, dim
+        gather          join the ranks' sources              counts[r] on r     root only: sum(counts)  counts, root
+        scatter         divide the root's source             root only: sum(counts)  counts[r] on r     counts, root
+        reduce_scatter  fold source, divide the result       sum(counts)        counts[r] on r          counts, op, dim
+        all_to_all      send part r of source to rank r      sum(counts)        sum(recv_counts)        counts, unit,
+                                                                                                        recv_counts
+        barrier         return when all ranks have called    None               None
+        share           give every rank every payload        None               None                    name, payload
+
+    Where sizes are not given they are equal on all ranks. The ``out`` of an allreduce or reduce may be ``source``.
+    The ``source`` of a broadcast is what the root's ``out`` holds when the engine runs: whoever calls the engine has
+    copied it there.
+    All tensors are one-dimensional and contiguous, of one dtype in `DTYPES`, on one device. An engine may write to
+    ``out`` while it reads parts of ``source`` that it has not sent, so in all other kinds the two may not overlap.
+
+    Args:
+        kind: The collective.
+        source: The tensor to read.
+        out: The tensor to write.
+        op: The reduction, a `ReduceOp` or `PremultipliedSum`; None where nothing is folded.
+        root: The root's rank, or -1.
+        counts: Elements of each rank's part; in `all_to_all`, elements to send to each rank.
+        recv_counts: Elements that come from each rank.
+        unit: The number of elements that users count in: a row, or in an even exchange a whole part.
+        dim: The dim of the user's tensors that is joined or divided, from 0, or -1. Ranks only compare it.
+        name: The name of a `share`, at most 24 ASCII characters.
+        payload: The bytes of this rank that every rank receives, at most `MAX_PAYLOAD`.
+        timeout: Seconds that the call may take.
+    """
+
+    kind: CollectiveKind
+    source: Any = None
+    out: Any = None
+    op: Any = None
+    root: int = -1
+    counts: Sequence[int] = ()
+    recv_counts: Sequence[int] = ()
+    unit: int = 0
+    dim: int = -1
+    name: str = ""
+    payload: bytes = b""
+    timeout: float
+
+    @property
+    def operation(self) -> str:
+        """The name that ranks compare."""
+        return self.name or self.kind.value
+
+    @property
+    def tensor(self) -> torch.Tensor:
+        """A tensor of the call, for its dtype and device."""
+        found: torch.Tensor = self.out if self.source is None else self.source
+        return found
+
+    @property
+    def device(self) -> torch.device | None:
+        """The tensors' device; None for a call without tensors."""
+        return None if self.source is None and self.out is None else self.tensor.device
+
+    def replace(self, **changes: Any) -> Self:
+        """The same call with other values of some fields."""
+        return replace(self, **changes)
+
+    def signature(self, sequence: int = 0, payload: bytes = b"") -> CollectiveSignature:
+        """What all ranks must call, too.
+
+        Args:
+            sequence: The call's position among the group's collectives.
+            payload: Bytes of this rank that travel with the signature.
+        """
+        if self.device is None:
+            return CollectiveSignature(operation=self.operation, sequence=sequence, payload=payload)
+        tensor = self.tensor
+        if self.kind is CollectiveKind.ALL_TO_ALL:
+            count = self.unit
+        elif self.kind is CollectiveKind.ALL_GATHER:
+            count = self.out.numel()
+        else:
+            count = sum(self.counts) if self.counts else tensor.numel()
+        return CollectiveSignature(
+            operation=self.kind.value,
+            dtype=_name_of_dtype(tensor.dtype),
+            reduce_op="" if self.op is None else str(self.op),
+            root=self.root,
+            dim=self.dim,
+            count=count,
+            sequence=sequence,
+            payload=payload,
+        )
+
+
+@lru_cache(maxsize=64)
+def _name_of_dtype(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")

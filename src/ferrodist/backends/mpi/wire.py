@@ -1,0 +1,89 @@
+"""Frames of an MPI group: messages and notices between ranks, apart from the data of collectives.
+
+Each frame is one MPI message: a header of 48 bytes and up to `MAX_PAYLOAD` bytes. A message of up to `EAGER_LIMIT`
+bytes is one EAGER frame. A larger one is an OFFER, answered by a GRANT when the other rank has a buffer, then DATA
+frames in order; the sender may take it back with WITHDRAW before it starts the last one.
+"""
+
+from __future__ import annotations
+
+import struct
+from enum import IntEnum
+from typing import NamedTuple
+
+from ferrodist.backends.mailbox import EAGER_LIMIT
+from ferrodist.errors import ProtocolError
+
+MAX_PAYLOAD = 1 << 20
+"""Bytes of a message in one frame: they are copied, so that neither side's buffer is MPI's."""
+
+# magic, type, message, group, tag, message size, offset
+_HEADER = struct.Struct("<2sB5xQQQQQ")
+_MAGIC = b"fm"
+
+HEADER_SIZE = _HEADER.size
+MAX_FRAME = HEADER_SIZE + MAX_PAYLOAD
+
+
+class FrameType(IntEnum):
+    """The type of a frame. Its numbers are those of TCP's frames only up to LEFT."""
+
+    EAGER = 1  # a whole message
+    OFFER = 2  # announces a large message
+    GRANT = 3  # ... which may be sent
+    DATA = 4  # ... a piece of it
+    WITHDRAW = 5  # ... which will not be completed
+    ABORT = 6  # the group has failed; the payload is the reason
+    LEFT = 7  # the source has closed the group, having entered `message` collectives of the world
+    PING = 8  # the source asks for a PONG
+    PONG = 9  # the source is alive, and has entered `message` collectives
+
+
+_TYPES = {frame_type.value: frame_type for frame_type in FrameType}
+
+URGENT = frozenset({FrameType.GRANT, FrameType.ABORT, FrameType.PING, FrameType.PONG})
+"""Frames that may overtake others."""
+
+
+class Frame(NamedTuple):
+    """A frame's header.
+
+    Args:
+        kind: The frame's type.
+        message: The id of the message that it belongs to, unique at the source.
+        group: The group's id, the upper half of the message's tag.
+        tag: The lower half of the message's tag.
+        size_bytes: Size of the whole message.
+        offset: Offset of the payload in the message, in bytes.
+    """
+
+    kind: FrameType
+    message: int = 0
+    group: int = 0
+    tag: int = 0
+    size_bytes: int = 0
+    offset: int = 0
+
+    def pack(self) -> bytes:
+        """The header as bytes."""
+        return _HEADER.pack(_MAGIC, self.kind, self.message, self.group, self.tag, self.size_bytes, self.offset)
+
+    @staticmethod
+    def unpack(data: memoryview) -> Frame:
+        """Decode the header of a whole frame, and check it against the frame.
+
+        Raises:
+            ProtocolError: No rank of this version sends such a frame.
+        """
+        if len(data) < HEADER_SIZE:
+            raise ProtocolError(f"a message of {len(data)} bytes where a frame has at least {HEADER_SIZE}")
+        magic, number, message, group, tag, size_bytes, offset = _HEADER.unpack_from(data)
+        kind = _TYPES.get(number)
+        if magic != _MAGIC or kind is None:
+            raise ProtocolError("bytes that are not a frame of this version")
+        length = len(data) - HEADER_SIZE
+        if kind is FrameType.EAGER and not length == size_bytes <= EAGER_LIMIT:
+            raise ProtocolError(f"an EAGER frame with {length} bytes of a message of {size_bytes}")
+        if kind is FrameType.DATA and not 0 < length <= min(MAX_PAYLOAD, size_bytes - offset):
+            raise ProtocolError(f"a DATA frame with {length} bytes from {offset} on of a message of {size_bytes}")
+        return Frame(kind, message, group, tag, size_bytes, offset)

@@ -1,0 +1,68 @@
+"""Checked decoding of the payloads that ranks share: another rank may run another program."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from ferrodist.collectives.reduce_op import DTYPES
+from ferrodist.errors import ProtocolError
+
+if TYPE_CHECKING:
+    import struct
+    from collections.abc import Sequence
+
+    import torch
+
+    from ferrodist.backends.base import Backend
+
+_MAX_SIZE = 1 << 47
+"""Elements; more than the bytes of any machine's memory."""
+
+
+def unpack_payloads(
+    form: struct.Struct, payloads: Sequence[bytes], group: Backend, operation: str
+) -> list[tuple[Any, ...]]:
+    """Unpack a struct from the start of each rank's payload.
+
+    Returns:
+        The fields, by rank.
+
+    Raises:
+        ProtocolError: A rank sent too few bytes. The group has failed.
+    """
+    for rank, payload in enumerate(payloads):
+        if len(payload) < form.size:
+            raise protocol_error(
+                group, rank, f"sent {len(payload)} bytes with its {operation}, which takes {form.size}"
+            )
+    return [form.unpack_from(payload) for payload in payloads]
+
+
+def check_sizes(sizes: Sequence[int], group: Backend, rank: int, operation: str) -> None:
+    """Raise ProtocolError, and abort the group, unless a rank's tensors can have these sizes."""
+    wrong = [size for size in sizes if not 0 <= size <= _MAX_SIZE]
+    if wrong:
+        raise protocol_error(group, rank, f"named a size of {wrong[0]} with its {operation}")
+
+
+def protocol_error(group: Backend, rank: int, what: str) -> ProtocolError:
+    """Abort the group for a malformed message of a rank, and return the error to raise."""
+    error = ProtocolError(f"rank {rank} of group {group.name!r} broke the protocol: it {what}", ranks=(rank,))
+    group.abort(error)
+    return error
+
+
+def dtype_at(index: int, group: Backend, rank: int, operation: str) -> torch.dtype:
+    """The dtype that a rank sent as its index in `DTYPES`.
+
+    Raises:
+        ProtocolError: There is no such dtype. The group has failed.
+    """
+    if not 0 <= index < len(DTYPES):
+        raise protocol_error(group, rank, f"named dtype number {index} with its {operation}, which is unknown here")
+    return DTYPES[index]
+
+
+def dtype_text(index: int) -> str:
+    """The name of a dtype by its index in `DTYPES`, for messages; the index of an unknown one."""
+    return str(DTYPES[index]).removeprefix("torch.") if 0 <= index < len(DTYPES) else f"dtype {index}"

@@ -1,0 +1,135 @@
+"""A general all-to-all: one exchange from any sharding of a tensor to any other, with the fewest bytes.
+
+A rank's shard is a box: an interval of each dim. Rank s sends to rank r the overlap of its own box with the box that r
+is to have. Of several ranks with the same box, r receives from the one whose coordinate along the unsharded axes is its
+own.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from typing import TYPE_CHECKING
+
+import torch
+
+from ferrodist.collectives.all_to_all import all_to_all_single_uneven
+from ferrodist.collectives.arguments import compute_shard_sizes, offsets_of
+from ferrodist.tensor.placement import Shard
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from ferrodist.backends.base import Backend
+    from ferrodist.tensor.placement import Placement
+    from ferrodist.tensor.spec import DTensorSpec
+
+    _Box = list[tuple[int, int]]
+    """The start and the end in each dim."""
+
+
+class GeneralAllToAll:
+    """The pattern of an exchange: the box that each rank sends to each other.
+
+    Args:
+        shape: The shape of the full tensor.
+        before: The placement along each axis: replicated, or sharded without blocks.
+        after: The new placements, likewise.
+        mesh_shape: The number of ranks along each axis.
+    """
+
+    def __init__(
+        self,
+        shape: Sequence[int],
+        before: Sequence[Placement],
+        after: Sequence[Placement],
+        mesh_shape: Sequence[int],
+    ) -> None:
+        self._shape, self._mesh_shape = shape, mesh_shape
+        self._before, self._after = before, after
+        self.axes = tuple(
+            axis
+            for axis, pair in enumerate(zip(before, after, strict=True))
+            if any(isinstance(placement, Shard) for placement in pair)
+        )
+        """The axes along which ranks exchange elements."""
+        self._replicated = [axis for axis in self.axes if not isinstance(before[axis], Shard)]
+
+    def coordinates(self, own: Sequence[int]) -> list[tuple[int, ...]]:
+        """The coordinates of the ranks that exchange with one, in row-major order of the axes."""
+        ranges = [range(size) if axis in self.axes else [own[axis]] for axis, size in enumerate(self._mesh_shape)]
+        return list(itertools.product(*ranges))
+
+    def overlap(self, sender: Sequence[int], receiver: Sequence[int]) -> _Box:
+        """The box that one rank sends to another, or to itself; empty if it sends nothing."""
+        box = self.box(sender, self._before)
+        if any(sender[axis] != receiver[axis] for axis in self._replicated):
+            return [(0, 0)] * len(box)
+        return _intersect(box, self.box(receiver))
+
+    def box(self, coordinate: Sequence[int], placements: Sequence[Placement] | None = None) -> _Box:
+        """The box of the rank at a coordinate, under some placements; None is the new ones."""
+        box = [(0, size) for size in self._shape]
+        chosen = self._after if placements is None else placements
+        for placement, num_ranks, index in zip(chosen, self._mesh_shape, coordinate, strict=True):
+            if isinstance(placement, Shard):
+                start, stop = box[placement.dim]
+                offsets = offsets_of(compute_shard_sizes(stop - start, num_ranks))
+                box[placement.dim] = (start + offsets[index], start + offsets[index + 1])
+        return box
+
+    def count_sent(self) -> float:
+        """The average number of elements that a rank sends to others."""
+        ranks = self.coordinates([0] * len(self._mesh_shape))
+        boxes = [self.box(rank, self._before) for rank in ranks]
+        replicas = [tuple(rank[axis] for axis in self._replicated) for rank in ranks]
+        sent = 0
+        for receiver, rank in enumerate(ranks):
+            target = self.box(rank)
+            sent += sum(
+                _numel(_intersect(box, target))
+                for sender, box in enumerate(boxes)
+                if sender != receiver and replicas[sender] == replicas[receiver]
+            )
+        return sent / len(ranks)
+
+
+def _intersect(one: _Box, other: _Box) -> _Box:
+    return [(max(a, c), max(min(b, d), a, c)) for (a, b), (c, d) in zip(one, other, strict=True)]
+
+
+def exchange(local: torch.Tensor, before: DTensorSpec, after: DTensorSpec, group: Backend) -> torch.Tensor:
+    """Bring this rank's shard to another spec by a general all-to-all.
+
+    Args:
+        local: This rank's shard.
+        before: The spec of the tensor.
+        after: The new spec.
+        group: The ranks along `GeneralAllToAll.axes`.
+    """
+    own = before.coordinate
+    pattern = GeneralAllToAll(before.shape, before.placements, after.placements, before.mesh.shape)
+    ranks = pattern.coordinates(own)
+    box = pattern.box(own, before.placements)
+    sent = [_take(local, box, pattern.overlap(own, rank)).reshape(-1) for rank in ranks]
+    received = [pattern.overlap(rank, own) for rank in ranks]
+    counts = [_numel(overlap) for overlap in received]
+    flat = all_to_all_single_uneven(torch.cat(sent), [part.numel() for part in sent], counts, group=group)
+    result = local.new_empty(after.local_shape)
+    target = pattern.box(own)
+    for overlap, elements in zip(received, torch.split(flat, counts), strict=True):
+        if elements.numel():
+            view = _take(result, target, overlap)
+            view.copy_(elements.view(view.shape))
+    return result
+
+
+def _take(shard: torch.Tensor, box: _Box, inner: _Box) -> torch.Tensor:
+    """A view of a box inside of the box that a shard is, both given in the full tensor."""
+    for dim, ((begin, _), (start, stop)) in enumerate(zip(box, inner, strict=True)):
+        shard = shard.narrow(dim, start - begin if stop > start else 0, stop - start)
+    return shard
+
+
+def _numel(box: _Box) -> int:
+    return math.prod(stop - start for start, stop in box)

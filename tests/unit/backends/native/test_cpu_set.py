@@ -1,0 +1,54 @@
+"""Whether the ranks of a group have processors enough."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+
+from ferrodist.backends.native.cpu_set import CpuSet, is_oversubscribed
+
+A, B = b"a" * 6, b"b" * 6
+
+
+def rank(machine: bytes, usable: int, quota: int = 0xFFFF) -> CpuSet:
+    return CpuSet(machine, usable, quota)
+
+
+@pytest.mark.parametrize(
+    ("ranks", "hosts", "crowded"),
+    [
+        ([rank(A, 0b11)] * 2, [0, 0], False),
+        ([rank(A, 0b11)] * 3, [0, 0, 0], True),
+        ([rank(A, 0b01), rank(A, 0b10)], [0, 0], False),
+        ([rank(A, 0b01), rank(A, 0b01)], [0, 0], True),
+        ([rank(A, 0b11)] * 4, [0, 0, 2, 2], True),
+        ([rank(A, 0b11)] * 2 + [rank(B, 0b11)] * 2, [0, 0, 2, 2], False),
+        ([rank(A, 0b1111, 2)] * 4, [0, 0, 2, 2], False),
+        ([rank(A, 0b1111, 1)] * 4, [0, 0, 2, 2], True),
+        ([rank(A, 0xFFFFFFFF, 4)] * 8, list(range(8)), False),
+    ],
+    ids=[
+        "enough",
+        "too few",
+        "one each",
+        "the same one",
+        "containers of one machine",
+        "two machines",
+        "within the quotas of two containers",
+        "beyond the quotas",
+        "one rank a container",
+    ],
+)
+def test_is_oversubscribed(ranks, hosts, crowded):
+    """Processors are shared by machine, quotas by host; both must suffice."""
+    assert is_oversubscribed(ranks, hosts) is crowded
+
+
+def test_the_cpu_set_of_a_process():
+    """Another rank reads the set that this one has packed, and it is the system's."""
+    own = CpuSet.of_this_process()
+    assert len(own.pack()) == CpuSet.size()
+    assert CpuSet.unpack(own.pack()) == own
+    assert own.usable.bit_count() == len(os.sched_getaffinity(0))
+    assert own.quota >= 1

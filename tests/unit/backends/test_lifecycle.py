@@ -1,0 +1,52 @@
+"""Snapshots of weak collections while other threads add to them."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+from weakref import WeakSet, WeakValueDictionary
+
+import pytest
+
+from ferrodist.backends.lifecycle import snapshot_weak
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Iterator
+
+
+class _Thing:
+    pass
+
+
+def _of_set() -> tuple[Callable[[_Thing], object], Callable[[], Iterable[object]]]:
+    things: WeakSet[_Thing] = WeakSet()
+    return things.add, lambda: things
+
+
+def _of_dictionary() -> tuple[Callable[[_Thing], object], Callable[[], Iterable[object]]]:
+    things: WeakValueDictionary[int, _Thing] = WeakValueDictionary()
+    return lambda thing: things.__setitem__(id(thing), thing), things.values
+
+
+@pytest.mark.parametrize("make", [_of_set, _of_dictionary])
+def test_a_snapshot_while_others_add(
+    make: Callable[[], tuple[Callable[[_Thing], object], Callable[[], Iterable[object]]]],
+) -> None:
+    """A snapshot is repeated if an element is added meanwhile; it has all elements that were there throughout."""
+    add, collection = make()
+    kept = [_Thing() for _ in range(5)]
+    for thing in kept:
+        add(thing)
+    late = [_Thing() for _ in range(3)]
+
+    def disturbed() -> Iterator[object]:
+        for thing in collection():
+            if late:
+                kept.append(late.pop())
+                add(kept[-1])
+            yield thing
+
+    with pytest.raises(RuntimeError, match="changed size"):
+        list(disturbed())
+    assert len(late) == 2
+    assert {id(thing) for thing in snapshot_weak(disturbed)} == {id(thing) for thing in kept}
+    assert not late
