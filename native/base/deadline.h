@@ -1,4 +1,4 @@
-// Points in time by which a blocking call must return.
+// A point in time by which a blocking call must return.
 #pragma once
 
 #include <chrono>
@@ -8,11 +8,11 @@ namespace ferrodist {
 
 using Clock = std::chrono::steady_clock;
 
-// The clock is first read when somebody asks: what ends at once never does. That makes a deadline later by the time it
-// takes to get to the first question, some microseconds. For one thread.
+// A deadline whose clock starts at the first query, so that calls that end at once never read the clock. The deadline
+// is later by the time until that query, some microseconds. For one thread.
 class Deadline {
 public:
-    // `seconds` may be infinite; what the clock can't hold is cut to about thirty years.
+    // `seconds` may be infinite; values beyond the clock's range are cut to about thirty years.
     explicit Deadline(double seconds) : seconds_(seconds) {}
 
     [[nodiscard]] bool expired() const { return Clock::now() >= end(); }

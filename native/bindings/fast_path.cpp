@@ -59,7 +59,7 @@ bool fits(std::span<const std::int64_t> longer, std::span<const std::int64_t> sh
 // What it captures are addresses: the caller keeps the tensors.
 
 template <class Go>
-bool short_allreduce(const std::optional<Pair>& pair, int op, const Go& go) {
+bool fast_allreduce(const std::optional<Pair>& pair, int op, const Go& go) {
     if (!pair || !has_no_factor(op) || !std::ranges::equal(pair->source.shape, pair->out.shape)) return false;
     if (pair->source.data != pair->out.data && overlap(*pair)) return false;
     const Reduction reduction{.dtype = pair->source.dtype, .op = static_cast<ReduceOp>(op)};
@@ -70,7 +70,7 @@ bool short_allreduce(const std::optional<Pair>& pair, int op, const Go& go) {
 }
 
 template <class Go>
-bool short_broadcast(const Communicator& self, nb::handle tensor, nb::handle out, int root, const Go& go) {
+bool fast_broadcast(const Communicator& self, nb::handle tensor, nb::handle out, int root, const Go& go) {
     const auto target = view_tensor(tensor.ptr());
     if (!tensor.is(out) || !target || root < 0 || root >= self.num_ranks()) return false;
     go(target->count * size_of(target->dtype), [data = target->data, count = target->count, dtype = target->dtype, root](
@@ -79,7 +79,7 @@ bool short_broadcast(const Communicator& self, nb::handle tensor, nb::handle out
 }
 
 template <class Go>
-bool short_all_gather(const Communicator& self, nb::handle tensor, nb::handle out, const Go& go) {
+bool fast_all_gather(const Communicator& self, nb::handle tensor, nb::handle out, const Go& go) {
     const auto pair = view_pair(tensor, out);
     if (!pair || !fits(pair->out.shape, pair->source.shape, self.num_ranks()) || overlap(*pair)) return false;
     go(size_of_pair(*pair), [out = pair->out.data, source = pair->source.data, count = pair->source.count,
@@ -91,7 +91,7 @@ bool short_all_gather(const Communicator& self, nb::handle tensor, nb::handle ou
 }
 
 template <class Go>
-bool short_reduce_scatter(const Communicator& self, nb::handle tensor, nb::handle out, int op, const Go& go) {
+bool fast_reduce_scatter(const Communicator& self, nb::handle tensor, nb::handle out, int op, const Go& go) {
     const auto pair = view_pair(tensor, out);
     if (!pair || !has_no_factor(op) || !fits(pair->source.shape, pair->out.shape, self.num_ranks()) || overlap(*pair))
         return false;
@@ -106,7 +106,7 @@ bool short_reduce_scatter(const Communicator& self, nb::handle tensor, nb::handl
 }
 
 template <class Go>
-bool short_all_to_all(const Communicator& self, nb::handle tensor, nb::handle out, const Go& go) {
+bool fast_all_to_all(const Communicator& self, nb::handle tensor, nb::handle out, const Go& go) {
     const auto pair = view_pair(tensor, out);
     const auto ranks = static_cast<std::size_t>(self.num_ranks());
     if (!pair || !fits(pair->out.shape, pair->source.shape, 1) || overlap(*pair)) return false;
@@ -128,7 +128,7 @@ struct Lookup {
     PyObject* process = nullptr;      // its `group` is the default group of the process, or None
     std::array<PyObject*, 3> makers{};
     PyObject* group_name = PyUnicode_InternFromString("group");
-    PyObject* quick_name = PyUnicode_InternFromString("fast_path");
+    PyObject* fast_path_name = PyUnicode_InternFromString("fast_path");
     PyObject* number_name = PyUnicode_InternFromString("number");
 };
 const Lookup* lookup = nullptr;
@@ -148,15 +148,15 @@ nb::object value_of(PyObject* variable) {
     return nb::steal(value);
 }
 
-// The engine of a group whose calls may go the short way, kept by `held`: a ShortWay of backends/native/collectives.py.
-struct Way {
-    nb::object held;
+// The engine of a group whose calls may go the short way, kept by `guard`: a ShortWay of backends/native/collectives.py.
+struct FastPath {
+    nb::object guard;
     Communicator* communicator;
     double timeout;
     nb::handle engine;
 };
 
-std::optional<Way> find_way(nb::handle group) {
+std::optional<FastPath> find_way(nb::handle group) {
     if (lookup == nullptr) return std::nullopt;
     const nb::object collector = value_of(lookup->collector);
     if (!collector.is_valid() || !collector.is_none()) return std::nullopt;
@@ -166,13 +166,13 @@ std::optional<Way> find_way(nb::handle group) {
         if (!chosen.is_valid() || chosen.is_none()) chosen = attribute(lookup->process, lookup->group_name);
         if (!chosen.is_valid()) return std::nullopt;
     }
-    nb::object way = attribute(chosen, lookup->quick_name);
-    if (!way.is_valid() || !PyTuple_Check(way.ptr()) || PyTuple_GET_SIZE(way.ptr()) != 4) return std::nullopt;
-    const nb::handle communicator = PyTuple_GET_ITEM(way.ptr(), 0);
+    nb::object path = attribute(chosen, lookup->fast_path_name);
+    if (!path.is_valid() || !PyTuple_Check(path.ptr()) || PyTuple_GET_SIZE(path.ptr()) != 4) return std::nullopt;
+    const nb::handle communicator = PyTuple_GET_ITEM(path.ptr(), 0);
     if (!nb::isinstance<Communicator>(communicator)) return std::nullopt;
-    const double timeout = PyFloat_AsDouble(PyTuple_GET_ITEM(way.ptr(), 1));
-    const nb::handle engine = PyTuple_GET_ITEM(way.ptr(), 2);
-    return Way{std::move(way), nb::inst_ptr<Communicator>(communicator), timeout, engine};
+    const double timeout = PyFloat_AsDouble(PyTuple_GET_ITEM(path.ptr(), 1));
+    const nb::handle engine = PyTuple_GET_ITEM(path.ptr(), 2);
+    return FastPath{std::move(path), nb::inst_ptr<Communicator>(communicator), timeout, engine};
 }
 
 // An int's value, or -1 for everything else.
@@ -198,9 +198,9 @@ int number_of(nb::handle op) {
 }
 
 // `out`, or a fresh tensor where that is None; None when the tensor is not plain, and nothing on an error.
-nb::object result_of(nb::handle out, nb::handle tensor, const Way& way, Shape shape) {
+nb::object result_of(nb::handle out, nb::handle tensor, const FastPath& path, Shape shape) {
     if (!out.is_none()) return nb::borrow(out);
-    const nb::object num_ranks = nb::int_(way.communicator->num_ranks());
+    const nb::object num_ranks = nb::int_(path.communicator->num_ranks());
     PyObject* arguments[] = {tensor.ptr(), num_ranks.ptr()};
     return nb::steal(PyObject_Vectorcall(lookup->makers[shape], arguments, 2, nullptr));
 }
@@ -208,13 +208,13 @@ nb::object result_of(nb::handle out, nb::handle tensor, const Way& way, Shape sh
 using Fact = std::pair<const char*, PyObject*>;  // of a call, for the words of an error
 
 // Raises what the engine's Python side makes of what is being handled.
-void raise_for(const Way& way, const char* operation, nb::handle tensor, nb::handle out,
+void raise_for(const FastPath& path, const char* operation, nb::handle tensor, nb::handle out,
                std::initializer_list<Fact> facts) {
     try {
         const nb::object failure = current_python_exception();
         nb::dict named;
         for (const auto& [name, value] : facts) named[name] = nb::borrow(value);
-        const nb::object error = way.engine.attr("call_error")(failure, operation, tensor, out, **named);
+        const nb::object error = path.engine.attr("call_error")(failure, operation, tensor, out, **named);
         PyException_SetCause(error.ptr(), nullptr);  // its words are in the error; this hides the context, too
         PyErr_SetObject(reinterpret_cast<PyObject*>(Py_TYPE(error.ptr())), error.ptr());
     } catch (nb::python_error& error) {
@@ -223,23 +223,23 @@ void raise_for(const Way& way, const char* operation, nb::handle tensor, nb::han
 }
 
 template <class Collective>
-void run(const Way& way, std::size_t size, const Collective& collective) {
-    const std::uint64_t place = way.communicator->reserve();
-    const GilRelease released(way.communicator->is_brief(size) ? GilRelease::When::when_waiting : GilRelease::When::at_once);
-    way.communicator->run(place, way.timeout, collective);
+void run(const FastPath& path, std::size_t size, const Collective& collective) {
+    const std::uint64_t ticket = path.communicator->reserve();
+    const GilRelease released(path.communicator->is_short(size) ? GilRelease::When::when_waiting : GilRelease::When::at_once);
+    path.communicator->run(ticket, path.timeout, collective);
 }
 
 // Runs a collective if `check(go)` finds that it can go the short way. Returns the result, None if it can't.
 template <class Check>
-PyObject* run_quick(const Way& way, const char* operation, nb::handle tensor, nb::object out,
+PyObject* run_fast(const FastPath& path, const char* operation, nb::handle tensor, nb::object out,
                     std::initializer_list<Fact> facts, const Check& check) {
     if (!out.is_valid()) return nullptr;
-    const auto go = [&](std::size_t size, const auto& collective) { run(way, size, collective); };
+    const auto go = [&](std::size_t size, const auto& collective) { run(path, size, collective); };
     bool is_done = false;
     try {
         is_done = check(out, go);
     } catch (...) {
-        raise_for(way, operation, tensor, out, facts);
+        raise_for(path, operation, tensor, out, facts);
         return nullptr;
     }
     if (!is_done) Py_RETURN_NONE;
@@ -248,86 +248,86 @@ PyObject* run_quick(const Way& way, const char* operation, nb::handle tensor, nb
 
 // Each takes what its public namesake does, all of it, by position; tensor first and out last.
 
-PyObject* quick_allreduce(PyObject*, PyObject* const* arguments, Py_ssize_t count) {
+PyObject* call_allreduce(PyObject*, PyObject* const* arguments, Py_ssize_t count) {
     if (count != 4) Py_RETURN_NONE;
     const nb::handle tensor = arguments[0], op = arguments[1], group = arguments[2], out = arguments[3];
-    const auto way = find_way(group);
-    if (!way) Py_RETURN_NONE;
-    return run_quick(*way, "allreduce", tensor, result_of(out, tensor, *way, same), {{"op", op.ptr()}},
+    const auto path = find_way(group);
+    if (!path) Py_RETURN_NONE;
+    return run_fast(*path, "allreduce", tensor, result_of(out, tensor, *path, same), {{"op", op.ptr()}},
                      [&](nb::handle result, const auto& go) {
-                         return short_allreduce(view_pair(tensor, result), number_of(op), go);
+                         return fast_allreduce(view_pair(tensor, result), number_of(op), go);
                      });
 }
 
 // In place, without autograd's knowing: of `tensor.data`, which takes 0.2 us to be made. Returns whether it is done.
-PyObject* quick_allreduce_data(PyObject*, PyObject* const* arguments, Py_ssize_t count) {
+PyObject* call_allreduce_data(PyObject*, PyObject* const* arguments, Py_ssize_t count) {
     if (count != 3) Py_RETURN_FALSE;
     const nb::handle tensor = arguments[0], op = arguments[1], group = arguments[2];
-    const auto way = find_way(group);
-    const auto view = way ? view_data(tensor.ptr()) : std::nullopt;
+    const auto path = find_way(group);
+    const auto view = path ? view_data(tensor.ptr()) : std::nullopt;
     if (!view) Py_RETURN_FALSE;
     try {
-        const auto go = [&](std::size_t size, const auto& collective) { run(*way, size, collective); };
-        return PyBool_FromLong(short_allreduce(Pair{*view, *view}, number_of(op), go));
+        const auto go = [&](std::size_t size, const auto& collective) { run(*path, size, collective); };
+        return PyBool_FromLong(fast_allreduce(Pair{*view, *view}, number_of(op), go));
     } catch (...) {
-        raise_for(*way, "allreduce", tensor, tensor, {{"op", op.ptr()}});
+        raise_for(*path, "allreduce", tensor, tensor, {{"op", op.ptr()}});
         return nullptr;
     }
 }
 
-PyObject* quick_broadcast(PyObject*, PyObject* const* arguments, Py_ssize_t count) {
+PyObject* call_broadcast(PyObject*, PyObject* const* arguments, Py_ssize_t count) {
     if (count != 4) Py_RETURN_NONE;
     const nb::handle tensor = arguments[0], root = arguments[1], group = arguments[2], out = arguments[3];
-    const auto way = find_way(group);
-    if (!way) Py_RETURN_NONE;
-    return run_quick(*way, "broadcast", tensor, nb::borrow(out), {{"root", root.ptr()}},
+    const auto path = find_way(group);
+    if (!path) Py_RETURN_NONE;
+    return run_fast(*path, "broadcast", tensor, nb::borrow(out), {{"root", root.ptr()}},
                      [&](nb::handle result, const auto& go) {
-                         return short_broadcast(*way->communicator, tensor, result, index_of(root), go);
+                         return fast_broadcast(*path->communicator, tensor, result, index_of(root), go);
                      });
 }
 
-PyObject* quick_all_gather(PyObject*, PyObject* const* arguments, Py_ssize_t count) {
+PyObject* call_all_gather(PyObject*, PyObject* const* arguments, Py_ssize_t count) {
     if (count != 4) Py_RETURN_NONE;
     const nb::handle tensor = arguments[0], dim = arguments[1], group = arguments[2], out = arguments[3];
-    const auto way = index_of(dim) == 0 ? find_way(group) : std::nullopt;
-    if (!way) Py_RETURN_NONE;
-    return run_quick(*way, "all_gather", tensor, result_of(out, tensor, *way, joined), {{"dim", dim.ptr()}},
+    const auto path = index_of(dim) == 0 ? find_way(group) : std::nullopt;
+    if (!path) Py_RETURN_NONE;
+    return run_fast(*path, "all_gather", tensor, result_of(out, tensor, *path, joined), {{"dim", dim.ptr()}},
                      [&](nb::handle result, const auto& go) {
-                         return short_all_gather(*way->communicator, tensor, result, go);
+                         return fast_all_gather(*path->communicator, tensor, result, go);
                      });
 }
 
-PyObject* quick_reduce_scatter(PyObject*, PyObject* const* arguments, Py_ssize_t count) {
+PyObject* call_reduce_scatter(PyObject*, PyObject* const* arguments, Py_ssize_t count) {
     if (count != 5) Py_RETURN_NONE;
     const nb::handle tensor = arguments[0], op = arguments[1], dim = arguments[2], group = arguments[3],
                      out = arguments[4];
-    const auto way = index_of(dim) == 0 ? find_way(group) : std::nullopt;
-    if (!way) Py_RETURN_NONE;
-    return run_quick(*way, "reduce_scatter", tensor, result_of(out, tensor, *way, part),
+    const auto path = index_of(dim) == 0 ? find_way(group) : std::nullopt;
+    if (!path) Py_RETURN_NONE;
+    return run_fast(*path, "reduce_scatter", tensor, result_of(out, tensor, *path, part),
                      {{"op", op.ptr()}, {"dim", dim.ptr()}}, [&](nb::handle result, const auto& go) {
-                         return short_reduce_scatter(*way->communicator, tensor, result, number_of(op), go);
+                         return fast_reduce_scatter(*path->communicator, tensor, result, number_of(op), go);
                      });
 }
 
-PyObject* quick_all_to_all(PyObject*, PyObject* const* arguments, Py_ssize_t count) {
+PyObject* call_all_to_all(PyObject*, PyObject* const* arguments, Py_ssize_t count) {
     if (count != 3) Py_RETURN_NONE;
     const nb::handle tensor = arguments[0], group = arguments[1], out = arguments[2];
-    const auto way = find_way(group);
-    if (!way) Py_RETURN_NONE;
-    return run_quick(*way, "all_to_all", tensor, result_of(out, tensor, *way, same), {},
+    const auto path = find_way(group);
+    if (!path) Py_RETURN_NONE;
+    return run_fast(*path, "all_to_all", tensor, result_of(out, tensor, *path, same), {},
                      [&](nb::handle result, const auto& go) {
-                         return short_all_to_all(*way->communicator, tensor, result, go);
+                         return fast_all_to_all(*path->communicator, tensor, result, go);
                      });
 }
 
 // Returns whether it is done.
-PyObject* quick_barrier(PyObject*, PyObject* group) {
-    const auto way = find_way(group);
-    if (!way) Py_RETURN_FALSE;
+PyObject* call_barrier(PyObject*, PyObject* group) {
+    const auto path = find_way(group);
+    if (!path) Py_RETURN_FALSE;
     try {
-        run(*way, 0, barrier);
+        run(*path, 0, barrier);
     } catch (...) {
-        raise_for(*way, "barrier", nb::none(), nb::none(), {});
+        raise_for(*path, "barrier", nb::none(), nb::none(), {});
         return nullptr;
     }
     Py_RETURN_TRUE;
@@ -338,14 +338,14 @@ constexpr PyMethodDef method(const char* name, Function* function) {
     return {name, reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(function)), METH_FASTCALL, nullptr};
 }
 
-PyMethodDef quick_functions[] = {
-    method("quick_allreduce", quick_allreduce),
-    method("quick_allreduce_data", quick_allreduce_data),
-    method("quick_broadcast", quick_broadcast),
-    method("quick_all_gather", quick_all_gather),
-    method("quick_reduce_scatter", quick_reduce_scatter),
-    method("quick_all_to_all", quick_all_to_all),
-    {"quick_barrier", quick_barrier, METH_O, nullptr},
+PyMethodDef fast_functions[] = {
+    method("quick_allreduce", call_allreduce),
+    method("quick_allreduce_data", call_allreduce_data),
+    method("quick_broadcast", call_broadcast),
+    method("quick_all_gather", call_all_gather),
+    method("quick_reduce_scatter", call_reduce_scatter),
+    method("quick_all_to_all", call_all_to_all),
+    {"quick_barrier", call_barrier, METH_O, nullptr},
     {nullptr, nullptr, 0, nullptr},
 };
 
@@ -360,14 +360,14 @@ public:
     ~Started() {
         if (!pending_ || pending_->is_done()) return;
         auto* kept = new std::array<nb::object, 2>(std::move(tensors_));
-        communicator_.keep(std::move(pending_), std::shared_ptr<void>(kept, [](void* object) {
+        communicator_.retain(std::move(pending_), std::shared_ptr<void>(kept, [](void* object) {
                                delete static_cast<std::array<nb::object, 2>*>(object);
                            }));
     }
 
     auto starter(double timeout) {
         return [this, timeout](std::size_t size, const auto& collective) {
-            communicator_.free_kept();
+            communicator_.free_retained();
             pending_ = communicator_.start(timeout, size, collective);
         };
     }
@@ -375,7 +375,7 @@ public:
     [[nodiscard]] bool is_done() const noexcept { return pending_->is_done(); }
     bool wait(double timeout) {
         if (pending_->is_done()) {
-            communicator_.free_kept();
+            communicator_.free_retained();
             return pending_->wait(timeout);
         }
         const GilRelease released;
@@ -400,8 +400,8 @@ std::unique_ptr<Started> start(Communicator& self, nb::handle tensor, nb::handle
 
 }  // namespace
 
-void bind_short_ways(nb::module_& m, nb::class_<Communicator>& communicator) {
-    if (PyModule_AddFunctions(m.ptr(), quick_functions) < 0) throw nb::python_error();
+void bind_fast_path(nb::module_& m, nb::class_<Communicator>& communicator) {
+    if (PyModule_AddFunctions(m.ptr(), fast_functions) < 0) throw nb::python_error();
     m.def(
         "load_short_ways",
         [](nb::handle collector, nb::handle local_group, nb::handle process, nb::handle make_same,
@@ -425,31 +425,31 @@ void bind_short_ways(nb::module_& m, nb::class_<Communicator>& communicator) {
             "start_allreduce",
             [](Communicator& self, nb::handle tensor, nb::handle out, int op, double timeout) {
                 return start(self, tensor, out, timeout,
-                             [&](const auto& go) { return short_allreduce(view_pair(tensor, out), op, go); });
+                             [&](const auto& go) { return fast_allreduce(view_pair(tensor, out), op, go); });
             },
             "tensor"_a.none(), "out"_a.none(), "op"_a, "timeout"_a)
         .def(
             "start_broadcast",
             [](Communicator& self, nb::handle tensor, nb::handle out, int root, double timeout) {
-                return start(self, tensor, out, timeout, [&](const auto& go) { return short_broadcast(self, tensor, out, root, go); });
+                return start(self, tensor, out, timeout, [&](const auto& go) { return fast_broadcast(self, tensor, out, root, go); });
             },
             "tensor"_a.none(), "out"_a.none(), "root"_a, "timeout"_a)
         .def(
             "start_all_gather",
             [](Communicator& self, nb::handle tensor, nb::handle out, double timeout) {
-                return start(self, tensor, out, timeout, [&](const auto& go) { return short_all_gather(self, tensor, out, go); });
+                return start(self, tensor, out, timeout, [&](const auto& go) { return fast_all_gather(self, tensor, out, go); });
             },
             "tensor"_a.none(), "out"_a.none(), "timeout"_a)
         .def(
             "start_reduce_scatter",
             [](Communicator& self, nb::handle tensor, nb::handle out, int op, double timeout) {
-                return start(self, tensor, out, timeout, [&](const auto& go) { return short_reduce_scatter(self, tensor, out, op, go); });
+                return start(self, tensor, out, timeout, [&](const auto& go) { return fast_reduce_scatter(self, tensor, out, op, go); });
             },
             "tensor"_a.none(), "out"_a.none(), "op"_a, "timeout"_a)
         .def(
             "start_all_to_all",
             [](Communicator& self, nb::handle tensor, nb::handle out, double timeout) {
-                return start(self, tensor, out, timeout, [&](const auto& go) { return short_all_to_all(self, tensor, out, go); });
+                return start(self, tensor, out, timeout, [&](const auto& go) { return fast_all_to_all(self, tensor, out, go); });
             },
             "tensor"_a.none(), "out"_a.none(), "timeout"_a);
 }

@@ -18,22 +18,22 @@ public:
     EvenParts(Context& context, std::size_t part_bytes, bool is_even)
         : context_(context),
           part_bytes_(part_bytes),
-          said_(is_even ? part_bytes + 1 : 0),
-          is_inline_(is_even && part_bytes * static_cast<std::size_t>(context.num_ranks) <= most_bytes) {}
+          even_size_(is_even ? part_bytes + 1 : 0),
+          is_inline_(is_even && part_bytes * static_cast<std::size_t>(context.num_ranks) <= max_parts_bytes) {}
 
     // Returns where the offer goes.
     std::byte* write(std::byte* payload, const std::byte* source) const {
-        std::memcpy(payload, &said_, sizeof said_);
-        if (is_inline_) copy_bytes(payload + sizeof said_, source, part_bytes_ * static_cast<std::size_t>(context_.num_ranks));
-        return payload + sizeof said_ + most_bytes;
+        std::memcpy(payload, &even_size_, sizeof even_size_);
+        if (is_inline_) copy_bytes(payload + sizeof even_size_, source, part_bytes_ * static_cast<std::size_t>(context_.num_ranks));
+        return payload + sizeof even_size_ + max_parts_bytes;
     }
 
     // After entry: whether all ranks' parts have the same size, and so are few on all or none.
-    [[nodiscard]] bool are_all() const {
+    [[nodiscard]] bool are_all_even() const {
         for (int r = 0; r < context_.num_ranks; ++r) {
             std::uint64_t theirs = 0;
             std::memcpy(&theirs, context_.arrival_of(r).payload.data(), sizeof theirs);
-            if (theirs == 0 || theirs != said_) return false;
+            if (theirs == 0 || theirs != even_size_) return false;
         }
         return true;
     }
@@ -48,11 +48,11 @@ public:
     }
 
 private:
-    static constexpr std::size_t most_bytes = shm::max_inline_bytes - sizeof(std::uint64_t) - offer_bytes;
+    static constexpr std::size_t max_parts_bytes = shm::max_inline_bytes - sizeof(std::uint64_t) - offer_bytes;
 
     Context& context_;
     std::size_t part_bytes_;
-    std::uint64_t said_;  // 0 where the parts differ
+    std::uint64_t even_size_;  // 0 where the parts differ
     bool is_inline_;
 };
 
@@ -86,7 +86,7 @@ void all_to_all(Context& context, std::byte* out, const std::byte* source, std::
     std::byte* payload = begin(context, {.operation = static_cast<std::uint8_t>(Operation::all_to_all),
                                          .dtype = static_cast<std::uint8_t>(dtype),
                                          .count = unit});
-    context.fabric.give_counts(context.sequence, send_counts);
+    context.fabric.publish_counts(context.sequence, send_counts);
     const std::size_t part = send_counts[0];
     const auto is_part = [&](std::size_t count) { return count == part; };
     const bool is_even = std::ranges::all_of(send_counts, is_part) && std::ranges::all_of(receive_counts, is_part);
@@ -94,10 +94,10 @@ void all_to_all(Context& context, std::byte* out, const std::byte* source, std::
     std::byte* const offer_at = even.write(payload, source);
     // The sizes differ from rank to rank and are not known before all have entered, so the segments are as large as
     // slots allow.
-    const std::size_t piece = elements_in(context.fabric.layout().slot_bytes / ranks, element_size);
-    const std::size_t room = piece * element_size;
+    const std::size_t segment_elements = elements_in(context.fabric.layout().slot_bytes / ranks, element_size);
+    const std::size_t room = segment_elements * element_size;
     const auto pieces_of = [&](std::size_t count) {
-        return Pieces{.count = count, .element_size = element_size, .piece = piece};
+        return Segmentation{.count = count, .element_size = element_size, .segment_elements = segment_elements};
     };
     // Runs `action(r)` for the other ranks, on each rank from another one on.
     const auto for_others = [&](const auto& action) {
@@ -109,9 +109,9 @@ void all_to_all(Context& context, std::byte* out, const std::byte* source, std::
     };
     const auto stage = [&](std::size_t k, std::byte* slot) {
         for_others([&](std::size_t r) {
-            const Pieces pieces = pieces_of(send_counts[r]);
-            context.into_shared.copy(slot + r * room, source + sent_from[r] * element_size + pieces.offset_bytes(k),
-                                     pieces.size_bytes(k));
+            const Segmentation segmentation = pieces_of(send_counts[r]);
+            context.into_shared.copy(slot + r * room, source + sent_from[r] * element_size + segmentation.offset_bytes(k),
+                                     segmentation.size_bytes(k));
         });
     };
     const auto staged_for = [&](std::size_t k, int r) {
@@ -121,9 +121,9 @@ void all_to_all(Context& context, std::byte* out, const std::byte* source, std::
     const auto take = [&](std::size_t k, std::uint64_t number) {
         if (k == 0) copy_own();
         for_others([&](std::size_t r) {
-            const Pieces pieces = pieces_of(receive_counts[r]);
-            copy_bytes(out + received_at[r] * element_size + pieces.offset_bytes(k),
-                       context.fabric.slot(static_cast<int>(r), number) + own * room, pieces.size_bytes(k));
+            const Segmentation segmentation = pieces_of(receive_counts[r]);
+            copy_bytes(out + received_at[r] * element_size + segmentation.offset_bytes(k),
+                       context.fabric.slot(static_cast<int>(r), number) + own * room, segmentation.size_bytes(k));
         });
     };
     const auto direct = [&](const Sources& sources) {
@@ -139,7 +139,7 @@ void all_to_all(Context& context, std::byte* out, const std::byte* source, std::
     const Offer offer = offer_source(context, Operation::all_to_all, source, sent_bytes, sent_bytes / ranks);
     make_offer(context, offer_at, offer, stage, staged_for, deadline);
     enter(context, deadline);
-    const bool are_all_even = even.are_all();
+    const bool are_all_even = even.are_all_even();
     if (are_all_even && even.are_inline()) {
         even.take(out);
         ++context.segments;  // what was staged
@@ -147,7 +147,7 @@ void all_to_all(Context& context, std::byte* out, const std::byte* source, std::
     }
     expect_writes(out, received_at[ranks] * element_size);
     const std::size_t largest = are_all_even ? part : compare_counts(context, receive_counts);
-    exchange_entered(context, offer_at, offer, (largest + piece - 1) / piece, stage, staged_for, take, direct, deadline);
+    exchange_entered(context, offer_at, offer, (largest + segment_elements - 1) / segment_elements, stage, staged_for, take, direct, deadline);
 }
 
 }  // namespace ferrodist

@@ -24,7 +24,7 @@ public:
           element_size_(size_of(reduction.dtype)),
           pieces_{.count = count,
                   .element_size = element_size_,
-                  .piece = elements_in(segment_bytes(count * element_size_, fabric_.layout()), element_size_)},
+                  .segment_elements = elements_in(segment_bytes(count * element_size_, fabric_.layout()), element_size_)},
           base_(context.segments) {
         // The mean is divided where the fold ends.
         const bool is_partial = chain_.next >= 0 && reduction.op == ReduceOp::mean;
@@ -97,7 +97,7 @@ private:
             if (chain_.next < 0) context_.into_shared.copy(slot + start, target, size);
         }
         if (chain_.next >= 0) {
-            fabric_.send_to(chain_.next, tcp::Kind::staged, number, own);
+            fabric_.send_to(chain_.next, tcp::LinkFrameType::staged, number, own);
         } else {
             publish_result(number, own);
         }
@@ -121,7 +121,7 @@ private:
     }
 
     void publish_result(std::uint64_t number, const Range& own) {
-        if (chain_.previous >= 0) fabric_.send_to(chain_.previous, tcp::Kind::folded, number, own);
+        if (chain_.previous >= 0) fabric_.send_to(chain_.previous, tcp::LinkFrameType::folded, number, own);
         fabric_.publish_host(&shm::Progress::folded, number + 1);
     }
 
@@ -131,7 +131,7 @@ private:
     std::byte* out_;
     const std::byte* source_;
     std::size_t element_size_;
-    Pieces pieces_;
+    Segmentation pieces_;
     std::uint64_t base_;
     Fold fold_;
 };

@@ -26,7 +26,7 @@ inline std::size_t one_shot_bytes(const shm::Layout& layout) {
 // From here on what another rank has in ordinary memory is read in place, where it can be: one copy and a system call in
 // place of two copies. But all then wait for the last reader, which costs more where ranks share processors.
 inline std::size_t least_read_bytes(const shm::Layout& layout) {
-    return (layout.is_crowded ? 512 : 32) * std::size_t{1024};
+    return (layout.is_oversubscribed ? 512 : 32) * std::size_t{1024};
 }
 
 // Beyond this, where all read from one rank, or one from all, the others would stand idle: with slots one copies in what
@@ -37,7 +37,7 @@ inline constexpr std::size_t most_read_from_one_bytes = 512 * 1024;
 // to let the ranks work side by side.
 inline std::size_t segment_bytes(std::size_t size, const shm::Layout& layout) {
     constexpr std::size_t smallest = 64 * 1024;
-    if (layout.is_crowded) return layout.slot_bytes;
+    if (layout.is_oversubscribed) return layout.slot_bytes;
     return std::clamp(size / 4, std::min(smallest, layout.slot_bytes), layout.slot_bytes);
 }
 

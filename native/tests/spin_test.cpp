@@ -12,17 +12,17 @@ namespace {
 // Tries until it is time to sleep; how many it were.
 int count_tries(Spin& spin) {
     int tries = 1;
-    while (spin.tries_again()) ++tries;
+    while (spin.should_retry()) ++tries;
     return tries;
 }
 
 void test_it_is_over_until_restarted() {
     Contention contention;
     Spin spin(contention, 0us, Spin::on_connections);
-    require(count_tries(spin) == Spin::on_connections.tries_a_look, "a look at the clock after each so many tries");
+    require(count_tries(spin) == Spin::on_connections.tries_per_check, "a look at the clock after each so many tries");
     require(count_tries(spin) == 1, "it is over, and stays so");
     spin.restart();
-    require(count_tries(spin) == Spin::on_connections.tries_a_look, "it begins anew");
+    require(count_tries(spin) == Spin::on_connections.tries_per_check, "it begins anew");
     Spin heavy(contention, 0us, Spin::on_connections, 500);
     require(count_tries(heavy) == 1, "a try that looks at much is followed by a look at the clock");
 }
@@ -39,9 +39,9 @@ void test_it_lasts_as_long_as_it_says() {
 void test_a_stop_between_two_looks_is_noted() {
     Contention contention;
     Spin spin(contention, 10s, Spin::on_connections);
-    require(spin.looks_again(), "the first look");
+    require(spin.check_clock(), "the first look");
     std::this_thread::sleep_for(5ms);
-    require(!spin.looks_again(), "somebody ran");
+    require(!spin.check_clock(), "somebody ran");
     require(contention.is_seen(Clock::now()), "the next ones know");
     Spin next(contention, 10s, Spin::on_connections);
     const auto begin = Clock::now();
@@ -52,23 +52,23 @@ void test_a_stop_between_two_looks_is_noted() {
 void test_a_sleep_between_two_waits_is_not() {
     Contention contention;
     Spin spin(contention, 10s, Spin::on_connections);
-    require(spin.looks_again(), "the first look");
+    require(spin.check_clock(), "the first look");
     std::this_thread::sleep_for(5ms);
     spin.restart();
-    require(spin.looks_again() && !contention.is_seen(Clock::now()), "it slept by itself");
+    require(spin.check_clock() && !contention.is_seen(Clock::now()), "it slept by itself");
 }
 
 void test_who_shares_a_processor_for_long_moves() {
     Contention contention;
     const auto count_yields = [&](Clock::duration gone) {
         int yields = 1;
-        while (yields < 100 && !contention.should_move(gone)) ++yields;
+        while (yields < 100 && !contention.should_migrate(gone)) ++yields;
         return yields;
     };
     const int patience = count_yields(20us);
     require(patience > 1 && patience < 100, "some yields, %d", patience);
     require(count_yields(20us) == patience, "then as many again");
-    for (int i = 0; i < 100; ++i) require(!contention.should_move(i % 2 == 0 ? 20us : 1us), "not when it is alone now and then");
+    for (int i = 0; i < 100; ++i) require(!contention.should_migrate(i % 2 == 0 ? 20us : 1us), "not when it is alone now and then");
 }
 
 void test_moving_leaves_the_choice_of_processors() {
@@ -76,7 +76,7 @@ void test_moving_leaves_the_choice_of_processors() {
     cpu_set_t after;
     require(::sched_getaffinity(0, sizeof before, &before) == 0, "affinity");
     const int here = ::sched_getcpu();
-    move_away();
+    migrate_thread();
     require(::sched_getaffinity(0, sizeof after, &after) == 0 && CPU_EQUAL(&before, &after), "as it was");
     // On a busy machine it may have been brought back by now.
     std::printf("moved from processor %d to %d of %d\n", here, ::sched_getcpu(), CPU_COUNT(&before));

@@ -75,10 +75,10 @@ private:
     // At once, or started and waited for, which ranks need not do alike: small ones are left to who waits.
     template <class Collective>
     void call(const Collective& collective) {
-        const auto way = own_random_() % 8;
-        if (way > 2) return communicator_.run(communicator_.reserve(), patience, collective);
-        const auto pending = communicator_.start(patience, way == 0 ? 1024 * 1024 : 0, collective);
-        if (way == 1) require(communicator_.wait(*pending, patience), "wait");
+        const auto choice = own_random_() % 8;
+        if (choice > 2) return communicator_.run(communicator_.reserve(), patience, collective);
+        const auto pending = communicator_.start(patience, choice == 0 ? 1024 * 1024 : 0, collective);
+        if (choice == 1) require(communicator_.wait(*pending, patience), "wait");
         require(communicator_.wait(*pending, std::numeric_limits<double>::infinity()), "wait");
     }
 
@@ -89,12 +89,12 @@ private:
 
     // Where a collective finds `values`, and leaves its result for `bring_back`: on some ranks, or on all, or on none in
     // symmetric memory.
-    std::byte* place(const Values& values, std::uint64_t number, std::size_t slot) {
+    std::byte* ticket(const Values& values, std::uint64_t number, std::size_t slot) {
         const std::uint64_t turn = number % 5;
         const bool is_shared = turn == 0 || (turn == 1 && (number / 5 + static_cast<std::uint64_t>(rank_)) % 2 == 0);
         if (!is_shared) {
-            local_[slot] = values;
-            return bytes_of(local_[slot]);
+            ring_channels_[slot] = values;
+            return bytes_of(ring_channels_[slot]);
         }
         std::byte* data = arena_.buffer(rank_) + slot * arena_.stride() / 2;
         if (!values.empty()) std::memcpy(data, values.data(), values.size() * sizeof(Element));
@@ -112,7 +112,7 @@ private:
         const auto kind = random_() % 9;
         const std::size_t count = random_count();
         const int root = static_cast<int>(random_() % static_cast<std::uint64_t>(num_ranks_));
-        const bool in_place = random_() % 2 == 0;
+        const bool direct_read = random_() % 2 == 0;
         const auto ranks = static_cast<std::size_t>(num_ranks_);
         std::vector<std::size_t> counts(ranks);
         for (auto& each : counts) each = random_() % 4 == 0 ? random_count() : count;
@@ -123,8 +123,8 @@ private:
         Values source = input_of(rank_, number, count);
 
         if (kind == 0) {
-            std::byte* in = place(source, number, 0);
-            std::byte* out = in_place ? in : place(Values(count), number, 1);
+            std::byte* in = ticket(source, number, 0);
+            std::byte* out = direct_read ? in : ticket(Values(count), number, 1);
             call([&](Context& c, const Deadline& d) { allreduce(c, out, in, count, sum, d); });
             expect(bring_back(out, count), sum_of(num_ranks_, number, count), "allreduce", rank_, number);
         } else if (kind == 1) {
@@ -132,14 +132,14 @@ private:
             call([&](Context& c, const Deadline& d) { reduce(c, bytes_of(out), bytes_of(source), count, root, sum, d); });
             if (rank_ == root) expect(out, sum_of(num_ranks_, number, count), "reduce", rank_, number);
         } else if (kind == 2) {
-            std::byte* data = place(source, number, 0);
+            std::byte* data = ticket(source, number, 0);
             call([&](Context& c, const Deadline& d) { broadcast(c, data, count, DType::int32, root, d); });
             expect(bring_back(data, count), input_of(root, number, count), "broadcast", rank_, number);
         } else if (kind == 3 || kind == 4) {
             source = input_of(rank_, number, counts[own]);
             Values out(starts.back());
             const bool is_gather = kind == 4;
-            const std::byte* in = place(source, number, 0);
+            const std::byte* in = ticket(source, number, 0);
             call([&](Context& c, const Deadline& d) {
                 if (is_gather)
                     gather(c, bytes_of(out), in, counts, DType::int32, root, d);
@@ -163,7 +163,7 @@ private:
         } else if (kind == 6) {
             Values whole = input_of(rank_, number, starts.back());
             Values out(counts[own]);
-            const std::byte* in = place(whole, number, 0);
+            const std::byte* in = ticket(whole, number, 0);
             call([&](Context& c, const Deadline& d) {
                 reduce_scatter(c, bytes_of(out), in, counts, 0, sum, d);
             });
@@ -172,10 +172,10 @@ private:
             expect(out, Values(begin, begin + static_cast<std::ptrdiff_t>(counts[own])), "reduce_scatter", rank_, number);
         } else if (kind == 7) {
             // Rank r sends rank s what `counts` says at r + s; or all the same; or rank 0 does, and the others do not.
-            const auto manner = random_() % 3;
+            const auto policy = random_() % 3;
             const auto count_of = [&](std::size_t from, std::size_t to) {
-                if (manner == 0) return counts[(from + to) % ranks];
-                return manner == 1 || from == 0 || to == 0 ? count : (from + to) % 3 * count;
+                if (policy == 0) return counts[(from + to) % ranks];
+                return policy == 1 || from == 0 || to == 0 ? count : (from + to) % 3 * count;
             };
             const auto sent_before = [&](std::size_t from, std::size_t to) {
                 std::size_t sum = 0;
@@ -189,9 +189,9 @@ private:
             }
             source = input_of(rank_, number, sent_before(own, ranks));
             Values out(std::accumulate(receive.begin(), receive.end(), std::size_t{0})), expected;
-            const std::byte* in = place(source, number, 0);
+            const std::byte* in = ticket(source, number, 0);
             call([&](Context& c, const Deadline& d) {
-                all_to_all(c, bytes_of(out), in, send, receive, manner == 0 ? 1 : count, DType::int32, d);
+                all_to_all(c, bytes_of(out), in, send, receive, policy == 0 ? 1 : count, DType::int32, d);
             });
             for (std::size_t r = 0; r < ranks; ++r) {
                 const Values theirs = input_of(static_cast<int>(r), number, sent_before(r, ranks));
@@ -213,7 +213,7 @@ private:
 
     Communicator& communicator_;
     const shm::Arena& arena_;
-    Values local_[2];
+    Values ring_channels_[2];
     int rank_;
     int num_ranks_;
     std::mt19937_64 random_;      // the same draws on all ranks
@@ -228,7 +228,7 @@ std::shared_ptr<const shm::Mapping> make_memory(std::size_t size) {
 }
 
 // Rank r is on host `hosts[r]`; ranks of different hosts are connected by sockets.
-Group make_group(const std::vector<int>& hosts, bool is_crowded, std::size_t slot_size = slot_bytes) {
+Group make_group(const std::vector<int>& hosts, bool is_oversubscribed, std::size_t slot_size = slot_bytes) {
     const int num_ranks = static_cast<int>(hosts.size());
     std::vector<std::vector<int>> sockets(hosts.size(), std::vector<int>(hosts.size(), -1));
     for (std::size_t a = 0; a < hosts.size(); ++a)
@@ -247,7 +247,7 @@ Group make_group(const std::vector<int>& hosts, bool is_crowded, std::size_t slo
         const shm::Layout layout{.num_ranks = num_local,
                                  .group_size = num_ranks,
                                  .slot_bytes = slot_size,
-                                 .is_crowded = is_crowded,
+                                 .is_oversubscribed = is_oversubscribed,
                                  .spin_micros = 20};
         auto& memory = memories[hosts[own]];
         if (!memory) {
@@ -274,9 +274,9 @@ void run_ranks(int num_ranks, const Body& body) {
     for (auto& thread : threads) thread.join();
 }
 
-void stress(const std::vector<int>& hosts, bool is_crowded, std::uint64_t num_collectives, std::uint64_t seed) {
+void stress(const std::vector<int>& hosts, bool is_oversubscribed, std::uint64_t num_collectives, std::uint64_t seed) {
     const int num_ranks = static_cast<int>(hosts.size());
-    const auto group = make_group(hosts, is_crowded);
+    const auto group = make_group(hosts, is_oversubscribed);
     constexpr std::size_t stride = 1024 * 1024;
     const auto memory = make_memory(stride * hosts.size());
     const bool has_arena = std::count(hosts.begin(), hosts.end(), hosts[0]) == num_ranks;
@@ -284,12 +284,12 @@ void stress(const std::vector<int>& hosts, bool is_crowded, std::uint64_t num_co
         Communicator& own = *group[static_cast<std::size_t>(rank)];
         const auto arena = std::make_shared<const shm::Arena>(memory, 7, stride, rank);
         if (has_arena) own.add_arena(arena);
-        if (seed % 2 == 0) own.meet(patience);  // else all tensors go by way of slots
+        if (seed % 2 == 0) own.handshake(patience);  // else all tensors go by way of slots
         Program(own, *arena, rank, num_ranks, seed).run(num_collectives);
     });
     const int num_hosts = *std::max_element(hosts.begin(), hosts.end()) + 1;
     std::printf("%llu collectives, %d ranks, %d hosts%s\n", static_cast<unsigned long long>(num_collectives), num_ranks,
-                num_hosts, is_crowded ? ", crowded" : "");
+                num_hosts, is_oversubscribed ? ", crowded" : "");
 }
 
 // Ranks go the way that rank 0 says. Where not all of them offer to be read in place they go by way of slots, but not for
@@ -304,7 +304,7 @@ void goes_back_to_reading(const char* what, Operation operation, std::size_t rea
         Communicator& own = *group[static_cast<std::size_t>(rank)];
         const auto arena = std::make_shared<const shm::Arena>(memory, 7, stride, rank);
         own.add_arena(arena);
-        own.meet(patience);
+        own.handshake(patience);
         if (!own.can_read_peers()) {
             std::printf("%s, rank %d: the system lets nobody read memory in place\n", what, rank);
             return;
@@ -312,14 +312,14 @@ void goes_back_to_reading(const char* what, Operation operation, std::size_t rea
         const auto run = [&](const auto& collective) { own.run(own.reserve(), patience, collective); };
         run([&](Context& c, const Deadline& d) {
             if (rank == 0)
-                for (int i = 0; i < 4; ++i) c.reading.took(kind, TransferMode::in_place, 1e-15, 1);
+                for (int i = 0; i < 4; ++i) c.reading.record(kind, TransferMode::direct_read, 1e-15, 1);
             barrier(c, d);
         });
         for (int number = 0; number < 8; ++number)
             run([&](Context& c, const Deadline& d) {
                 // In place once; by slots, until they are known, of which rank 0 hears a call later; and back.
-                const Way expected = number == 0 || number > 5 ? TransferMode::in_place : TransferMode::by_slots;
-                require(c.reading.way_of(kind) == expected, "%s, call %d, rank %d", what, number, rank);
+                const Choice expected = number == 0 || number > 5 ? TransferMode::direct_read : TransferMode::staged_copy;
+                require(c.reading.choice_for(kind) == expected, "%s, call %d, rank %d", what, number, rank);
                 call(c, d, rank, *arena);
             });
     });
@@ -388,19 +388,19 @@ FailureKind failure_of(Communicator& communicator, double timeout, const Collect
 
 // Ranks that stay away, leave, abort or call something else end the others' waits, with the reason; on a rank of another
 // host perhaps because a rank that had found it before said so.
-void endings(const std::vector<int>& hosts, bool is_crowded) {
+void endings(const std::vector<int>& hosts, bool is_oversubscribed) {
     const auto all = [](Context& c, const Deadline& d) { barrier(c, d); };
     const auto other = [](Context& c, const Deadline& d) {
         std::byte data[4]{};
         broadcast(c, data, 1, DType::int32, 0, d);
     };
-    auto group = make_group(hosts, is_crowded);
+    auto group = make_group(hosts, is_oversubscribed);
     run_ranks(3, [&](int rank) {
         if (rank == 1) return;
         const FailureKind kind = failure_of(*group[static_cast<std::size_t>(rank)], 0.2, all);
         require(kind == FailureKind::late || kind == FailureKind::failed, "late");
     });
-    group = make_group(hosts, is_crowded);
+    group = make_group(hosts, is_oversubscribed);
     run_ranks(3, [&](int rank) {
         Communicator& own = *group[static_cast<std::size_t>(rank)];
         if (rank == 1) {
@@ -410,20 +410,20 @@ void endings(const std::vector<int>& hosts, bool is_crowded) {
         const FailureKind kind = failure_of(own, patience, all);
         require(kind == FailureKind::left || kind == FailureKind::lost || kind == FailureKind::failed, "left");
     });
-    group = make_group(hosts, is_crowded);
+    group = make_group(hosts, is_oversubscribed);
     run_ranks(3, [&](int rank) {
         Communicator& own = *group[static_cast<std::size_t>(rank)];
         own.abort("enough");  // which other hosts are told by other means
         require(failure_of(own, patience, all) == FailureKind::aborted, "aborted");
     });
-    group = make_group(hosts, is_crowded);
+    group = make_group(hosts, is_oversubscribed);
     run_ranks(3, [&](int rank) {
         Communicator& own = *group[static_cast<std::size_t>(rank)];
         const FailureKind kind = rank == 1 ? failure_of(own, patience, other) : failure_of(own, patience, all);
         require(kind == FailureKind::mismatch || kind == FailureKind::failed, "mismatch");
     });
     // Several threads of a rank: each collective waits for its turn.
-    group = make_group({hosts[0], hosts[1]}, is_crowded);
+    group = make_group({hosts[0], hosts[1]}, is_oversubscribed);
     run_ranks(2, [&](int rank) {
         Communicator& own = *group[static_cast<std::size_t>(rank)];
         for (int round = 0; round < 200; ++round) {
@@ -435,7 +435,7 @@ void endings(const std::vector<int>& hosts, bool is_crowded) {
         }
     });
     // Several threads start and wait, and one of them goes on without waiting.
-    group = make_group({hosts[0], hosts[1]}, is_crowded);
+    group = make_group({hosts[0], hosts[1]}, is_oversubscribed);
     run_ranks(2, [&](int rank) {
         Communicator& own = *group[static_cast<std::size_t>(rank)];
         const double forever = std::numeric_limits<double>::infinity();
@@ -450,7 +450,7 @@ void endings(const std::vector<int>& hosts, bool is_crowded) {
         }
     });
     // Two threads wait for handles of one rank, some with a limit that passes before the other rank comes.
-    group = make_group({hosts[0], hosts[1]}, is_crowded);
+    group = make_group({hosts[0], hosts[1]}, is_oversubscribed);
     std::atomic<int> num_passed{0};
     run_ranks(2, [&](int rank) {
         Communicator& own = *group[static_cast<std::size_t>(rank)];
@@ -472,14 +472,14 @@ void endings(const std::vector<int>& hosts, bool is_crowded) {
             other.join();
         }
     });
-    std::printf("endings, host of rank 1: %d%s\n", hosts[1], is_crowded ? ", crowded" : "");
+    std::printf("endings, host of rank 1: %d%s\n", hosts[1], is_oversubscribed ? ", crowded" : "");
 }
 
 // In a crowded group ranks count themselves, and say so apart from that: one that is stopped between the two, or after the
 // last count and before it releases the others, holds nobody up beyond the deadline, and is named if it is waited for.
 void stopped_arrivals() {
     const shm::Layout layout{
-        .num_ranks = 3, .group_size = 3, .slot_bytes = slot_bytes, .is_crowded = true, .spin_micros = 20};
+        .num_ranks = 3, .group_size = 3, .slot_bytes = slot_bytes, .is_oversubscribed = true, .spin_micros = 20};
     const auto memory = make_memory(layout.size_bytes());
     shm::Segment segment(memory, layout);
     segment.initialize();
@@ -535,10 +535,10 @@ void ends_before_leaving(std::uint64_t num_rounds) {
 int main(int argc, char** argv) {
     const std::uint64_t total = argc > 1 ? std::strtoull(argv[1], nullptr, 10) : 20000;
     const std::uint64_t seed = argc > 2 ? std::strtoull(argv[2], nullptr, 10) : 1;
-    for (const bool is_crowded : {false, true}) {
-        endings({0, 0, 0}, is_crowded);
-        endings({0, 1, 2}, is_crowded);
-        endings({0, 1, 0}, is_crowded);
+    for (const bool is_oversubscribed : {false, true}) {
+        endings({0, 0, 0}, is_oversubscribed);
+        endings({0, 1, 2}, is_oversubscribed);
+        endings({0, 1, 0}, is_oversubscribed);
     }
     stopped_arrivals();
     ways_of_moving();

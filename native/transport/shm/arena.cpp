@@ -20,7 +20,7 @@ void Arenas::add(const std::shared_ptr<const Arena>& arena) {
     is_used_.store(true);
 }
 
-Shared Arenas::find(const std::byte* data, std::size_t size) const {
+SymmetricTensor Arenas::find(const std::byte* data, std::size_t size) const {
     if (!is_used_.load()) return {};
     const std::lock_guard lock(mutex_);
     for (const auto& each : arenas_)

@@ -35,7 +35,7 @@ void take_pages(int descriptor, off_t length) {
             fail(error, "taking the pages of shared memory");
         }
         if (const auto now = std::chrono::steady_clock::now(); now >= next_look) {
-            look_for_interruption();
+            check_interruption();
             next_look = now + interruption_period;
         }
     }

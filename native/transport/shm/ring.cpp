@@ -20,7 +20,7 @@ constexpr std::size_t taken_by(std::size_t length) {
 
 }  // namespace
 
-RingLayout RingLayout::of(int num_ranks) {
+RingLayout RingLayout::for_ranks(int num_ranks) {
     if (num_ranks == 1) return {.num_ranks = 1, .ring_bytes = min_ring_bytes};  // nobody uses it
     const auto ranks = static_cast<std::size_t>(num_ranks);
     const std::size_t share = std::bit_floor(all_rings_bytes / (ranks * ranks));
@@ -43,7 +43,7 @@ Rings::Rings(std::shared_ptr<const Mapping> memory, const RingLayout& layout)
 void Rings::initialize() {
     // The memory is zero, which is what all positions start from; this begins the objects' lifetimes.
     for (int rank = 0; rank < layout_.num_ranks; ++rank) {
-        new (&bell(rank)) Doorbell{};
+        new (&doorbell(rank)) Doorbell{};
         for (int other = 0; other < layout_.num_ranks; ++other) new (&ring(rank, other)) Ring{};
     }
 }
@@ -52,7 +52,7 @@ std::size_t Rings::index(int from, int to) const noexcept {
     return static_cast<std::size_t>(from) * static_cast<std::size_t>(layout_.num_ranks) + static_cast<std::size_t>(to);
 }
 
-Doorbell& Rings::bell(int rank) const noexcept {
+Doorbell& Rings::doorbell(int rank) const noexcept {
     return *std::launder(reinterpret_cast<Doorbell*>(memory_->data() + static_cast<std::size_t>(rank) * sizeof(Doorbell)));
 }
 

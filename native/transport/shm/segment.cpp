@@ -15,7 +15,7 @@ namespace {
 constexpr std::size_t max_record_bytes = 4096;
 
 // How long one sleep lasts at most: bounds how late an expired deadline is seen.
-constexpr auto longest_sleep = interruption_period;
+constexpr auto max_sleep = interruption_period;
 
 }  // namespace
 
@@ -97,35 +97,35 @@ void Segment::publish(Flag& flag, std::uint64_t value) {
 
 void Segment::ring() {
     header().bell.word.fetch_add(1);
-    futex_wake(header().bell.word, Sleepers::of_host);
+    futex_wake(header().bell.word, FutexScope::host);
 }
 
 template <class Ready, class Lagging>
-void Segment::wait_until(const Ready& ready, const Lagging& lagging, FailureKind lateness, const Deadline& deadline,
+void Segment::wait_until(const Ready& ready, const Lagging& lagging, FailureKind timeout_kind, const Deadline& deadline,
                          LongWait::Watch* watch) {
     Spin spin(contention_, std::chrono::microseconds(layout_.spin_micros),
-              layout_.is_crowded ? Spin::crowded : Spin::on_flags);
+              layout_.is_oversubscribed ? Spin::oversubscribed : Spin::on_flags);
     do {
-        for (int i = 0; i < spin.tries_a_look(); ++i) {
+        for (int i = 0; i < spin.tries_per_check(); ++i) {
             if (ready()) return;
             relax();
         }
         expect_wait();
         check();
-    } while (spin.looks_again());
+    } while (spin.check_clock());
     auto& bell = header().bell;
     while (true) {
         bell.sleepers.fetch_add(1);
         const std::uint32_t word = bell.word.load();
         const bool is_over = ready();
         if (!is_over && !has_ended()) {
-            const auto left = std::min<Clock::duration>(deadline.remaining(), longest_sleep);
-            futex_wait(bell.word, word, left, Sleepers::of_host);
+            const auto left = std::min<Clock::duration>(deadline.remaining(), max_sleep);
+            futex_wait(bell.word, word, left, FutexScope::host);
         }
         bell.sleepers.fetch_sub(1);
         if (is_over || ready()) return;
         check();
-        look_for_interruption();
+        check_interruption();
         std::vector<int> ranks = lagging();
         if (ranks.empty()) return;  // they came this moment
         for (const int rank : ranks) {
@@ -133,8 +133,8 @@ void Segment::wait_until(const Ready& ready, const Lagging& lagging, FailureKind
             check();  // a rank that leaves a group which has failed has said so before, and the look above may be older
             throw Failure(FailureKind::left, {rank});
         }
-        if (deadline.expired()) throw Failure(lateness, std::move(ranks));
-        if (watch != nullptr) watch->look(deadline, ranks);
+        if (deadline.expired()) throw Failure(timeout_kind, std::move(ranks));
+        if (watch != nullptr) watch->check(deadline, ranks);
     }
 }
 
@@ -148,7 +148,7 @@ void Segment::arrive(int rank, std::uint64_t sequence, const Deadline& deadline)
             if (arrival(r, sequence).sequence.load() < sequence) ranks.push_back(r);
         return ranks;
     };
-    if (!layout_.is_crowded) {
+    if (!layout_.is_oversubscribed) {
         publish(own, sequence);
         int next = 0;
         wait_until(

@@ -20,8 +20,8 @@ constexpr std::size_t least_streamed = 4 * 1024;
 // time is not, and goes the way of the others.
 constexpr std::size_t least_timed = 24 * 1024;
 
-void copy_by(Way way, std::byte* out, const std::byte* source, std::size_t size) noexcept {
-    if (way == Way::first) {
+void copy_by(Choice choice, std::byte* out, const std::byte* source, std::size_t size) noexcept {
+    if (choice == Choice::first) {
         copy_cached(out, source, size);
     } else {
         copy_streamed(out, source, size);
@@ -32,11 +32,11 @@ void copy_by(Way way, std::byte* out, const std::byte* source, std::size_t size)
 
 void SharedCopy::copy(std::byte* out, const std::byte* source, std::size_t size) noexcept {
     if (size < least_streamed) return copy_cached(out, source, size);
-    if (size < least_timed) return copy_by(choice_.better(), out, source, size);
-    const Way way = choice_.next();
+    if (size < least_timed) return copy_by(tuner_.better(), out, source, size);
+    const Choice choice = tuner_.next();
     const auto began = Clock::now();
-    copy_by(way, out, source, size);
-    choice_.took(way, std::chrono::duration<double>(Clock::now() - began).count(), size);
+    copy_by(choice, out, source, size);
+    tuner_.record(choice, std::chrono::duration<double>(Clock::now() - began).count(), size);
 }
 
 void copy_cached(std::byte* out, const std::byte* source, std::size_t size) noexcept {
