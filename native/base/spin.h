@@ -42,7 +42,7 @@ public:
         until_.store((now + std::chrono::milliseconds(50)).time_since_epoch().count(), std::memory_order_relaxed);
     }
 
-    // whether to migrate where a processor is shared for long
+    // Whether to migrate to another processor, after a yield that took `yield_time`; see [Note: moving].
     [[nodiscard]] bool should_migrate(Clock::duration yield_time) noexcept {
         constexpr auto alone = std::chrono::microseconds(3);
         if (yield_time < alone) {
@@ -69,7 +69,7 @@ public:
         int checks_per_yield;                       // clock checks per yield; 0: never yield
         std::chrono::microseconds preemption_time;  // a longer yield means that another thread has run
         std::chrono::microseconds short_spin;
-        bool may_migrate;  // to another processor, where it shares one for long
+        bool may_migrate;  // whether to leave a processor that is shared for long
     };
     // For flags in memory, with a pause after each poll.
     static constexpr Policy on_flags{32, 8, std::chrono::microseconds(100), std::chrono::microseconds(50), true};

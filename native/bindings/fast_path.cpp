@@ -49,14 +49,14 @@ std::size_t size_of_pair(const Pair& pair) {
     return std::max(pair.source.count, pair.out.count) * size_of(pair.source.dtype);
 }
 
-// Whether the shapes are the same but for the first dim, which is `factor` times as long in `longer`.
+// Whether the shapes are equal except for the first dim, which is `factor` times as long in `longer`.
 bool fits(std::span<const std::int64_t> longer, std::span<const std::int64_t> shorter, int factor) {
     return !shorter.empty() && longer.size() == shorter.size() && longer[0] == factor * shorter[0] &&
            std::equal(longer.begin() + 1, longer.end(), shorter.begin() + 1);
 }
 
-// Each finds out whether a call can go the short way, and passes its size in bytes and what has to be done to `go`.
-// What it captures are addresses: the caller keeps the tensors.
+// Each checks whether a call can use the fast path, and passes its size in bytes and the collective to `go`. The
+// collective captures addresses: the caller keeps the tensors alive.
 
 template <class Go>
 bool fast_allreduce(const std::optional<Pair>& pair, int op, const Go& go) {
@@ -120,10 +120,11 @@ bool fast_all_to_all(const Communicator& self, nb::handle tensor, nb::handle out
 }
 
 // [Note: raw functions]
-// The blocking short ways are functions of Python's own interface: nanobind's take 50 ns longer, of the microsecond that
-// a call takes. They look up what Python code would, and so need to be told where: these live as long as the process.
+// The blocking fast paths are functions of the C API: nanobind's take 50 ns longer, of the microsecond that a call
+// takes. They look up what Python code would, and so must be given the objects to look in: these live as long as the
+// process.
 struct Lookup {
-    PyObject* collector = nullptr;    // context variable: not None inside of `coalesce`
+    PyObject* collector = nullptr;    // context variable: not None inside `coalesce`
     PyObject* local_group = nullptr;  // context variable: the default group of this context, or None
     PyObject* process = nullptr;      // its `group` is the default group of the process, or None
     std::array<PyObject*, 3> makers{};
@@ -133,12 +134,12 @@ struct Lookup {
 };
 const Lookup* lookup = nullptr;
 
-// How the result's shape follows from the tensor's: the places in `Lookup::makers`.
+// How the result's shape follows from the tensor's: indexes of `Lookup::makers`.
 enum Shape : std::size_t { same, joined, part };
 
 nb::object attribute(nb::handle object, PyObject* name) {
     PyObject* found = PyObject_GetAttr(object.ptr(), name);
-    if (found == nullptr) PyErr_Clear();  // the long way finds it missing again
+    if (found == nullptr) PyErr_Clear();  // the general path reports that it is missing
     return nb::steal(found);
 }
 
@@ -148,7 +149,8 @@ nb::object value_of(PyObject* variable) {
     return nb::steal(value);
 }
 
-// The engine of a group whose calls may go the short way, kept by `guard`: a ShortWay of backends/native/collectives.py.
+// The engine of a group whose calls can use the fast path, kept alive by `held`: a FastPath of
+// backends/engine.py.
 struct FastPath {
     nb::object guard;
     Communicator* communicator;
@@ -156,7 +158,7 @@ struct FastPath {
     nb::handle engine;
 };
 
-std::optional<FastPath> find_way(nb::handle group) {
+std::optional<FastPath> find_fast_path(nb::handle group) {
     if (lookup == nullptr) return std::nullopt;
     const nb::object collector = value_of(lookup->collector);
     if (!collector.is_valid() || !collector.is_none()) return std::nullopt;
@@ -175,29 +177,29 @@ std::optional<FastPath> find_way(nb::handle group) {
     return FastPath{std::move(path), nb::inst_ptr<Communicator>(communicator), timeout, engine};
 }
 
-// An int's value, or -1 for everything else.
+// The value of an int, or -1 for any other object.
 int index_of(nb::handle value) {
     if (!PyLong_CheckExact(value.ptr())) return -1;
     const long index = PyLong_AsLong(value.ptr());
-    if (index == -1) PyErr_Clear();  // too large for a long: as wrong as a negative one
+    if (index == -1) PyErr_Clear();  // too large for a long: as invalid as a negative one
     return index < 0 || index > std::numeric_limits<int>::max() ? -1 : static_cast<int>(index);
 }
 
 // The number of a reduce operation without a factor, else -1.
 int number_of(nb::handle op) {
-    static nb::handle last_op;  // programs add up, again and again; kept, so that nothing else can be at its address
+    static nb::handle last_op;  // most calls use the same op; retained, so that no other object can have its address
     static int last_number = -1;
     if (op.is(last_op)) return last_number;
     const nb::object number = attribute(op, lookup->number_name);
     const int index = number.is_valid() ? index_of(number) : -1;
     if (index >= 0) {
         last_number = index;
-        const nb::object before = nb::steal(std::exchange(last_op, op.inc_ref()));  // may have anything done as it goes
+        const nb::object before = nb::steal(std::exchange(last_op, op.inc_ref()));  // destroying it may run any code
     }
     return index;
 }
 
-// `out`, or a fresh tensor where that is None; None when the tensor is not plain, and nothing on an error.
+// `out`, or a new tensor if that is None; None if the tensor is not plain, and null on an error.
 nb::object result_of(nb::handle out, nb::handle tensor, const FastPath& path, Shape shape) {
     if (!out.is_none()) return nb::borrow(out);
     const nb::object num_ranks = nb::int_(path.communicator->num_ranks());
@@ -205,9 +207,9 @@ nb::object result_of(nb::handle out, nb::handle tensor, const FastPath& path, Sh
     return nb::steal(PyObject_Vectorcall(lookup->makers[shape], arguments, 2, nullptr));
 }
 
-using Fact = std::pair<const char*, PyObject*>;  // of a call, for the words of an error
+using Fact = std::pair<const char*, PyObject*>;  // an argument of a call, for the error message
 
-// Raises what the engine's Python side makes of what is being handled.
+// Raises the public error that the engine's Python side makes of the exception being handled.
 void raise_for(const FastPath& path, const char* operation, nb::handle tensor, nb::handle out,
                std::initializer_list<Fact> facts) {
     try {
@@ -215,7 +217,7 @@ void raise_for(const FastPath& path, const char* operation, nb::handle tensor, n
         nb::dict named;
         for (const auto& [name, value] : facts) named[name] = nb::borrow(value);
         const nb::object error = path.engine.attr("call_error")(failure, operation, tensor, out, **named);
-        PyException_SetCause(error.ptr(), nullptr);  // its words are in the error; this hides the context, too
+        PyException_SetCause(error.ptr(), nullptr);  // its text is in the error; this suppresses the context, too
         PyErr_SetObject(reinterpret_cast<PyObject*>(Py_TYPE(error.ptr())), error.ptr());
     } catch (nb::python_error& error) {
         error.restore();
@@ -229,7 +231,7 @@ void run(const FastPath& path, std::size_t size, const Collective& collective) {
     path.communicator->run(ticket, path.timeout, collective);
 }
 
-// Runs a collective if `check(go)` finds that it can go the short way. Returns the result, None if it can't.
+// Runs a collective if `check(go)` allows the fast path. Returns the result, or None if it does not.
 template <class Check>
 PyObject* run_fast(const FastPath& path, const char* operation, nb::handle tensor, nb::object out,
                     std::initializer_list<Fact> facts, const Check& check) {
@@ -246,12 +248,12 @@ PyObject* run_fast(const FastPath& path, const char* operation, nb::handle tenso
     return mark_written(out.ptr()) ? out.release().ptr() : nullptr;
 }
 
-// Each takes what its public namesake does, all of it, by position; tensor first and out last.
+// Each takes the arguments of its public namesake, all by position; tensor first and out last.
 
 PyObject* call_allreduce(PyObject*, PyObject* const* arguments, Py_ssize_t count) {
     if (count != 4) Py_RETURN_NONE;
     const nb::handle tensor = arguments[0], op = arguments[1], group = arguments[2], out = arguments[3];
-    const auto path = find_way(group);
+    const auto path = find_fast_path(group);
     if (!path) Py_RETURN_NONE;
     return run_fast(*path, "allreduce", tensor, result_of(out, tensor, *path, same), {{"op", op.ptr()}},
                      [&](nb::handle result, const auto& go) {
@@ -259,11 +261,12 @@ PyObject* call_allreduce(PyObject*, PyObject* const* arguments, Py_ssize_t count
                      });
 }
 
-// In place, without autograd's knowing: of `tensor.data`, which takes 0.2 us to be made. Returns whether it is done.
+// In place, untracked by autograd, like a call on `tensor.data`, which takes 0.2 us to create. Returns whether it was
+// done.
 PyObject* call_allreduce_data(PyObject*, PyObject* const* arguments, Py_ssize_t count) {
     if (count != 3) Py_RETURN_FALSE;
     const nb::handle tensor = arguments[0], op = arguments[1], group = arguments[2];
-    const auto path = find_way(group);
+    const auto path = find_fast_path(group);
     const auto view = path ? view_data(tensor.ptr()) : std::nullopt;
     if (!view) Py_RETURN_FALSE;
     try {
@@ -278,7 +281,7 @@ PyObject* call_allreduce_data(PyObject*, PyObject* const* arguments, Py_ssize_t 
 PyObject* call_broadcast(PyObject*, PyObject* const* arguments, Py_ssize_t count) {
     if (count != 4) Py_RETURN_NONE;
     const nb::handle tensor = arguments[0], root = arguments[1], group = arguments[2], out = arguments[3];
-    const auto path = find_way(group);
+    const auto path = find_fast_path(group);
     if (!path) Py_RETURN_NONE;
     return run_fast(*path, "broadcast", tensor, nb::borrow(out), {{"root", root.ptr()}},
                      [&](nb::handle result, const auto& go) {
@@ -289,7 +292,7 @@ PyObject* call_broadcast(PyObject*, PyObject* const* arguments, Py_ssize_t count
 PyObject* call_all_gather(PyObject*, PyObject* const* arguments, Py_ssize_t count) {
     if (count != 4) Py_RETURN_NONE;
     const nb::handle tensor = arguments[0], dim = arguments[1], group = arguments[2], out = arguments[3];
-    const auto path = index_of(dim) == 0 ? find_way(group) : std::nullopt;
+    const auto path = index_of(dim) == 0 ? find_fast_path(group) : std::nullopt;
     if (!path) Py_RETURN_NONE;
     return run_fast(*path, "all_gather", tensor, result_of(out, tensor, *path, joined), {{"dim", dim.ptr()}},
                      [&](nb::handle result, const auto& go) {
@@ -301,7 +304,7 @@ PyObject* call_reduce_scatter(PyObject*, PyObject* const* arguments, Py_ssize_t 
     if (count != 5) Py_RETURN_NONE;
     const nb::handle tensor = arguments[0], op = arguments[1], dim = arguments[2], group = arguments[3],
                      out = arguments[4];
-    const auto path = index_of(dim) == 0 ? find_way(group) : std::nullopt;
+    const auto path = index_of(dim) == 0 ? find_fast_path(group) : std::nullopt;
     if (!path) Py_RETURN_NONE;
     return run_fast(*path, "reduce_scatter", tensor, result_of(out, tensor, *path, part),
                      {{"op", op.ptr()}, {"dim", dim.ptr()}}, [&](nb::handle result, const auto& go) {
@@ -312,7 +315,7 @@ PyObject* call_reduce_scatter(PyObject*, PyObject* const* arguments, Py_ssize_t 
 PyObject* call_all_to_all(PyObject*, PyObject* const* arguments, Py_ssize_t count) {
     if (count != 3) Py_RETURN_NONE;
     const nb::handle tensor = arguments[0], group = arguments[1], out = arguments[2];
-    const auto path = find_way(group);
+    const auto path = find_fast_path(group);
     if (!path) Py_RETURN_NONE;
     return run_fast(*path, "all_to_all", tensor, result_of(out, tensor, *path, same), {},
                      [&](nb::handle result, const auto& go) {
@@ -320,9 +323,9 @@ PyObject* call_all_to_all(PyObject*, PyObject* const* arguments, Py_ssize_t coun
                      });
 }
 
-// Returns whether it is done.
+// Returns whether it was done.
 PyObject* call_barrier(PyObject*, PyObject* group) {
-    const auto path = find_way(group);
+    const auto path = find_fast_path(group);
     if (!path) Py_RETURN_FALSE;
     try {
         run(*path, 0, barrier);
@@ -349,8 +352,8 @@ PyMethodDef fast_functions[] = {
     {nullptr, nullptr, 0, nullptr},
 };
 
-// A collective that was started, with the tensors whose addresses the engine has. When it goes before the collective has
-// ended, the engine keeps them. All of this is between two steps of the interpreter: nothing can come in between.
+// A started collective, with the tensors whose addresses the engine has. If it is destroyed before the collective has
+// ended, the engine retains them. All of this runs with the GIL: nothing can come in between.
 class Started {
 public:
     Started(Communicator& communicator, nb::handle tensor, nb::handle out)
@@ -384,12 +387,12 @@ public:
 
 private:
     Communicator& communicator_;
-    nb::object self_;  // keeps it
+    nb::object self_;  // keeps this object alive
     std::array<nb::object, 2> tensors_;
     std::shared_ptr<Pending> pending_;
 };
 
-// Starts a collective if `check(go)` finds that it can go the short way; else nothing.
+// Starts a collective if `check(go)` allows the fast path; else returns null.
 template <class Check>
 std::unique_ptr<Started> start(Communicator& self, nb::handle tensor, nb::handle out, double timeout,
                                const Check& check) {
@@ -416,10 +419,10 @@ void bind_fast_path(nb::module_& m, nb::class_<Communicator>& communicator) {
             lookup = &found;
         },
         "collector"_a, "local_group"_a, "process"_a, "make_same"_a, "make_joined"_a, "make_part"_a,
-        "Say where the short ways find the default group, and what makes their results.");
-    nb::class_<Started>(m, "Started", "A collective that was started.")
+        "Set where the fast paths find the default group, and the functions that make their results.");
+    nb::class_<Started>(m, "Started", "A started collective.")
         .def("is_done", &Started::is_done)
-        .def("wait", &Started::wait, "timeout"_a, "False when so many seconds have passed before its end.");
+        .def("wait", &Started::wait, "timeout"_a, "Block until it has ended; False after `timeout` seconds.");
     communicator
         .def(
             "start_allreduce",

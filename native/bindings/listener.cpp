@@ -21,13 +21,13 @@ namespace ferrodist {
 
 namespace {
 
-// Messages of one size that keep coming from a rank, with one tag: receives that are asked for ahead, and again when they
-// have ended. All of it is used with the interpreter.
+// Persistent receives: messages of one size from one rank with one tag, with receives posted ahead and posted again
+// when they have ended. All members are accessed with the GIL.
 //
 // [Note: order]
-// The places are asked for in their order, so messages come to them in it; but of two threads that tell of ends, the one
-// that has the later ones may come first. So what has ended waits until those before it have been told of. And one thread
-// at a time calls Python: what others bring meanwhile it finds when it comes back.
+// Slots are posted in their order, so messages arrive in them in that order; but of two threads that report ends, the
+// one with the later ends may come first. So a slot that has ended waits until those before it have been reported. Only
+// one thread at a time calls Python: it also delivers what others add meanwhile.
 class Listener final : public CompletionListener {
 public:
     Listener(std::shared_ptr<P2PEngine> engine, std::size_t size, int source, const Tag& tag, int num_slots,
@@ -36,7 +36,7 @@ public:
         for (int i = 0; i < num_slots; ++i) slots_.emplace_back(size, source, tag);
     }
 
-    // `self` is Python's object of it, which is kept for as long as something is asked for.
+    // `self` is this object's Python object, kept alive while receives are posted.
     void start(PyObject* self) {
         self_ = self;
         Py_INCREF(self_);
@@ -45,14 +45,14 @@ public:
         engine_->dispatch_events();
     }
 
-    // Ends what nothing has come for.
+    // Ends the receives that no message has matched.
     void end(std::size_t reason) {
         for (Slot& slot : slots_) {
             if (slot.is_posted) engine_->end_unmatched(*slot.receive, reason);
         }
     }
 
-    // Nothing is heard any more.
+    // Stops all callbacks.
     void close() {
         is_closed_ = true;
         const nb::object on_messages = std::move(on_messages_);
@@ -76,7 +76,8 @@ public:
     void flush() override {
         if (is_flushing_) return;
         is_flushing_ = true;
-        // The handler of an interruption may raise wherever Python runs, before a message is taken out of the list, too.
+        // A signal handler may raise wherever Python runs, even before the callback has taken a message out of the
+        // list.
         for (int num_raised = 0; !is_closed_ && nb::len(messages_) != 0;) {
             nb::list batch = std::exchange(messages_, nb::list());
             if (call(nb::object(on_messages_), batch) || ++num_raised > max_raised) continue;
@@ -140,8 +141,8 @@ private:
     std::size_t size_;
     nb::object on_messages_;
     nb::object on_end_;
-    std::deque<Slot> slots_;  // which stay where they are
-    std::size_t next_ = 0;      // that is taken
+    std::deque<Slot> slots_;  // a deque, for its elements must not move
+    std::size_t next_ = 0;      // the next slot to complete
     std::size_t num_posted_ = 0;
     nb::list messages_;
     std::optional<std::tuple<int, int, std::size_t, std::size_t>> end_info_;
@@ -151,7 +152,7 @@ private:
     PyObject* self_ = nullptr;
 };
 
-// Something that a thread waits for while it moves messages.
+// An event that a thread waits for while it moves messages.
 struct Signal {
     std::shared_ptr<P2PEngine> engine;
     Transfer transfer{any_source, Tag{}};
@@ -172,7 +173,7 @@ struct Signal {
 }  // namespace
 
 void bind_listener(nb::module_& m) {
-    nb::class_<Listener>(m, "Listener", "Messages of one size that keep coming from a rank.")
+    nb::class_<Listener>(m, "Listener", "Persistent receives: messages of one size from one rank.")
         .def("end", &Listener::end, "reason"_a)
         .def("close", &Listener::close);
     m.def(
@@ -187,13 +188,13 @@ void bind_listener(nb::module_& m) {
         },
         "messenger"_a, "size"_a, "source"_a, "group"_a, "number"_a, "num_places"_a, "heard"_a, "ended"_a);
 
-    nb::class_<Signal>(m, "Signal", "Something that a thread waits for while it moves messages.")
+    nb::class_<Signal>(m, "Signal", "An event that a thread waits for while it moves messages.")
         .def(nb::new_([](std::shared_ptr<P2PEngine> engine) {
                  return new Signal{.engine = std::move(engine)};
              }),
              "messenger"_a)
         .def("set", &Signal::set)
-        .def("wait", &Signal::wait, "timeout"_a, "Whether it has been set; it no longer is then.");
+        .def("wait", &Signal::wait, "timeout"_a, "Block until it is set or the timeout expires; return whether it was set, and clear it.");
 }
 
 }  // namespace ferrodist

@@ -1,4 +1,4 @@
-// The engine as a Python module. Nothing else here knows Python.
+// The Python module of the engine. Only bindings/ knows Python.
 #include <nanobind/nanobind.h>
 #include <nanobind/ndarray.h>
 #include <nanobind/stl/shared_ptr.h>
@@ -26,7 +26,7 @@ namespace ferrodist {
 
 namespace {
 
-using Address = std::uintptr_t;  // of a tensor's elements; 0 where a rank has none
+using Address = std::uintptr_t;  // address of a tensor's elements; 0 where a rank has none
 
 std::byte* at(Address address) {
     return reinterpret_cast<std::byte*>(address);
@@ -78,7 +78,7 @@ nb::bytes to_bytes(const std::string& text) {
 }  // namespace
 
 NB_MODULE(_native, m) {
-    nb::set_leak_warnings(false);  // groups that are still open when the interpreter ends
+    nb::set_leak_warnings(false);  // groups that are still open when the interpreter exits
     bind_failures(m);
 
     m.attr("PAGE_BYTES") = shm::page_bytes;
@@ -87,7 +87,7 @@ NB_MODULE(_native, m) {
         [](nb::handle tensor_type, nb::handle parameter_type, nb::handle increment_version) {
             return load_tensor_interface(tensor_type.ptr(), parameter_type.ptr(), increment_version.ptr());
         },
-        "tensor_type"_a, "parameter_type"_a, "increment_version"_a, "Enable the short ways; false when torch can't.");
+        "tensor_type"_a, "parameter_type"_a, "increment_version"_a, "Enable the fast paths; False if torch lacks the interface.");
     m.def(
         "create_segment",
         [](int num_ranks, int group_size, std::size_t slot_bytes, bool is_oversubscribed, std::uint32_t spin_micros) {
@@ -95,7 +95,7 @@ NB_MODULE(_native, m) {
             return create_segment(make_layout(num_ranks, group_size, slot_bytes, is_oversubscribed, spin_micros));
         },
         "num_ranks"_a, "group_size"_a, "slot_bytes"_a, "is_crowded"_a, "spin_micros"_a,
-        "Make the shared memory of a group of ranks of one host; returns a descriptor, which the caller closes.");
+        "Create the shared memory of a group's ranks on one host; returns a descriptor, which the caller closes.");
     m.def(
         "fold",
         [](Address out, const std::vector<Address>& inputs, std::size_t count, int dtype, int op,
@@ -109,7 +109,7 @@ NB_MODULE(_native, m) {
             return true;
         },
         "out"_a, "inputs"_a, "count"_a, "dtype"_a, "op"_a, "factors"_a, "instructions"_a,
-        "Fold arrays in their order, for tests; false when the reduction is not defined.");
+        "Fold arrays in their order, for tests; False if the reduction is undefined.");
     m.def("best_instruction_set", [] { return static_cast<int>(best_instruction_set()); });
 
     m.def(
@@ -118,11 +118,11 @@ NB_MODULE(_native, m) {
             const GilRelease released;
             return shm::create_memory("ferrodist-symmetric", shm::arena_bytes(stride, num_ranks)).release();
         },
-        "stride"_a, "num_ranks"_a, "Make symmetric memory; returns a descriptor, which the caller closes.");
+        "stride"_a, "num_ranks"_a, "Create symmetric memory; returns a descriptor, which the caller closes.");
 
     bind_p2p(m);
 
-    nb::class_<Communicator> communicator(m, "Communicator", "One rank's part of a group.");
+    nb::class_<Communicator> communicator(m, "Communicator", "A rank's communicator of one group.");
     bind_fast_path(m, communicator);
     communicator
         .def(
@@ -150,13 +150,13 @@ NB_MODULE(_native, m) {
             "tell_of_long_waits",
             [](Communicator& self, double seconds, nb::callable callback) {
                 auto call_python = [callback = std::move(callback)](std::uint64_t ticket, const shm::Arrival& own,
-                                                            const std::vector<int>& late, const Deadline& deadline) {
+                                                            const std::vector<int>& stragglers, const Deadline& deadline) {
                     static_assert(offsetof(shm::Arrival, payload) == offsetof(shm::Arrival, call) + sizeof own.call);
                     if (!nb::is_alive()) return;
                     const nb::gil_scoped_acquire guard;
                     try {
                         nb::list ranks;
-                        for (const int rank : late) ranks.append(rank);
+                        for (const int rank : stragglers) ranks.append(rank);
                         callback(ticket, nb::bytes(reinterpret_cast<const char*>(&own.call), sizeof own.call + sizeof own.payload),
                              ranks, deadline.elapsed_seconds(), deadline.seconds());
                     } catch (nb::python_error& error) {
@@ -168,16 +168,17 @@ NB_MODULE(_native, m) {
                     end();
                 });
             },
-            "seconds"_a, "tell"_a, "Call tell(place, line, late_ranks, elapsed, timeout) once in each collective that waits for so long.")
+            "seconds"_a, "tell"_a,
+            "Call tell(ticket, record, stragglers, elapsed, timeout) once in each collective that waits for `seconds`.")
         .def_prop_ro("is_broken", &Communicator::is_broken)
-        .def_prop_ro("can_read_peers", &Communicator::can_read_peers, "Whether ranks read each other's memory.")
+        .def_prop_ro("can_read_peers", &Communicator::can_read_peers, "Whether the ranks can read each other's memory.")
         .def(
             "meet",
             [](Communicator& self, double timeout) {
                 const GilRelease released;
                 self.handshake(timeout);
             },
-            "timeout"_a, "Have the ranks get to know each other; called on all before anything else.")
+            "timeout"_a, "Exchange the ranks' capabilities; called on all ranks before anything else.")
         .def(
             "abort",
             [](Communicator& self, nb::bytes record) {

@@ -22,7 +22,7 @@ namespace ferrodist {
 
 namespace {
 
-// Python's view of a buffer, for as long as this lives.
+// A Python object's buffer, held for the lifetime of this object.
 class Buffer {
 public:
     Buffer() = default;
@@ -30,7 +30,7 @@ public:
     Buffer& operator=(const Buffer&) = delete;
     ~Buffer() { PyBuffer_Release(&view_); }
 
-    // False when it is not contiguous, or is read-only and may not be; no Python error is set.
+    // False if it is not contiguous, or read-only where it is to be written; no Python error is set.
     bool open(nb::handle object, bool is_written) {
         if (PyObject_GetBuffer(object.ptr(), &view_, is_written ? PyBUF_WRITABLE : PyBUF_SIMPLE) == 0) return true;
         PyErr_Clear();
@@ -43,7 +43,7 @@ private:
     Py_buffer view_{};
 };
 
-// A transfer that Python started. It keeps itself until it has ended and its end has been told.
+// A transfer started by Python. It keeps itself alive until it has ended and its end has been reported.
 struct Request final : CompletionListener {
     explicit Request(std::shared_ptr<P2PEngine> its_engine) : engine(std::move(its_engine)) {}
 
@@ -76,8 +76,8 @@ void Request::flush() {
     Py_DECREF(self);
 }
 
-// Does what concerns Python of what has happened in the messenger. `on_event(kind, rank, group, size)` hears of what ranks did
-// wrong, and of their ends.
+// Dispatches the engine's events to Python. `on_event(kind, rank, group, size)` is called for protocol violations and
+// lost ranks.
 void dispatch_events(P2PEngine& engine, nb::handle on_event) {
     const SignalCheck::Working working;
     const EngineEvents events = engine.take_events();
@@ -94,23 +94,23 @@ void dispatch_events(P2PEngine& engine, nb::handle on_event) {
     }
 }
 
-// Takes the sockets over, whatever comes of it.
+// Takes ownership of the sockets, even if it throws.
 std::shared_ptr<P2PEngine> make_engine(const P2PEngine::Settings& settings, int memory, int num_local,
                                           const std::vector<int>& local_indexes, const std::vector<int>& sockets,
                                           nb::object on_event) {
-    P2PEngine::Routes ways{.rings = nullptr, .local_indexes = local_indexes, .sockets = {}};
-    for (const int number : sockets) ways.sockets.emplace_back(number);
+    P2PEngine::Routes routes{.rings = nullptr, .local_indexes = local_indexes, .sockets = {}};
+    for (const int number : sockets) routes.sockets.emplace_back(number);
     const shm::RingLayout layout = shm::RingLayout::for_ranks(num_local);
-    ways.rings = std::make_shared<const shm::Rings>(
+    routes.rings = std::make_shared<const shm::Rings>(
         std::make_shared<const shm::Mapping>(memory, layout.size_bytes()), layout);
-    // Freed by whoever drops the last reference, which is Python.
-    return std::make_shared<P2PEngine>(settings, std::move(ways), [on_event = std::move(on_event)](P2PEngine& engine) {
+    // Freed with the last reference, by Python.
+    return std::make_shared<P2PEngine>(settings, std::move(routes), [on_event = std::move(on_event)](P2PEngine& engine) {
         const nb::gil_scoped_acquire guard;
         dispatch_events(engine, on_event);
     });
 }
 
-// How it has ended, for Python: see `NativeBackend`.
+// The outcome of a transfer, for Python: see `NativeBackend`.
 nb::object outcome_tuple(const Transfer& transfer, std::size_t size_sent) {
     return nb::make_tuple(static_cast<int>(transfer.outcome), transfer.peer, size_sent, transfer.reason);
 }
@@ -148,7 +148,7 @@ nb::object fast_recv(P2PEngine& self, nb::handle into, nb::handle src, nb::handl
     if (buffer.size() > small_bytes || !self.start_if_open(receive, false)) {
         const nb::gil_scoped_release released;
         if (!self.start_if_open(receive, true)) {
-            return nb::object();  // made None below, with the interpreter
+            return nb::object();  // made None by the caller, with the GIL
         }
     }
     if (!receive.has_ended.load()) await(self, receive, *limit);
@@ -220,21 +220,21 @@ void bind_p2p(nb::module_& m) {
             return memory.release();
         },
         "num_ranks"_a,
-        "Make the memory through which the ranks of one host send messages; returns a descriptor, the caller's to close.");
+        "Create the rings of one host's ranks; returns a descriptor, which the caller closes.");
 
-    nb::class_<Request>(m, "Request", "A transfer that was started.")
+    nb::class_<Request>(m, "Request", "A started transfer.")
         .def_prop_ro("peer", [](Request& self) { return self.transfer().peer; })
         .def_prop_ro("tag_number", [](Request& self) { return self.transfer().tag.number; })
         .def("done", &Request::has_ended)
-        .def("wait", &wait_for, "timeout"_a, "False when so many seconds have passed before its end.")
+        .def("wait", &wait_for, "timeout"_a, "Block until it has ended; False after `timeout` seconds.")
         .def("cancel", &cancel)
         .def("add_done_callback", &add_callback, "callback"_a)
         .def(
             "ending",
             [](Request& self) { return outcome_tuple(self.transfer(), self.receive ? self.receive->size_sent : 0); },
-            "Outcome, peer, size of the message, and the number of the reason.");
+            "The outcome, the peer, the message's size, and the reason's id.");
 
-    nb::class_<P2PEngine>(m, "P2PEngine", "A rank's messages.")
+    nb::class_<P2PEngine>(m, "P2PEngine", "The point-to-point engine of a rank.")
         .def(nb::new_([](int rank, std::size_t eager_bytes, std::size_t max_unexpected_bytes, bool is_oversubscribed,
                          std::uint32_t spin_micros, int memory, int num_local, const std::vector<int>& local_indexes,
                          const std::vector<int>& sockets, nb::object on_event) {
@@ -248,21 +248,21 @@ void bind_p2p(nb::module_& m) {
              "rank"_a, "eager_bytes"_a, "max_unasked_bytes"_a, "is_crowded"_a, "spin_micros"_a, "memory"_a, "num_local"_a,
              "local_indexes"_a, "sockets"_a, "tell"_a)
         .def("quick_send", &fast_send, "data"_a.none(), "dst"_a.none(), "tag"_a.none(), "timeout"_a.none(),
-             "True when it has been sent, None when the long way must take the call, else how it has ended.")
+             "True if it was sent, None if the general path must take the call, else the outcome.")
         .def(
             "quick_recv",
             [](P2PEngine& self, nb::handle into, nb::handle src, nb::handle tag, nb::handle timeout) {
                 nb::object result = fast_recv(self, into, src, tag, timeout);
                 return result.is_valid() ? result : nb::object(nb::none());
             },
-            "into"_a.none(), "src"_a.none(), "tag"_a.none(), "timeout"_a.none(), "As `quick_send`; the rank that sent it.")
+            "into"_a.none(), "src"_a.none(), "tag"_a.none(), "timeout"_a.none(), "Like `quick_send`; returns the sender's rank on success.")
         .def(
             "try_send",
             [](P2PEngine& self, const nb::bytes& data, int dst, std::uint64_t group, std::uint64_t number) {
                 return self.is_open() &&
                        self.try_send(reinterpret_cast<const std::byte*>(data.c_str()), data.size(), dst, {group, number});
             },
-            "data"_a, "dst"_a, "group"_a, "number"_a, "Whether a small message could be sent at once.")
+            "data"_a, "dst"_a, "group"_a, "number"_a, "Try to send a small message at once; returns whether it was sent.")
         .def(
             "start_send",
             [](const std::shared_ptr<P2PEngine>& self, nb::handle data, int dst, std::uint64_t group,
@@ -295,7 +295,7 @@ void bind_p2p(nb::module_& m) {
                 for (const TransferKey& key : self.active_transfers()) found.emplace_back(key.is_send, key.group, key.peer);
                 return found;
             },
-            "What is under way: whether it is a send, its group, and its peer as asked for.")
+            "The active transfers: whether it is a send, its group, and its peer as requested.")
         .def(
             "fail",
             [](P2PEngine& self, bool is_send, std::uint64_t group, int peer, std::size_t reason) {
@@ -315,7 +315,7 @@ void bind_p2p(nb::module_& m) {
         .def("drain", &P2PEngine::drain, "timeout"_a, nb::call_guard<nb::gil_scoped_release>())
         .def("abandon", [](const std::shared_ptr<P2PEngine>& self) {
             self->abandon();
-            new std::shared_ptr<P2PEngine>(self);  // its lock and its thread are the parent's: never destroyed
+            new std::shared_ptr<P2PEngine>(self);  // its lock and its threads are the parent's: never destroyed
         });
 
     bind_listener(m);

@@ -8,7 +8,7 @@ namespace ferrodist {
 
 namespace {
 
-// All of these are the thread's own; only the main thread ever keeps something.
+// Thread-local; only the main thread ever keeps an exception.
 thread_local int depth = 0;
 thread_local PyObject* kept = nullptr;
 
@@ -17,7 +17,7 @@ bool is_main_thread() {
     return threading.attr("current_thread")().is(threading.attr("main_thread")());
 }
 
-// Python calls it in the main thread, between two of its steps.
+// Called by Python in the main thread, between two bytecodes.
 int raise(void* error) {
     auto* object = static_cast<PyObject*>(error);
     PyErr_SetObject(reinterpret_cast<PyObject*>(Py_TYPE(object)), object);
@@ -33,7 +33,7 @@ SignalCheck::Working::~Working() {
     if (--depth != 0 || kept == nullptr) return;
     PyObject* error = std::exchange(kept, nullptr);
     if (Py_AddPendingCall(&raise, error) == 0) return;
-    Py_DECREF(error);  // there are too many of them: it was interrupted all the same, if by another one
+    Py_DECREF(error);  // the queue of pending calls is full: so the thread is interrupted by another one
 }
 
 void raise_later(nb::python_error& error, nb::handle function) {

@@ -1,7 +1,8 @@
-// Tensors from rank to rank without Python between their two messages; `collectives/p2p.py` says what these are.
+// Fast path of point-to-point tensors: sends and receives the header and payload messages without Python between;
+// `collectives/p2p.py` describes the protocol.
 //
-// A call that does not simply come to its end gives back how far it has got, with no transfer of it under way, and the
-// long way goes on from there: it makes all errors, and does what is to be done for a call that is interrupted.
+// A call that does not complete normally returns how far it has got, with no active transfer, and the general path goes
+// on from there: it raises all errors, and cleans up after interrupted calls.
 #include "bindings/tensor_p2p.h"
 
 #include <nanobind/stl/shared_ptr.h>
@@ -26,14 +27,14 @@ namespace ferrodist {
 
 namespace {
 
-// Those of backends/tags.py.
+// Constants of backends/tags.py.
 constexpr unsigned number_bits = 56;
 constexpr std::uint64_t header_channel = 4;
 constexpr std::uint64_t payload_channel = 5;
 
 constexpr std::size_t max_dims = 12;
 
-// A tensor's first message: field for field `TensorHead` of collectives/tensor_protocol.py.
+// A tensor's header message: field for field `TensorHeader` of collectives/tensor_protocol.py.
 struct [[gnu::packed]] TensorHeader {
     std::uint64_t number;
     std::uint8_t dtype;
@@ -42,7 +43,7 @@ struct [[gnu::packed]] TensorHeader {
 };
 static_assert(sizeof(TensorHeader) == 106);
 
-// The tensors that a rank sends and receives in a group.
+// A rank's point-to-point tensors in a group.
 struct TensorP2P {
     TensorP2P(std::shared_ptr<P2PEngine> its_engine, std::uint64_t its_group, int its_rank,
                    std::vector<int> its_ranks)
@@ -51,9 +52,10 @@ struct TensorP2P {
     std::shared_ptr<P2PEngine> engine;
     std::uint64_t group;
     int rank;
-    std::vector<int> ranks;  // by rank in the group: what the messenger calls it
-    // False once the group has ended, or a rank has left it, of which the messenger knows only for the group of all.
-    // Whoever clears it then ends what is under way, and whoever starts a transfer looks at it after: one sees the other.
+    std::vector<int> ranks;  // the engine's rank for each rank of the group
+    // False once the group has ended, or a rank has left it, which the engine knows only for the default group. The
+    // thread that clears it then ends the active transfers, and a thread that starts a transfer checks it after: one
+    // sees the other.
     std::atomic<bool> is_open{true};
 
     [[nodiscard]] bool is_usable() const noexcept { return is_open.load() && engine->is_open(); }
@@ -71,13 +73,13 @@ struct TensorP2P {
     }
 };
 
-// How far a call has got that has not come to its end.
+// The progress of a call that did not complete.
 struct Unfinished {
-    double seconds = 0.0;  // that it took
-    nb::object number = nb::none();  // of a send: that of the elements, when they have yet to follow a head that has gone
-    nb::object header = nb::none();    // of a receive: a head that has come, and whose elements were not taken
-    int source = any_source;         // and who sent it
-    nb::object interruption = nb::none();  // the exception of a signal that came
+    double seconds = 0.0;  // elapsed time
+    nb::object number = nb::none();  // of a send: the payload's number, if the header was sent and the payload was not
+    nb::object header = nb::none();    // of a receive: a header that has arrived, and whose payload was not received
+    int source = any_source;         // and the rank that sent it
+    nb::object interruption = nb::none();  // the exception of a signal handler
 };
 
 nb::object unfinished(const Deadline& deadline, const std::exception_ptr& interruption, Unfinished progress = {}) {
@@ -100,7 +102,7 @@ double seconds_left(const Deadline& deadline) {
     return std::chrono::duration<double>(deadline.remaining()).count();
 }
 
-// Waits for a transfer that has been started, which has ended when this returns. Returns what interrupted it.
+// Waits for a started transfer, which has ended when this returns. Returns the exception that interrupted it.
 template <class SomeTransfer>
 std::exception_ptr await_end(const TensorP2P& self, SomeTransfer& transfer, const Deadline& deadline) {
     std::exception_ptr interruption;
@@ -119,7 +121,7 @@ std::exception_ptr await_end(const TensorP2P& self, SomeTransfer& transfer, cons
     return interruption;
 }
 
-// Sends a message; false when it has not gone, and will not.
+// Sends a message; false if it was not sent, and will not be.
 bool send_message(const TensorP2P& self, const std::byte* data, std::size_t size, int peer, const Tag& tag,
              const Deadline& deadline, std::exception_ptr& interruption) {
     P2PEngine& engine = *self.engine;
@@ -133,7 +135,7 @@ bool send_message(const TensorP2P& self, const std::byte* data, std::size_t size
     return send.outcome == Outcome::done;
 }
 
-// Takes a message into a receive; false when none has come that fits.
+// Receives a message; false if none has arrived that fits.
 bool recv_message(const TensorP2P& self, Receive& receive, const Deadline& deadline, std::exception_ptr& interruption) {
     P2PEngine& engine = *self.engine;
     if (receive.size > small_bytes || !engine.start_if_open(receive, false)) {
@@ -144,7 +146,7 @@ bool recv_message(const TensorP2P& self, Receive& receive, const Deadline& deadl
     return receive.outcome == Outcome::done;
 }
 
-// `fd.send`. The elements get the next of `numbers`. None when it is done.
+// `fd.send`. The payload gets the next of `numbers`. Returns None on success.
 nb::object send(const TensorP2P& self, nb::handle tensor, nb::handle dst, nb::handle tag, nb::handle timeout,
                 nb::handle numbers) {
     const auto peer = self.peer(dst, false);
@@ -179,13 +181,13 @@ nb::object send(const TensorP2P& self, nb::handle tensor, nb::handle dst, nb::ha
     return interruption ? unfinished(deadline, interruption) : nb::none();
 }
 
-// A small message goes whether or not its receiver is there.
+// Whether a small message can be sent without a posted receive.
 bool can_exchange(const TensorP2P& self, nb::handle tensor, nb::handle src) {
     const auto view = view_tensor(tensor.ptr());
     return view && view->count * size_of(view->dtype) <= small_bytes && self.peer(src, true);
 }
 
-// Whether a tensor can have this head: it comes from another process.
+// Whether a header is valid: it comes from another process.
 bool is_possible(const TensorHeader& header) {
     const std::array<std::int64_t, max_dims> shape = header.shape;
     return header.dtype < num_dtypes && header.num_dims <= max_dims && std::ranges::min(shape) >= 0;
@@ -202,7 +204,7 @@ struct Target {
     std::optional<TensorView> view;
 };
 
-// Receives a tensor into the one that `target_of` gives for its head. Its result is made by `result_of`.
+// Receives a tensor into the one that `target_of` returns for its header. `result_of` makes the result.
 template <class TargetOf, class ResultOf>
 nb::object receive(const TensorP2P& self, nb::handle src, nb::handle tag, nb::handle timeout,
                    const TargetOf& target_of, const ResultOf& result_of) {
@@ -238,7 +240,7 @@ nb::object receive(const TensorP2P& self, nb::handle src, nb::handle tag, nb::ha
     return result_of(target.tensor, source);
 }
 
-// `fd.recv_into`; the rank that sent it when it is done.
+// `fd.recv_into`; returns the rank that sent the tensor on success.
 nb::object receive_into(const TensorP2P& self, nb::handle tensor, nb::handle src, nb::handle tag,
                         nb::handle timeout) {
     const auto view = view_tensor(tensor.ptr());
@@ -248,8 +250,8 @@ nb::object receive_into(const TensorP2P& self, nb::handle tensor, nb::handle src
         [](const nb::object&, int source) { return nb::object(nb::int_(source)); });
 }
 
-// `fd.recv`, into what `make(dtype, shape)` returns, the dtype as a number; it returns None for a tensor that is not to
-// be taken. The tensor and the rank that sent it when it is done.
+// `fd.recv`, into the tensor that `make(dtype, shape)` returns, with the dtype as a number; it returns None for a
+// tensor that must not be received. Returns the tensor and the rank that sent it on success.
 nb::object receive_new(const TensorP2P& self, nb::handle src, nb::handle tag, nb::handle timeout,
                        nb::handle make) {
     const auto target_of = [&](const TensorHeader& header, std::exception_ptr& interruption) {
@@ -274,26 +276,26 @@ nb::object receive_new(const TensorP2P& self, nb::handle src, nb::handle tag, nb
 }  // namespace
 
 void bind_tensor_p2p(nb::module_& m) {
-    nb::class_<Unfinished>(m, "Unfinished", "How far a call of `TensorP2P` has got; the long way goes on from there.")
-        .def_ro("seconds", &Unfinished::seconds, "That it took.")
+    nb::class_<Unfinished>(m, "Unfinished", "The progress of an incomplete call of `TensorP2P`; the general path goes on from there.")
+        .def_ro("seconds", &Unfinished::seconds, "The elapsed time.")
         .def_ro("number", &Unfinished::number, nb::arg().none(),
-                "Of a send: the number of the elements, when they have yet to follow a head that has gone; else None.")
+                "Of a send: the payload's number, if the header was sent and the payload was not; else None.")
         .def_ro("head", &Unfinished::header, nb::arg().none(),
-                "Of a receive: a head that has come, and whose elements were not taken; else None.")
-        .def_ro("source", &Unfinished::source, "And the rank that sent it.")
+                "Of a receive: a header that has arrived, and whose payload was not received; else None.")
+        .def_ro("source", &Unfinished::source, "The rank that sent the header.")
         .def_ro("interruption", &Unfinished::interruption, nb::arg().none(), "The exception to raise, or None.");
 
-    nb::class_<TensorP2P>(m, "TensorP2P", "The short way of a group's tensors from rank to rank.",
+    nb::class_<TensorP2P>(m, "TensorP2P", "The fast path of a group's point-to-point tensors.",
                                nb::is_weak_referenceable())
         .def(nb::init<std::shared_ptr<P2PEngine>, std::uint64_t, int, std::vector<int>>(), "messenger"_a, "group"_a,
              "rank"_a, "ranks"_a)
         .def(
             "close", [](TensorP2P& self) { self.is_open.store(false); },
-            "Have all calls from now on go the long way; whoever calls this then ends those under way.")
+            "Make all further calls use the general path; the caller then ends the active ones.")
         .def("can_exchange", &can_exchange, "tensor"_a.none(), "src"_a.none(),
-             "Whether a `send` of the tensor and then a receive from ``src`` are as good as both at the same time.")
+             "Whether a `send` of the tensor followed by a receive from `src` cannot deadlock.")
         .def("send", &send, "tensor"_a.none(), "dst"_a.none(), "tag"_a.none(), "timeout"_a.none(), "numbers"_a,
-             "None when it has been sent, else an `Unfinished`.")
+             "None if it was sent, else an `Unfinished`.")
         .def("receive_into", &receive_into, "tensor"_a.none(), "src"_a.none(), "tag"_a.none(), "timeout"_a.none(),
              "The rank that sent it, or an `Unfinished`.")
         .def("receive_new", &receive_new, "src"_a.none(), "tag"_a.none(), "timeout"_a.none(), "make"_a,

@@ -10,9 +10,9 @@ namespace ferrodist {
 
 namespace {
 
-// What goes before the offer in the payload: the size of a rank's parts if all that it sends and expects have the same,
-// and the parts themselves, if they have and are few. Where all ranks say the same size nobody compares counts, nor looks
-// at slots where they are few.
+// The payload's part before the offer: the common size of this rank's parts if all that it sends and expects have the
+// same size, and the parts themselves if they are also small. If all ranks announce the same size no counts are
+// compared, and small parts need no slots.
 class EvenParts {
 public:
     EvenParts(Context& context, std::size_t part_bytes, bool is_even)
@@ -21,14 +21,14 @@ public:
           even_size_(is_even ? part_bytes + 1 : 0),
           is_inline_(is_even && part_bytes * static_cast<std::size_t>(context.num_ranks) <= max_parts_bytes) {}
 
-    // Returns where the offer goes.
+    // Returns the address of the offer.
     std::byte* write(std::byte* payload, const std::byte* source) const {
         std::memcpy(payload, &even_size_, sizeof even_size_);
         if (is_inline_) copy_bytes(payload + sizeof even_size_, source, part_bytes_ * static_cast<std::size_t>(context_.num_ranks));
         return payload + sizeof even_size_ + max_parts_bytes;
     }
 
-    // After entry: whether all ranks' parts have the same size, and so are few on all or none.
+    // After `enter`: whether all ranks' parts have the same size; then they are inline on all ranks or on none.
     [[nodiscard]] bool are_all_even() const {
         for (int r = 0; r < context_.num_ranks; ++r) {
             std::uint64_t theirs = 0;
@@ -52,11 +52,12 @@ private:
 
     Context& context_;
     std::size_t part_bytes_;
-    std::uint64_t even_size_;  // 0 where the parts differ
+    std::uint64_t even_size_;  // 0 if the parts differ in size
     bool is_inline_;
 };
 
-// What all ranks have said they send, against what this rank expects. Returns the largest part that goes to another rank.
+// Checks all ranks' announced send counts against what this rank expects. Returns the largest part that goes to another
+// rank.
 std::size_t compare_counts(const Context& context, std::span<const std::size_t> receive_counts) {
     const std::size_t ranks = receive_counts.size();
     std::size_t largest = 0;
@@ -92,14 +93,14 @@ void all_to_all(Context& context, std::byte* out, const std::byte* source, std::
     const bool is_even = std::ranges::all_of(send_counts, is_part) && std::ranges::all_of(receive_counts, is_part);
     const EvenParts even(context, part * element_size, is_even);
     std::byte* const offer_at = even.write(payload, source);
-    // The sizes differ from rank to rank and are not known before all have entered, so the segments are as large as
-    // slots allow.
+    // The sizes differ between ranks and are unknown until all have entered, so segments are as large as the slots
+    // allow.
     const std::size_t segment_elements = elements_in(context.fabric.layout().slot_bytes / ranks, element_size);
     const std::size_t room = segment_elements * element_size;
     const auto pieces_of = [&](std::size_t count) {
         return Segmentation{.count = count, .element_size = element_size, .segment_elements = segment_elements};
     };
-    // Runs `action(r)` for the other ranks, on each rank from another one on.
+    // Runs `action(r)` for the other ranks, starting with a different one on each rank.
     const auto for_others = [&](const auto& action) {
         for (std::size_t step = 1; step < ranks; ++step) action((own + step) % ranks);
     };
@@ -142,7 +143,7 @@ void all_to_all(Context& context, std::byte* out, const std::byte* source, std::
     const bool are_all_even = even.are_all_even();
     if (are_all_even && even.are_inline()) {
         even.take(out);
-        ++context.segments;  // what was staged
+        ++context.segments;  // the staged segment
         return;
     }
     expect_writes(out, received_at[ranks] * element_size);

@@ -45,7 +45,7 @@ public:
         }
         take(count - 1, deadline);
         context_.segments = base_ + count;
-        fabric_.publish_done(context_.segments);  // also for hosts that are no neighbours: what follows may use all slots
+        fabric_.publish_done(context_.segments);  // for all hosts: the next collective may use all slots
     }
 
 private:

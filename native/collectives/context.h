@@ -44,7 +44,7 @@ struct Context {
     std::uint64_t known_done = 0;  // segments that all ranks are known to have completed
     shm::Arenas* arenas = nullptr;
     shm::PeerMemory peers = shm::PeerMemory(num_ranks);
-    TransferMode reading = {};
+    TransferMode transfer_mode = {};
     Clock::duration staging_time = {};  // of this call before `enter`, if it is measured
     shm::SharedCopy into_shared = {};  // for copies into slots and into peers' symmetric memory
 

@@ -22,12 +22,12 @@ std::size_t largest_of(std::span<const std::size_t> counts) {
     return *std::max_element(counts.begin(), counts.end());
 }
 
-// Copies between a user's memory and a slot, unless they are the same place.
+// Copies between a user's memory and a slot, unless both addresses are equal.
 void move_bytes(std::byte* out, const std::byte* source, std::size_t size) {
     if (out != source) copy_bytes(out, source, size);
 }
 
-// all_gather, and gather where only the root has an `out`.
+// all_gather, and gather, where only the root has an `out`.
 void collect(Context& context, const shm::Call& call, std::byte* out, const std::byte* source,
              std::span<const std::size_t> counts, DType dtype, const Deadline& deadline) {
     const std::size_t element_size = size_of(dtype);
@@ -51,7 +51,7 @@ void collect(Context& context, const shm::Call& call, std::byte* out, const std:
     const auto pieces_of = [&](std::size_t r) {
         return Segmentation{.count = counts[r], .element_size = element_size, .segment_elements = segment_elements};
     };
-    // The parts differ in size; each rank offers the memory from where its own begins.
+    // The parts differ in size; each rank's offer starts at its own part.
     const std::size_t read_size = largest * element_size;
     const bool is_read = call.root < 0 || read_size <= most_read_from_one_bytes;
     const Offer offer = offer_source(context, call.root < 0 ? Operation::all_gather : Operation::gather, source,
@@ -156,7 +156,7 @@ void scatter(Context& context, std::byte* out, const std::byte* source, std::spa
     };
     const auto own = static_cast<std::size_t>(context.rank);
     expect_writes(out, counts[own] * element_size);
-    // Only the root has a source; no symmetric memory, for its ranks' tensors lie elsewhere.
+    // Only the root has a source; no symmetric memory, for the other ranks have no counterpart.
     Offer offer = offer_source(context, Operation::scatter, nullptr, 0, largest * element_size);
     offer.own = source;
     exchange(

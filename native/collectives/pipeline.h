@@ -58,7 +58,7 @@ inline Offer offer_source(const Context& context, Operation operation, const std
     offer.is_readable = context.peers.is_usable() && read_size >= least_read_bytes(context.fabric.layout());
     if (offer.is_readable && is_symmetric(operation)) {
         offer.kind = TransferMode::kind_of(operation, read_size);
-        offer.is_readable = context.reading.choice_for(*offer.kind) == TransferMode::direct_read;
+        offer.is_readable = context.transfer_mode.choice_for(*offer.kind) == TransferMode::direct_read;
     }
     return offer;
 }
@@ -70,7 +70,7 @@ inline Offer offer_source(const Context& context, Operation operation, const std
 // makes an offer stages nothing before it knows the result; so if any does, the first segment is published by a flag
 // like the others.
 struct Negotiated {
-    bool is_direct;       // all offer the same
+    bool is_direct;       // all ranks make the same offer
     bool is_mapped;       // and it is symmetric memory
     bool is_staged_late;  // some rank stages the first segment after entry
 };
@@ -124,7 +124,7 @@ inline OfferAddresses addresses_of(const Offer& offer) {
     return {offer.is_made() ? offer.source.address() : shm::SymmetricAddress{}, offer.is_readable ? own : offer.out.address()};
 }
 
-// Measures a part of a call, on rank 0 and for autotuned calls; otherwise it reads no clock.
+// Measures a part of an autotuned call on rank 0; in all other cases it reads no clock.
 class Stopwatch {
 public:
     Stopwatch(Context& context, const Offer& offer)
@@ -142,7 +142,7 @@ public:
         if (!is_on_) return;
         const Choice choice = offer_.is_readable ? TransferMode::direct_read : TransferMode::staged_copy;
         const Clock::duration whole = time() + context_.staging_time;
-        context_.reading.record(*offer_.kind, choice, std::chrono::duration<double>(whole).count(), offer_.read_size);
+        context_.transfer_mode.record(*offer_.kind, choice, std::chrono::duration<double>(whole).count(), offer_.read_size);
     }
 
 private:
@@ -163,7 +163,7 @@ template <class Stage, class StagedFor>
 void make_offer(Context& context, std::byte* payload, const Offer& offer, const Stage& stage, const StagedFor& staged_for,
                 const Deadline& deadline) {
     const bool is_advising = offer.kind && context.rank == 0;
-    const Offered offered{addresses_of(offer), is_advising ? context.reading.advise(*offer.kind) : 0};
+    const Offered offered{addresses_of(offer), is_advising ? context.transfer_mode.advise(*offer.kind) : 0};
     std::memcpy(payload, &offered, offer_bytes);
     context.staging_time = {};
     if (offer.is_made()) return;
@@ -188,7 +188,7 @@ Negotiated negotiate_zero_copy(Context& context, const std::byte* payload, const
         is_readable = is_readable && theirs[1].arena == process_address;
         is_any_made = is_any_made || theirs[0].arena != 0 || theirs[1].arena == process_address;
     }
-    context.reading.follow(offered_by(context, payload, 0).advice);  // also on a rank whose own part is not autotuned
+    context.transfer_mode.follow(offered_by(context, payload, 0).advice);  // also on a rank whose own part is not autotuned
     const bool is_direct = is_mapped || is_readable;
     if (!is_direct && is_any_made) {
         if (is_made) stage_first(context, stage, deadline);
@@ -205,7 +205,10 @@ inline void finish_direct(Context& context, const Deadline& deadline) {
     context.fabric.await(&shm::Progress::folded, next, deadline);
 }
 
-// all ranks make the same offer
+// Moves `num_segments` segments. `stage(k, slot)` copies this rank's part of segment k, counted from 0, into its slot, of
+// which rank r reads `staged_for(k, r)`; `take(k, number)` reads segment k, whose number is `number`, from all slots.
+// Segment 0 is always staged and read. All ranks have made their offers (`make_offer`) and entered. If all make the same
+// offer, `direct(sources)` does everything.
 template <class Stage, class StagedFor, class Take, class Direct>
 void exchange_entered(Context& context, std::byte* payload, const Offer& offer, std::size_t num_segments,
                       const Stage& stage, const StagedFor& staged_for, const Take& take, const Direct& direct,

@@ -24,7 +24,8 @@ struct Elements {
     std::size_t size;
 };
 
-// `count` elements through the arrival line, of which this rank folds `wanted`: one wait, nothing but it to read.
+// Folds `count` elements inlined in the arrivals, of which this rank needs `wanted`: one wait, and nothing else to
+// read.
 void fold_inline(Context& context, ReductionFolder& folder, std::byte* out, const std::byte* source, Elements wanted,
                  std::size_t count, std::size_t element_size, const Deadline& deadline) {
     copy_bytes(folder.payload(), source, count * element_size);
@@ -34,7 +35,7 @@ void fold_inline(Context& context, ReductionFolder& folder, std::byte* out, cons
     folder.fold(out, wanted.size, [&](int r) { return context.arrival_of(r).payload.data() + offset; });
 }
 
-// The whole through one slot, folded by everyone who wants it: one wait.
+// Sends everything through one slot; every rank that needs the result folds all of it: one wait.
 void fold_one_shot(Context& context, ReductionFolder& folder, std::byte* out, const std::byte* source, std::size_t count,
                    std::size_t element_size, int root, const Deadline& deadline) {
     const auto is_wanted_by = [&](int r) { return root < 0 || r == root; };
@@ -50,8 +51,9 @@ void fold_one_shot(Context& context, ReductionFolder& folder, std::byte* out, co
         [](const Sources&) {}, deadline);
 }
 
-// Two ranks on two hosts: each sends the other all it has and folds the whole. That is as many bytes on the wire as with
-// parts, and one wait a segment. Nothing is staged: `source` is sent from where it lies, and may be what `out` is.
+// Two ranks on two hosts: each sends the other its whole tensor and folds the whole. That takes as many bytes on the
+// wire as folding in parts, and one wait per segment. Nothing is staged: `source` is sent from its own memory, and may
+// be equal to `out`.
 void fold_with_partner(Context& context, ReductionFolder& folder, std::byte* out, const std::byte* source, const Segmentation& segmentation,
                        int root, const Deadline& deadline) {
     Fabric& fabric = context.fabric;
@@ -80,7 +82,7 @@ void fold_with_partner(Context& context, ReductionFolder& folder, std::byte* out
     context.segments = base + num_segments;
 }
 
-// Segments of which each rank folds a part and the others take the result. `out` is null on ranks that want none.
+// Segments of which each rank folds a part and the others read the result. `out` is null on ranks that need no result.
 void fold_in_parts(Context& context, ReductionFolder& folder, std::byte* out, const std::byte* source, std::size_t count,
                    std::size_t element_size, int root, const Deadline& deadline) {
     const shm::Layout& layout = context.fabric.layout();
@@ -91,7 +93,7 @@ void fold_in_parts(Context& context, ReductionFolder& folder, std::byte* out, co
     const auto for_others = [&](std::size_t k, const auto& action) {
         const Parts parts = divide(segmentation.size_of(k), context.num_ranks, element_size);
         for (int step = 1; step < context.num_ranks; ++step) {
-            const int r = (rank + step) % context.num_ranks;  // not all at once to the same rank
+            const int r = (rank + step) % context.num_ranks;  // staggered, so that not all ranks access the same one
             action(r, parts.begin_of(r) * element_size, parts.size_of(r) * element_size);
         }
     };
@@ -99,7 +101,7 @@ void fold_in_parts(Context& context, ReductionFolder& folder, std::byte* out, co
         const Parts parts = divide(segmentation.size_of(k), context.num_ranks, element_size);
         return Range{.offset = parts.begin_of(r) * element_size, .size = parts.size_of(r) * element_size};
     };
-    // Without staging each rank folds one part of the whole, and writes it to every rank's out.
+    // Zero-copy: each rank folds one part of the whole, and writes it to every rank's `out`.
     const Offer offer{.source = context.arenas->find(source, count * element_size),
                       .out = root < 0 ? context.arenas->find(out, count * element_size) : shm::SymmetricTensor{},
                       .needs_out = true};
@@ -108,7 +110,7 @@ void fold_in_parts(Context& context, ReductionFolder& folder, std::byte* out, co
         const std::size_t begin = parts.begin_of(rank) * element_size;
         const std::size_t block = copied_bytes / element_size;
         for (std::size_t start = 0; start < parts.size_of(rank); start += block) {
-            // The others' calls may have raised while this rank was stopped: their memory is theirs again.
+            // The others' calls may have raised while this rank was stopped: then their memory is theirs again.
             if (start != 0) context.fabric.check();
             const std::size_t size = std::min(block, parts.size_of(rank) - start);
             const std::size_t offset = begin + start * element_size;
@@ -204,7 +206,7 @@ void reduce_scatter(Context& context, std::byte* out, const std::byte* source, s
     const auto pieces_of = [&](int r) {
         return Segmentation{.count = counts[static_cast<std::size_t>(r)], .element_size = element_size, .segment_elements = segment_elements};
     };
-    const std::size_t room = segment_elements * element_size;  // of one rank's part in a slot
+    const std::size_t room = segment_elements * element_size;  // bytes of one rank's part of a slot
     const auto source_of = [&](int r) { return source + starts[static_cast<std::size_t>(r)] * element_size; };
     const Offer offer = offer_source(context, Operation::reduce_scatter, source, starts[ranks] * element_size,
                                      largest * element_size);
@@ -235,7 +237,7 @@ void reduce_scatter(Context& context, std::byte* out, const std::byte* source, s
             const std::byte* own = source_of(context.rank);
             const auto offset = static_cast<std::size_t>(own - source);
             if (sources.are_mapped()) return folder.fold(out, count, [&](int r) { return offer.source.at(r) + offset; });
-            // The others' parts come by way of this rank's slots, which stay in the cache.
+            // The others' parts go through this rank's slots, which stay in the cache.
             std::byte* slot = context.fabric.slot(context.rank, context.segments);
             const std::size_t block = elements_in(context.fabric.layout().slot_bytes / ranks, element_size);
             for (std::size_t start = 0; start < count; start += block) {

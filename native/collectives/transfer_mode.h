@@ -35,8 +35,8 @@ public:
 
     static Kind kind_of(Operation operation, std::size_t read_size) {
         const auto size = static_cast<std::size_t>(std::bit_width(read_size));
-        const std::size_t place = std::clamp(size, smallest, smallest + num_sizes - 1) - smallest;
-        return static_cast<Kind>(static_cast<std::size_t>(operation) * num_sizes + place);
+        const std::size_t size_index = std::clamp(size, smallest, smallest + num_sizes - 1) - smallest;
+        return static_cast<Kind>(static_cast<std::size_t>(operation) * num_sizes + size_index);
     }
 
     // The mode of a call of this kind.

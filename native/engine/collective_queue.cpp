@@ -25,7 +25,7 @@ bool CollectiveQueue::wait(Pending& pending, double timeout) {
                 run_first(lock);
         }
         if (pending.is_done()) {
-            // Whoever came meanwhile, and what should not wait, was left to this thread.
+            // Collectives queued meanwhile, and urgent ones, were left to this thread.
             const bool is_awaited = !started_.empty() && (num_waiting_ > 0 || started_.front().is_urgent);
             lock.unlock();
             if (is_awaited) wake();
@@ -59,7 +59,7 @@ void CollectiveQueue::run_thread() {
         if (!started_.empty() && !is_running_) {
             try {
                 run_first(lock);
-            } catch (...) {  // it has ended with a failure
+            } catch (...) {  // the collective has ended with this failure
             }
             num_idle = 0;
             continue;

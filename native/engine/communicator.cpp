@@ -10,7 +10,7 @@ namespace ferrodist {
 
 Communicator::~Communicator() {
     if (!queue_.has_thread()) return;
-    fabric_.leave();  // what is still under way ends
+    fabric_.leave();  // ends what is still running
     mark_broken();
     run_end_([this] { queue_.close(); });
 }
@@ -18,7 +18,7 @@ Communicator::~Communicator() {
 std::shared_ptr<Pending> Communicator::start(double timeout, std::size_t size, CollectiveQueue::Collective collective) {
     try {
         check();
-    } catch (Failure& failure) {  // at once, and not after what else is queued
+    } catch (Failure& failure) {  // at once, not behind the queued collectives
         auto pending = std::make_shared<Pending>(reserve());
         failure.set_context(pending->ticket(), 0.0);
         pending->finish(std::current_exception());
@@ -33,10 +33,10 @@ void Communicator::retain(std::shared_ptr<Pending> pending, std::shared_ptr<void
 }
 
 void Communicator::free_retained() {
-    // They end in the order in which they were started, which is about that in which they were dropped.
+    // Collectives end in the order in which they were started, which is about the order of this list.
     auto end = retained_.begin();
     while (end != retained_.end() && end->first->is_done()) ++end;
-    // Whatever goes may have things of the caller's done, and lead back here: after it is out of the list.
+    // Destroying an owner may run the caller's code and reenter this function: so remove the entries first.
     const std::vector<std::pair<std::shared_ptr<Pending>, std::shared_ptr<void>>> ended(
         std::make_move_iterator(retained_.begin()), std::make_move_iterator(end));
     retained_.erase(retained_.begin(), end);
@@ -54,8 +54,8 @@ void Communicator::await_turn(std::uint64_t ticket) {
 
 void Communicator::await_turn(std::uint64_t ticket, const Deadline& deadline) {
     if (turn_.load() == ticket) return;
-    expect_wait();  // who has the turn may need the interpreter
-    queue_.wake();  // what was started before may have been left for later
+    expect_wait();  // the holder of the turn may need the GIL
+    queue_.wake();  // earlier collectives may still be queued
     while (true) {
         const std::uint32_t seen = passed_.current();
         if (turn_.load() == ticket) return;
@@ -68,7 +68,7 @@ void Communicator::await_turn(std::uint64_t ticket, const Deadline& deadline) {
 
 void Communicator::pass_turn(std::uint64_t next) {
     turn_.store(next);
-    passed_.notify_all();  // a system call only where somebody sleeps
+    passed_.notify_all();  // a system call only if a thread sleeps
 }
 
 void Communicator::check() const {

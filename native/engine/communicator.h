@@ -81,12 +81,12 @@ public:
     // Sets a callback for collectives that wait for other ranks' arrival for `seconds`: `callback(ticket, own_arrival,
     // stragglers, deadline)`, called once per wait in the waiting thread, which may be the queue's. `run_end(end)` runs
     // `end`, which waits for that thread, in a way that lets the callback return. Call it before anything runs.
-    template <class Tell, class RunEnd>
-    void set_long_wait_callback(double seconds, Tell callback, RunEnd run_end) {
+    template <class Callback, class RunEnd>
+    void set_long_wait_callback(double seconds, Callback callback, RunEnd run_end) {
         run_end_ = std::move(run_end);
-        auto notify = [this, callback = std::move(callback)](std::uint64_t sequence, const std::vector<int>& late,
+        auto notify = [this, callback = std::move(callback)](std::uint64_t sequence, const std::vector<int>& stragglers,
                                                             const Deadline& deadline) {
-            callback(turn_.load(), fabric_.arrival(rank(), sequence), late, deadline);
+            callback(turn_.load(), fabric_.arrival(rank(), sequence), stragglers, deadline);
         };
         fabric_.set_long_wait({.seconds = seconds, .notify = std::move(notify)});
     }

@@ -13,7 +13,7 @@ bool fits(int source, int other) {
 }  // namespace
 
 std::size_t Mailbox::bucket(const Tag& tag) noexcept {
-    // Tags are small numbers, numbers that count up, and hashes.
+    // Tags are small integers, counters, and hashes: the multiplication mixes them all.
     const std::uint64_t mixed = (tag.number ^ tag.group) * 0x9E3779B97F4A7C15u;
     return static_cast<std::size_t>(mixed >> 56) % num_buckets;
 }
@@ -141,7 +141,7 @@ int Mailbox::fullest_source(int newest, std::size_t buffered_size) {
     return fullest;
 }
 
-// Matches a receive with the first message that fits it, or ends it for its size; false when there is none.
+// Matches a receive with the first waiting message, or ends it if their sizes differ; false if no message waits.
 bool Mailbox::take_message(Receive& receive) {
     for (Message* message = messages_[bucket(receive.tag)].first(); message != nullptr; message = message->next) {
         if (message->tag != receive.tag || !fits(receive.source, message->source)) continue;

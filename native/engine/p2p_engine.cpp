@@ -9,7 +9,7 @@ namespace {
 constexpr auto frames_tick = std::chrono::microseconds(100);
 constexpr auto drain_tick = std::chrono::milliseconds(10);
 
-// Turns of reading until all that a lost rank has left behind is taken in.
+// Maximum number of reads to receive everything that a lost rank has left behind.
 constexpr int max_final_reads = 64;
 
 }  // namespace
@@ -38,7 +38,7 @@ P2PEngine::P2PEngine(const Settings& settings, Routes routes, std::function<void
     try {
         if (!peers_.empty()) progress_thread_ = std::make_unique<std::thread>([this] { run_progress_thread(); });
         if (poller_) poll_thread_ = std::make_unique<std::thread>([this] { run_poll_thread(); });
-    } catch (...) {  // the system starts no more threads
+    } catch (...) {  // the system's thread limit is reached
         close();
         throw;
     }
@@ -204,9 +204,9 @@ void P2PEngine::forget_group(std::uint64_t group) {
 
 void P2PEngine::lose(int rank) {
     const Guard guard(*this);
-    const auto place = static_cast<std::size_t>(rank);
-    if (lost_[place]) return;
-    lost_[place] = true;
+    const auto index = static_cast<std::size_t>(rank);
+    if (lost_[index]) return;
+    lost_[index] = true;
     ++num_lost_;
     std::erase_if(unexplained_, [&](const Loss& loss) { return loss.rank == rank; });
     Peer* peer = peer_of(rank);
@@ -305,7 +305,7 @@ void P2PEngine::abandon() noexcept {
     if (poller_) poller_->drop();
 }
 
-// All below run under the lock.
+// Everything below runs under the lock.
 
 void P2PEngine::start(Peer& peer, Send& send) {
     ++num_moves_;
@@ -313,7 +313,7 @@ void P2PEngine::start(Peer& peer, Send& send) {
     note_outgoing(peer);
 }
 
-// Has whoever spins write for a rank of this host, which does not say when it has made room.
+// Makes spinning threads write to a rank of this host, which sends no event when it has made space.
 void P2PEngine::note_outgoing(const Peer& peer) {
     if (peer.has_outgoing()) has_outgoing_.store(true, std::memory_order_relaxed);
 }
@@ -321,7 +321,7 @@ void P2PEngine::note_outgoing(const Peer& peer) {
 bool P2PEngine::read(Peer& peer, const Transfer* until) {
     if (peer.is_lost()) return false;
     const bool has_read = peer.read(until);
-    if (has_read && peer.has_outgoing()) peer.pump();  // it may have been granted something
+    if (has_read && peer.has_outgoing()) peer.pump();  // a send may have been granted
     if (peer.is_lost() && !lost_[static_cast<std::size_t>(peer.rank())]) {
         unexplained_.push_back({.rank = peer.rank(), .time = Clock::now()});
         wake_progress_thread();
@@ -329,7 +329,7 @@ bool P2PEngine::read(Peer& peer, const Transfer* until) {
     return has_read;
 }
 
-// Moves what can be moved, but reads no further than to the end of `until`. Returns whether anything has.
+// Moves all messages that can be moved, but reads no further than the end of `until`. Returns whether anything moved.
 bool P2PEngine::poll(const Transfer* until, const tcp::ReadySet& ready) {
     if (is_closed_) return false;
     bool has_moved = false;
@@ -353,7 +353,7 @@ bool P2PEngine::poll(const Transfer* until, const tcp::ReadySet& ready) {
     return has_moved;
 }
 
-// Does what has come of the mailbox's calls.
+// Processes the results of calls to the mailbox.
 void P2PEngine::process_mailbox() {
     auto& mailbox = admission_.mailbox;
     for (const auto& message : mailbox.granted) {

@@ -6,7 +6,7 @@ namespace ferrodist {
 
 namespace {
 
-// What is read or written before others get their turn; no less than a ring holds.
+// Bytes read or written per turn, so that other peers get theirs; at least the size of a ring.
 constexpr std::size_t budget_bytes = std::size_t{1} << 20;
 
 constexpr std::uint64_t max_message_bytes = std::uint64_t{1} << 48;
@@ -51,7 +51,7 @@ bool Peer::cancel(Send& send, Outcome outcome, std::size_t reason) {
     queue_of(send).remove(send);
     send.reason = reason;
     if (send.is_announced) queue_control_frame(FrameType::withdraw, send.number);
-    admission_.mailbox.end(send, outcome);  // after which whoever waits for it may be gone with it
+    admission_.mailbox.end(send, outcome);  // after that the waiting thread may free it
     pump();
     return true;
 }
@@ -99,7 +99,7 @@ bool Peer::pump() {
     return has_written;
 }
 
-// Writes a frame of each kind; false when there is no room for any.
+// Writes one frame of each kind; false if there is no space for any.
 bool Peer::put_some() {
     if (is_unfinished_) {
         const auto put = channel_->finish();
@@ -120,7 +120,7 @@ bool Peer::put_some() {
     return has_put;
 }
 
-// Writes the next frame of a message; false when there is no room for it.
+// Writes the next frame of a message; false if there is no space for it.
 bool Peer::put(Send& send) {
     const bool is_offer = send.stage == Send::Stage::queued && send.size > admission_.eager_bytes;
     const std::size_t length = is_offer ? 0 : std::min(send.size - send.num_written, channel_->chunk_bytes());
@@ -146,7 +146,7 @@ bool Peer::put(Send& send) {
     return true;
 }
 
-// A frame of it has been written, or will be.
+// Records that a frame of the message has been written, or will be.
 void Peer::advance(Send& send, std::size_t count) {
     send.num_written += count;
     if (send.stage == Send::Stage::queued && send.size > admission_.eager_bytes) {
@@ -186,7 +186,7 @@ bool Peer::read(const Transfer* until) {
     return has_read;
 }
 
-// Acts on a frame; false when no rank of this version would have written it.
+// Handles a frame; false on a protocol violation.
 bool Peer::on_frame(const Frame& frame) {
     if (frame.size > max_message_bytes || frame.length > frame.size) return false;
     switch (frame.kind) {
@@ -219,7 +219,7 @@ bool Peer::on_frame(const Frame& frame) {
 void Peer::on_eager(const Frame& frame) {
     const Tag tag{frame.group, frame.tag};
     if (frame.length == frame.size && admission_.is_admitted(rank_, tag)) {
-        // The usual case: it is whole, and its receive is there.
+        // The usual case: a complete message with a posted receive.
         if (Receive* receive = admission_.mailbox.take_receive(rank_, tag, frame.size)) {
             (void)channel_->read_payload(receive->data, frame.length);
             admission_.mailbox.finish(*receive, rank_);
@@ -241,7 +241,7 @@ std::shared_ptr<Message> Peer::announce(const Frame& frame, bool is_offered) {
 bool Peer::on_data(const Frame& frame) {
     if (frame.length == 0) return false;
     const auto found = incoming_.find(frame.message);
-    if (found == incoming_.end()) return true;  // its group has ended, or it was not taken in
+    if (found == incoming_.end()) return true;  // its group has ended, or it was rejected
     const std::shared_ptr<Message> message = found->second;
     if (frame.size != message->size || frame.offset != message->num_received) return false;
     if (frame.length > message->size - message->num_received) return false;
@@ -250,7 +250,7 @@ bool Peer::on_data(const Frame& frame) {
     return true;
 }
 
-// Moves what has come of a message to where it belongs.
+// Copies received bytes of a message to their destination.
 void Peer::receive(Message& message, const Frame& frame) {
     std::byte* target = Mailbox::target(message, message.num_received);
     admission_.mailbox.advance(message, channel_->read_payload(target, frame.length));
@@ -264,7 +264,7 @@ void Peer::on_grant(std::uint64_t number) {
         send->stage = Send::Stage::granted;
         granted_.add(*send);
         return;
-    }  // else it was taken back meanwhile
+    }  // otherwise it has been withdrawn meanwhile
 }
 
 void Peer::disconnect() {
@@ -275,7 +275,7 @@ void Peer::disconnect() {
     while (!incoming_.empty()) {
         const std::shared_ptr<Message> message = incoming_.begin()->second;
         incoming_.erase(incoming_.begin());
-        // What waits whole is out of this list; this has not all come, and never will.
+        // Complete messages are not in this list; this one will never be complete.
         admission_.mailbox.withdraw(*message);
     }
 }

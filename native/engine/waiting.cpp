@@ -1,4 +1,5 @@
-// How the messenger's threads wait, and who moves messages meanwhile: see its notes.
+// The waiting side of P2PEngine: how its threads wait, and which of them moves messages meanwhile; see the notes in
+// p2p_engine.h.
 #include <pthread.h>
 
 #include <algorithm>
@@ -17,7 +18,7 @@ constexpr auto no_tick = std::chrono::hours(1);
 constexpr auto loss_patience = std::chrono::seconds(1);  // see [Note: lost connections]
 constexpr auto loss_tick = std::chrono::milliseconds(100);
 
-// To look at connections takes a system call, as long as some looks at rings.
+// Polling connections takes a system call, as long as several polls of the rings.
 constexpr int ring_polls_per_connection_poll = 8;
 
 }  // namespace
@@ -72,14 +73,14 @@ bool P2PEngine::wait(const Transfer& transfer, double timeout) {
 
 void P2PEngine::signal(Transfer& transfer) {
     transfer.has_ended.store(true);
-    // Who is about to sleep has counted itself before it looks at the transfer a last time.
+    // A thread that is about to sleep counts itself before it checks the transfer a last time.
     if (num_asleep_.load() != 0) doorbell_.wake(shm::waiter);
 }
 
 bool P2PEngine::spin(const Transfer& transfer) {
     if (poller_ && poller_->is_armed()) {
         const Guard guard(*this, false);
-        if (num_asleep_.load() == 0) poller_->disarm();  // whoever falls asleep now arms it when it gets the lock
+        if (num_asleep_.load() == 0) poller_->disarm();  // a thread that goes to sleep now arms it under the lock
     }
     Spin spin(contention_, spin_time_, settings_.is_oversubscribed ? Spin::oversubscribed : Spin::on_rings);
     for (int num_polls = 1;; ++num_polls) {
@@ -102,16 +103,16 @@ bool P2PEngine::spin(const Transfer& transfer) {
     }
 }
 
-// Of ranks of this host.
+// Whether ranks of this host have sent anything, or there is something to write to them.
 bool P2PEngine::has_incoming() const noexcept {
     if (has_outgoing_.load(std::memory_order_relaxed)) return true;
     return std::ranges::any_of(ring_channels_, [](const auto* channel) { return channel->has_frames(); });
 }
 
-// Has the keeper woken by whatever comes from now on, and takes in what has come.
+// Makes the doorbell wake the progress thread from now on, and receives what has arrived before.
 void P2PEngine::arm_progress_thread() {
     if (peers_.empty()) return;
-    if ((doorbell_.asleep.load() & shm::progress_thread) != 0) return;  // since it was asked nothing has come
+    if ((doorbell_.asleep.load() & shm::progress_thread) != 0) return;  // nothing has arrived since it was armed
     const Guard guard(*this);
     arm();
     poll(nullptr);
@@ -122,7 +123,7 @@ void P2PEngine::arm() {
     if (poller_ && !is_closed_) poller_->arm();
 }
 
-// Has the keeper look for itself.
+// Makes the progress thread poll by itself.
 void P2PEngine::wake_progress_thread() {
     doorbell_.asleep.fetch_and(~shm::progress_thread);
     doorbell_.wake(shm::progress_thread);
@@ -141,7 +142,8 @@ void P2PEngine::run_progress_thread() {
             const bool is_ticking = num_moves_ != num_moves_seen;
             num_moves_seen = num_moves_;
             is_ticking_.store(is_ticking);
-            // A waiter that leaves looks at `is_ticking_` after it has counted itself out: it asks if this does not.
+            // A leaving waiter checks `is_ticking_` after it has decremented the count: it arms the progress thread if
+            // this does not.
             const bool arms = num_waiters_.load() == 0 && (!is_ticking || has_started());
             if (arms) arm();
             word = doorbell_.word.load();
@@ -164,7 +166,7 @@ void P2PEngine::run_poll_thread() {
         if (num_asleep_.load() != 0) {
             poller_->arm();
         } else if (num_waiters_.load() == 0) {
-            // Where much comes unasked the keeper looks once in a while; else what comes next is to be seen at once.
+            // Unsolicited traffic is left to the progress thread's ticks; otherwise the next event is wanted at once.
             has_moved && !has_started() ? wake_progress_thread() : poller_->arm();
         }
     }
@@ -180,7 +182,7 @@ void P2PEngine::report_losses() {
     });
 }
 
-// Whether transfers are under way that somebody may wait for elsewhere.
+// Whether there are active transfers that a thread may wait for elsewhere.
 bool P2PEngine::has_started() const {
     return admission_.mailbox.has_receives() ||
            std::ranges::any_of(peers_, [](const auto& peer) { return peer->has_sends(); });

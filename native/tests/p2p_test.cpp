@@ -1,5 +1,6 @@
-// Random messages from a seed, between ranks that are threads over one mapping, so that the thread sanitizer sees every
-// access: sizes on both sides of each limit, tags, any source, transfers that are given up, several threads a rank.
+// A stress test of the P2P engine: random messages from a seed, between ranks that are threads over one mapping, so
+// that the thread sanitizer sees every access. Sizes on both sides of each limit, tags, any source, cancelled
+// transfers, several threads per rank.
 //
 //   p2p_test [number of messages a rank sends] [seed]
 #include <netinet/in.h>
@@ -30,14 +31,15 @@ namespace {
 constexpr double patience = 60.0;
 constexpr std::size_t eager_bytes = 8 * 1024;
 
-// Of connections: a window smaller than a segment is stalled by the system for fractions of a second, again and again.
+// Time limit with connections: a window smaller than a segment makes the kernel stall for fractions of a second, again
+// and again.
 constexpr int segment_bytes = 1024;
 constexpr std::size_t max_unexpected_bytes = std::size_t{1} << 30;
 constexpr std::uint64_t num_tags = 4;
 
 using Bytes = std::vector<std::byte>;
 
-// What message `number` with a tag from one rank to another is.
+// The content of message `number` with a tag from one rank to another.
 Bytes content(int from, int to, std::uint64_t tag, std::uint64_t number, std::uint64_t seed) {
     std::mt19937_64 random(seed ^ (number * num_tags + tag) * 1000003u ^ static_cast<std::uint64_t>(from * 64 + to) << 40);
     static constexpr std::size_t limits[] = {0,    1,    8,           16,              17,     100,
@@ -53,17 +55,17 @@ Bytes content(int from, int to, std::uint64_t tag, std::uint64_t number, std::ui
 
 using Group = std::vector<std::unique_ptr<P2PEngine>>;
 
-std::atomic<int> num_blamed{0};  // ranks that wrote what no rank would
-std::atomic<int> num_gone{0};    // connections that have ended without news
+std::atomic<int> num_violations{0};  // protocol violations reported
+std::atomic<int> num_gone{0};    // lost connections reported
 
 struct Net {
     std::vector<int> hosts;  // of each rank
     std::size_t ring_bytes = 16 * 1024;
-    int socket_bytes = 0;  // of each of a connection's buffers, 0 for the system's
+    int socket_bytes = 0;  // of each of a connection's buffers; 0 for the system's default
     bool is_oversubscribed = true;
 };
 
-// All ranks on one host, a rank a host, or every other rank on each of two.
+// All ranks on one host, one rank per host, or alternating between two hosts.
 Net local(int num_ranks) {
     Net net;
     net.hosts.assign(static_cast<std::size_t>(num_ranks), 0);
@@ -107,7 +109,7 @@ std::pair<Descriptor, Descriptor> make_connection(int buffer_bytes) {
     return {std::move(dialled), std::move(accepted)};
 }
 
-// What a test writes to in place of rank 0, to be read by rank 1.
+// The raw channel of rank 0, through which a test writes to rank 1.
 struct Made {
     std::shared_ptr<const shm::Rings> rings;
     Descriptor socket;
@@ -151,7 +153,7 @@ Group make_group(const Net& net, Made* made = nullptr) {
             const EngineEvents events = engine.take_events();
             for (const PeerEvent& event : events.peer_events) {
                 require(event.kind != PeerEvent::Kind::full, "a rank is blamed otherwise");
-                (event.kind == PeerEvent::Kind::broken ? num_blamed : num_gone).fetch_add(1);
+                (event.kind == PeerEvent::Kind::broken ? num_violations : num_gone).fetch_add(1);
             }
             for (Transfer* ended = events.first_ended; ended != nullptr;) {
                 auto* has_ended = static_cast<std::atomic<bool>*>(ended->owner);
@@ -170,7 +172,7 @@ void run_threads(int num_threads, const Body& body) {
     for (auto& thread : threads) thread.join();
 }
 
-// One thread of a rank that sends, and one that receives, with all other ranks and all tags mixed.
+// A rank's program: one thread sends and one receives, with all other ranks and all tags interleaved.
 class Program {
 public:
     Program(P2PEngine& engine, int rank, int num_ranks, std::uint64_t seed)
@@ -193,11 +195,11 @@ public:
                 if (to == rank_) continue;
                 for (std::uint64_t tag = 0; tag < num_tags; ++tag) {
                     Bytes bytes = content(rank_, to, tag, number, seed_);
-                    if (random() % 8 == 0) {  // one that is taken back, if it can be, with a tag nobody asks for
-                        Send vain(bytes.data(), bytes.size(), to, Tag{7, 99});
-                        require(engine_.start_if_open(vain), "the group is open");
-                        if (random() % 2 == 0) engine_.wait(vain, 1e-5);
-                        engine_.cancel(vain);
+                    if (random() % 8 == 0) {  // one that is cancelled, if possible, with a tag that no receive has
+                        Send cancelled(bytes.data(), bytes.size(), to, Tag{7, 99});
+                        require(engine_.start_if_open(cancelled), "the group is open");
+                        if (random() % 2 == 0) engine_.wait(cancelled, 1e-5);
+                        engine_.cancel(cancelled);
                     }
                     if (engine_.try_send(bytes.data(), bytes.size(), to, Tag{0, tag})) continue;
                     auto send = std::make_unique<Send>(bytes.data(), bytes.size(), to, Tag{0, tag});
@@ -225,15 +227,15 @@ private:
         Bytes bytes(expected.size(), std::byte{0xEE});
         const Tag whole{0, tag};
         for (int attempt = static_cast<int>(random() % 4); attempt == 1 || attempt == 2; attempt = 0) {
-            if (attempt == 1) {  // given up, perhaps in the middle
-                Receive vain(bytes.data(), bytes.size(), from, whole);
-                engine_.start(vain);
-                if (random() % 2 == 0) engine_.wait(vain, 1e-5 * static_cast<double>(random() % 20));
-                if (!engine_.cancel(vain)) {
-                    require(vain.outcome == Outcome::done && bytes == expected, "what came to a cancelled receive");
+            if (attempt == 1) {  // cancelled, perhaps half way
+                Receive cancelled(bytes.data(), bytes.size(), from, whole);
+                engine_.start(cancelled);
+                if (random() % 2 == 0) engine_.wait(cancelled, 1e-5 * static_cast<double>(random() % 20));
+                if (!engine_.cancel(cancelled)) {
+                    require(cancelled.outcome == Outcome::done && bytes == expected, "what came to a cancelled receive");
                     return;
                 }
-            } else {  // of a wrong size: the message stays
+            } else {  // of a wrong size: the message stays queued
                 Bytes other(expected.size() + 1);
                 Receive wrong(other.data(), other.size(), from, whole);
                 engine_.start(wrong);
@@ -247,7 +249,7 @@ private:
         receive.is_watched = is_watched;
         receive.owner = &has_ended;
         engine_.start(receive);
-        if (is_watched && random() % 2 == 0) {  // nobody waits: the keeper moves it
+        if (is_watched && random() % 2 == 0) {  // without a waiter: the progress thread moves it
             engine_.listen(receive);
             engine_.dispatch_events();
             const Deadline deadline(patience);
@@ -294,13 +296,13 @@ void stress(const char* what, const Net& net, std::uint64_t total, std::uint64_t
         else
             program.receive_all(num_messages);
     });
-    for (int rank = 0; rank < num_ranks; ++rank)  // what was taken back may still be on its way
+    for (int rank = 0; rank < num_ranks; ++rank)  // cancelled messages may still be in transit
         for (int other = 0; other < num_ranks; ++other)
             if (rank != other)
                 group[static_cast<std::size_t>(rank)]->await_frames(
                     other, group[static_cast<std::size_t>(other)]->num_frames_to(rank), patience);
     for (const auto& engine : group) engine->end_group(7);
-    require(num_blamed.load() == 0, "a rank is blamed");
+    require(num_violations.load() == 0, "a rank is blamed");
     for (const auto& engine : group)
         require(engine->unexpected_bytes() == 0, "%d bytes are left", static_cast<int>(engine->unexpected_bytes()));
     leave(group);
@@ -309,8 +311,8 @@ void stress(const char* what, const Net& net, std::uint64_t total, std::uint64_t
                 net.is_oversubscribed ? ", crowded" : "");
 }
 
-// Messages of all ranks, taken as they come: each once, and those of one rank in their order.
-void any_source_takes_all(const Net& net, std::uint64_t num_messages) {
+// Receives from any source get each message once, in order per sender.
+void any_source_receives_all(const Net& net, std::uint64_t num_messages) {
     const int num_ranks = static_cast<int>(net.hosts.size());
     const Group group = make_group(net);
     run_threads(num_ranks, [&](int rank) {
@@ -336,8 +338,8 @@ void any_source_takes_all(const Net& net, std::uint64_t num_messages) {
     std::printf("%llu messages of any of %d ranks\n", static_cast<unsigned long long>(num_messages), num_ranks - 1);
 }
 
-// What a rank sent before it left is received after; what waits for more of it ends.
-void what_was_sent_stays(const Net& net) {
+// Messages sent before a rank left are still received; further receives from it end.
+void sent_messages_survive_the_sender(const Net& net) {
     const Group group = make_group(net);
     Bytes sent(4000, std::byte{3}), received(4000);
     require(group[0]->try_send(sent.data(), 4000, 1, Tag{}), "there is room");
@@ -359,28 +361,28 @@ void what_was_sent_stays(const Net& net) {
     std::printf("what was sent stays\n");
 }
 
-// What no rank would write ends that rank's messages here, is told, and does nothing else.
-void what_is_no_message_is_refused() {
+// Every protocol violation disconnects its rank, is reported once, and has no other effect.
+void protocol_violations_are_rejected() {
     const Frame wrong[] = {
         {.kind = static_cast<FrameType>(9)},
         {.kind = FrameType::eager, .size = eager_bytes + 1},
-        {.kind = FrameType::eager, .size = 100},                      // nothing of it
-        {.kind = FrameType::eager, .length = 100, .size = 50},        // more than it has
+        {.kind = FrameType::eager, .size = 100},                      // no payload
+        {.kind = FrameType::eager, .length = 100, .size = 50},        // more than the message has
         {.kind = FrameType::eager, .length = 8, .size = 8, .offset = 1},
         {.kind = FrameType::offer, .length = 8, .message = 3, .size = 100'000},
         {.kind = FrameType::offer, .message = 3, .size = std::uint64_t{1} << 60},
         {.kind = FrameType::data, .message = 3, .size = 100'000},     // nothing
-        {.kind = FrameType::data, .length = 8, .message = 2, .size = 100'000},  // of an offer that is not granted
-        {.kind = FrameType::data, .length = 8, .message = 1, .size = 3000, .offset = 2000},  // out of its order
+        {.kind = FrameType::data, .length = 8, .message = 2, .size = 100'000},  // of an offer that was not granted
+        {.kind = FrameType::data, .length = 8, .message = 1, .size = 3000, .offset = 2000},  // out of order
         {.kind = FrameType::data, .length = 8, .message = 1, .size = 2000, .offset = 1000},  // of another size
-        {.kind = FrameType::offer, .message = 2, .size = 100'000},    // a second time
+        {.kind = FrameType::offer, .message = 2, .size = 100'000},    // a duplicate
         {.kind = FrameType::grant, .length = 8, .size = 8},
         {.kind = FrameType::withdraw, .length = 8, .size = 8},
     };
     const Bytes bytes(4000, std::byte{1});
     for (const Net& net : {local(2), remote(2)})
         for (const Frame& frame : wrong) {
-            num_blamed.store(0);
+            num_violations.store(0);
             Made made;
             const Group group = make_group(net, &made);
             shm::RingWriter writer(*made.rings, 0, net.hosts[1] == 0 ? 1 : 0);
@@ -400,12 +402,12 @@ void what_is_no_message_is_refused() {
             group[1]->start(receive);
             require(!group[1]->wait(receive, 0.01), "half a message is none");
             group[1]->dispatch_events();
-            require(num_blamed.load() == 1, "nobody is blamed for frame %d", static_cast<int>(&frame - wrong));
+            require(num_violations.load() == 1, "nobody is blamed for frame %d", static_cast<int>(&frame - wrong));
             require(group[1]->cancel(receive), "it still waits");
         }
-    // Positions that can't be, and a frame that ends outside of the ring.
+    // Impossible positions, and a frame that ends outside the ring.
     for (const std::uint64_t tail : {std::uint64_t{1}, std::uint64_t{64}, std::uint64_t{1} << 40}) {
-        num_blamed.store(0);
+        num_violations.store(0);
         Made made;
         const Group group = make_group(local(2), &made);
         const Frame frame{.kind = FrameType::eager, .length = 0xFFFFFFFF, .size = 100};
@@ -413,13 +415,13 @@ void what_is_no_message_is_refused() {
         made.rings->ring(0, 1).tail.store(tail);
         (void)group[1]->active_transfers();
         group[1]->dispatch_events();
-        require(num_blamed.load() == 1, "nobody is blamed for a tail");
+        require(num_violations.load() == 1, "nobody is blamed for a tail");
     }
-    num_blamed.store(0);
+    num_violations.store(0);
     std::printf("what is no message is refused\n");
 }
 
-// Where nobody says why a rank's connection has ended, that is told, once, and after a while.
+// A lost connection without a reason is reported once, after a while.
 void a_lost_connection_is_reported() {
     num_gone.store(0);
     Made made;
@@ -434,8 +436,8 @@ void a_lost_connection_is_reported() {
     std::printf("a connection that ends is told\n");
 }
 
-// A rank that only sends, to one that computes: its keeper takes the messages in.
-void a_rank_that_computes_takes_messages(const Net& net) {
+// A rank that only computes still receives: its progress thread moves the messages.
+void an_idle_rank_receives_messages(const Net& net) {
     const Group group = make_group(net);
     Bytes bytes(4000);
     for (int i = 0; i < 100; ++i) {
@@ -446,8 +448,8 @@ void a_rank_that_computes_takes_messages(const Net& net) {
     std::printf("a rank that computes takes messages\n");
 }
 
-// One thread of a rank waits for a signal that another one gives, which also asks for messages ahead, while they come:
-// each signal ends one wait, and each message is told of though nobody waits for it, in their order.
+// One thread waits for a signal from another one, which also posts receives ahead: each signal ends one wait, and each
+// message is reported in order, without a waiter.
 void a_signal_ends_a_wait(const Net& net, std::uint64_t num_rounds) {
     const Group group = make_group(net);
     P2PEngine& own = *group[1];
@@ -505,7 +507,7 @@ void a_signal_ends_a_wait(const Net& net, std::uint64_t num_rounds) {
     }
     waiter.join();
     const Deadline deadline(patience);
-    for (const std::uint64_t goal = num_received + 100; num_received < goal; drain()) {  // nobody waits: the keeper tells
+    for (const std::uint64_t goal = num_received + 100; num_received < goal; drain()) {  // no waiter
         require(!deadline.expired(), "a message is not told of");
         std::this_thread::yield();
     }
@@ -522,21 +524,21 @@ void a_signal_ends_a_wait(const Net& net, std::uint64_t num_rounds) {
 }  // namespace
 
 int main(int argc, char** argv) {
-    std::setvbuf(stdout, nullptr, _IOLBF, 0);  // what it did last is seen, however it ends
+    std::setvbuf(stdout, nullptr, _IOLBF, 0);  // the last line is printed even if it crashes
     const std::uint64_t total = argc > 1 ? std::strtoull(argv[1], nullptr, 10) : 40000;
     const std::uint64_t seed = argc > 2 ? std::strtoull(argv[2], nullptr, 10) : 1;
     for (const Net& net : {local(2), remote(2)}) {
-        what_was_sent_stays(net);
-        a_rank_that_computes_takes_messages(net);
+        sent_messages_survive_the_sender(net);
+        an_idle_rank_receives_messages(net);
     }
     for (Net net : {local(2), remote(2)})
         for (const bool is_oversubscribed : {false, true}) {
             net.is_oversubscribed = is_oversubscribed;
             a_signal_ends_a_wait(net, total / 20);
         }
-    what_is_no_message_is_refused();
+    protocol_violations_are_rejected();
     a_lost_connection_is_reported();
-    for (const Net& net : {local(5), remote(5), mixed(5)}) any_source_takes_all(net, total / 60);
+    for (const Net& net : {local(5), remote(5), mixed(5)}) any_source_receives_all(net, total / 60);
     const auto with = [](Net net, bool is_oversubscribed, std::size_t ring_bytes, int socket_bytes) {
         net.is_oversubscribed = is_oversubscribed;
         net.ring_bytes = ring_bytes;

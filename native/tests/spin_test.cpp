@@ -1,4 +1,4 @@
-// How long a wait tries again, and what ends it.
+// The spin phase of a wait: how long it polls, and what ends it.
 #include <thread>
 
 #include "base/spin.h"
@@ -9,14 +9,14 @@ using namespace std::chrono_literals;
 
 namespace {
 
-// Tries until it is time to sleep; how many it were.
+// Polls until it is time to sleep; returns the number of polls.
 int count_tries(Spin& spin) {
     int tries = 1;
     while (spin.should_retry()) ++tries;
     return tries;
 }
 
-void test_it_is_over_until_restarted() {
+void test_a_spin_is_over_until_restarted() {
     Contention contention;
     Spin spin(contention, 0us, Spin::on_connections);
     require(count_tries(spin) == Spin::on_connections.tries_per_check, "a look at the clock after each so many tries");
@@ -27,16 +27,16 @@ void test_it_is_over_until_restarted() {
     require(count_tries(heavy) == 1, "a try that looks at much is followed by a look at the clock");
 }
 
-void test_it_lasts_as_long_as_it_says() {
+void test_a_spin_lasts_as_long_as_asked() {
     Contention contention;
     const auto begin = Clock::now();
     Spin spin(contention, 2000us, Spin::on_connections);
     count_tries(spin);
-    // It may be shorter on a machine that stops it, and then it says so.
+    // It may be shorter on a machine that preempts it; then contention is reported.
     require(Clock::now() - begin >= 2000us || contention.is_seen(Clock::now()), "as long as it says");
 }
 
-void test_a_stop_between_two_looks_is_noted() {
+void test_preemption_between_two_clock_checks_is_noted() {
     Contention contention;
     Spin spin(contention, 10s, Spin::on_connections);
     require(spin.check_clock(), "the first look");
@@ -49,7 +49,7 @@ void test_a_stop_between_two_looks_is_noted() {
     require(Clock::now() - begin < 5s, "and are short");
 }
 
-void test_a_sleep_between_two_waits_is_not() {
+void test_a_sleep_between_two_waits_is_not_preemption() {
     Contention contention;
     Spin spin(contention, 10s, Spin::on_connections);
     require(spin.check_clock(), "the first look");
@@ -58,7 +58,7 @@ void test_a_sleep_between_two_waits_is_not() {
     require(spin.check_clock() && !contention.is_seen(Clock::now()), "it slept by itself");
 }
 
-void test_who_shares_a_processor_for_long_moves() {
+void test_a_thread_that_shares_a_processor_migrates() {
     Contention contention;
     const auto count_yields = [&](Clock::duration gone) {
         int yields = 1;
@@ -71,25 +71,25 @@ void test_who_shares_a_processor_for_long_moves() {
     for (int i = 0; i < 100; ++i) require(!contention.should_migrate(i % 2 == 0 ? 20us : 1us), "not when it is alone now and then");
 }
 
-void test_moving_leaves_the_choice_of_processors() {
+void test_migration_keeps_the_affinity_mask() {
     cpu_set_t before;
     cpu_set_t after;
     require(::sched_getaffinity(0, sizeof before, &before) == 0, "affinity");
     const int here = ::sched_getcpu();
     migrate_thread();
     require(::sched_getaffinity(0, sizeof after, &after) == 0 && CPU_EQUAL(&before, &after), "as it was");
-    // On a busy machine it may have been brought back by now.
+    // On a busy machine it may have been moved back by now.
     std::printf("moved from processor %d to %d of %d\n", here, ::sched_getcpu(), CPU_COUNT(&before));
 }
 
 }  // namespace
 
 int main() {
-    test_it_is_over_until_restarted();
-    test_it_lasts_as_long_as_it_says();
-    test_a_stop_between_two_looks_is_noted();
-    test_a_sleep_between_two_waits_is_not();
-    test_who_shares_a_processor_for_long_moves();
-    test_moving_leaves_the_choice_of_processors();
+    test_a_spin_is_over_until_restarted();
+    test_a_spin_lasts_as_long_as_asked();
+    test_preemption_between_two_clock_checks_is_noted();
+    test_a_sleep_between_two_waits_is_not_preemption();
+    test_a_thread_that_shares_a_processor_migrates();
+    test_migration_keeps_the_affinity_mask();
     std::puts("spins: all right");
 }

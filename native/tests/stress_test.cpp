@@ -1,5 +1,6 @@
-// Random collectives from a seed, on ranks that are threads over one mapping, so that the thread sanitizer sees every
-// access: sizes on both sides of each algorithm's limits, results compared element by element with what plain loops give.
+// A stress test of the collectives: random collectives from a seed, on ranks that are threads over one mapping, so that
+// the thread sanitizer sees every access. Sizes on both sides of each algorithm's limits, results compared element by
+// element with those of plain loops.
 //
 //   stress_test [number of collectives] [seed]
 #include <sys/socket.h>
@@ -36,7 +37,7 @@ std::byte* bytes_of(Values& values) {
     return reinterpret_cast<std::byte*>(values.data());
 }
 
-// What rank `rank` passes to collective `number`, which every rank can work out.
+// The input of rank `rank` for collective `number`, which every rank can compute.
 Values input_of(int rank, std::uint64_t number, std::size_t count) {
     Values values(count);
     auto state = static_cast<std::uint32_t>(number * 2654435761u + static_cast<std::uint64_t>(rank) * 40503u + 1u);
@@ -72,7 +73,8 @@ public:
     }
 
 private:
-    // At once, or started and waited for, which ranks need not do alike: small ones are left to who waits.
+    // Runs a collective at once, or starts it and waits; ranks may choose differently. Small ones are left to the
+    // waiter.
     template <class Collective>
     void call(const Collective& collective) {
         const auto choice = own_random_() % 8;
@@ -87,8 +89,8 @@ private:
         return limits[random_() % std::size(limits)];
     }
 
-    // Where a collective finds `values`, and leaves its result for `bring_back`: on some ranks, or on all, or on none in
-    // symmetric memory.
+    // The memory in which a collective finds `values`, and leaves its result for `bring_back`: symmetric memory on some
+    // ranks, on all, or on none.
     std::byte* ticket(const Values& values, std::uint64_t number, std::size_t slot) {
         const std::uint64_t turn = number % 5;
         const bool is_shared = turn == 0 || (turn == 1 && (number / 5 + static_cast<std::uint64_t>(rank_)) % 2 == 0);
@@ -284,7 +286,7 @@ void stress(const std::vector<int>& hosts, bool is_oversubscribed, std::uint64_t
         Communicator& own = *group[static_cast<std::size_t>(rank)];
         const auto arena = std::make_shared<const shm::Arena>(memory, 7, stride, rank);
         if (has_arena) own.add_arena(arena);
-        if (seed % 2 == 0) own.handshake(patience);  // else all tensors go by way of slots
+        if (seed % 2 == 0) own.handshake(patience);  // otherwise all tensors are staged
         Program(own, *arena, rank, num_ranks, seed).run(num_collectives);
     });
     const int num_hosts = *std::max_element(hosts.begin(), hosts.end()) + 1;
@@ -292,10 +294,10 @@ void stress(const std::vector<int>& hosts, bool is_oversubscribed, std::uint64_t
                 num_hosts, is_oversubscribed ? ", crowded" : "");
 }
 
-// Ranks go the way that rank 0 says. Where not all of them offer to be read in place they go by way of slots, but not for
-// ever if reading is faster: as here, where rank 0 takes it for so fast that nothing beats it.
+// All ranks use the transfer mode that rank 0 announces. If not all offer to be read directly, they stage, but return
+// to direct reads if these are faster: as here, where rank 0 takes them for so fast that nothing beats them.
 template <class Call>
-void goes_back_to_reading(const char* what, Operation operation, std::size_t read_size, const Call& call) {
+void returns_to_direct_reads(const char* what, Operation operation, std::size_t read_size, const Call& call) {
     const auto group = make_group(one_host(2), false);
     constexpr std::size_t stride = 1024 * 1024;
     const auto memory = make_memory(2 * stride);
@@ -312,33 +314,33 @@ void goes_back_to_reading(const char* what, Operation operation, std::size_t rea
         const auto run = [&](const auto& collective) { own.run(own.reserve(), patience, collective); };
         run([&](Context& c, const Deadline& d) {
             if (rank == 0)
-                for (int i = 0; i < 4; ++i) c.reading.record(kind, TransferMode::direct_read, 1e-15, 1);
+                for (int i = 0; i < 4; ++i) c.transfer_mode.record(kind, TransferMode::direct_read, 1e-15, 1);
             barrier(c, d);
         });
         for (int number = 0; number < 8; ++number)
             run([&](Context& c, const Deadline& d) {
-                // In place once; by slots, until they are known, of which rank 0 hears a call later; and back.
+                // Direct once; then staged until both are measured, one call later on all ranks; and direct again.
                 const Choice expected = number == 0 || number > 5 ? TransferMode::direct_read : TransferMode::staged_copy;
-                require(c.reading.choice_for(kind) == expected, "%s, call %d, rank %d", what, number, rank);
+                require(c.transfer_mode.choice_for(kind) == expected, "%s, call %d, rank %d", what, number, rank);
                 call(c, d, rank, *arena);
             });
     });
 }
 
-void ways_of_moving() {
-    constexpr std::size_t count = 10'000;  // each rank's are worth being read in place
+void transfer_modes() {
+    constexpr std::size_t count = 10'000;  // large enough for direct reads
     constexpr std::size_t size = count * sizeof(Element);
     const auto alike = [](Context& c, const Deadline& d, int, const shm::Arena&) {
         Values in(count), out(2 * count);
         all_gather(c, bytes_of(out), bytes_of(in), std::vector<std::size_t>{count, count}, DType::int32, 0, d);
     };
-    goes_back_to_reading("all_gather", Operation::all_gather, size, alike);
+    returns_to_direct_reads("all_gather", Operation::all_gather, size, alike);
     const auto shared_on_one = [](Context& c, const Deadline& d, int rank, const shm::Arena& arena) {
         Values in(count), out(2 * count);
         const std::byte* source = rank == 0 ? arena.buffer(rank) : bytes_of(in);
         all_gather(c, bytes_of(out), source, std::vector<std::size_t>{count, count}, DType::int32, 0, d);
     };
-    goes_back_to_reading("symmetric on one rank", Operation::all_gather, size, shared_on_one);
+    returns_to_direct_reads("symmetric on one rank", Operation::all_gather, size, shared_on_one);
     // Rank 1's parts are of another kind than rank 0's, or too small for any.
     for (const std::size_t theirs : {2 * count, std::size_t{1}}) {
         const auto uneven = [&](Context& c, const Deadline& d, int rank, const shm::Arena&) {
@@ -347,13 +349,13 @@ void ways_of_moving() {
             Values in(2 * sent), out(count + theirs);
             all_to_all(c, bytes_of(out), bytes_of(in), std::vector<std::size_t>{sent, sent}, sizes, 1, DType::int32, d);
         };
-        goes_back_to_reading("all_to_all", Operation::all_to_all, size, uneven);
+        returns_to_direct_reads("all_to_all", Operation::all_to_all, size, uneven);
     }
     std::printf("ways of moving\n");
 }
 
-// Parts so large that they are staged both ways (transport/shm/shared_copy.h) and folded in several blocks, for which ranks
-// that want no result have room for one.
+// Parts so large that they are copied in both ways (transport/shm/shared_copy.h) and folded in several blocks; ranks
+// that need no result have room for one block.
 void large_parts(int num_ranks) {
     constexpr std::size_t count = 100'003;
     const auto group = make_group(one_host(num_ranks), false, 256 * 1024);
@@ -386,9 +388,9 @@ FailureKind failure_of(Communicator& communicator, double timeout, const Collect
     std::abort();
 }
 
-// Ranks that stay away, leave, abort or call something else end the others' waits, with the reason; on a rank of another
-// host perhaps because a rank that had found it before said so.
-void endings(const std::vector<int>& hosts, bool is_oversubscribed) {
+// Ranks that stay away, leave, abort or make another call end the others' waits, with the reason; on another host
+// possibly because a rank that found it first has reported it.
+void failures(const std::vector<int>& hosts, bool is_oversubscribed) {
     const auto all = [](Context& c, const Deadline& d) { barrier(c, d); };
     const auto other = [](Context& c, const Deadline& d) {
         std::byte data[4]{};
@@ -413,7 +415,7 @@ void endings(const std::vector<int>& hosts, bool is_oversubscribed) {
     group = make_group(hosts, is_oversubscribed);
     run_ranks(3, [&](int rank) {
         Communicator& own = *group[static_cast<std::size_t>(rank)];
-        own.abort("enough");  // which other hosts are told by other means
+        own.abort("enough");  // other hosts learn of it over the control plane
         require(failure_of(own, patience, all) == FailureKind::aborted, "aborted");
     });
     group = make_group(hosts, is_oversubscribed);
@@ -449,7 +451,7 @@ void endings(const std::vector<int>& hosts, bool is_oversubscribed) {
             require(own.wait(*second, 0.1), "what was started before");
         }
     });
-    // Two threads wait for handles of one rank, some with a limit that passes before the other rank comes.
+    // Two threads wait for handles of one rank, some with a timeout that expires before the other rank arrives.
     group = make_group({hosts[0], hosts[1]}, is_oversubscribed);
     std::atomic<int> num_passed{0};
     run_ranks(2, [&](int rank) {
@@ -475,8 +477,9 @@ void endings(const std::vector<int>& hosts, bool is_oversubscribed) {
     std::printf("endings, host of rank 1: %d%s\n", hosts[1], is_oversubscribed ? ", crowded" : "");
 }
 
-// In a crowded group ranks count themselves, and say so apart from that: one that is stopped between the two, or after the
-// last count and before it releases the others, holds nobody up beyond the deadline, and is named if it is waited for.
+// In an oversubscribed group ranks increment a counter and set a flag separately: a rank that is stopped between the
+// two, or after the last increment and before the release of the others, holds nobody up beyond the deadline, and is
+// named if it is waited for.
 void stopped_arrivals() {
     const shm::Layout layout{
         .num_ranks = 3, .group_size = 3, .slot_bytes = slot_bytes, .is_oversubscribed = true, .spin_micros = 20};
@@ -494,9 +497,9 @@ void stopped_arrivals() {
     std::printf("stopped arrivals\n");
 }
 
-// A rank that ends a group and leaves it at once: who waits for it learns of the end, not of the leaving. It does both at
-// any moment of the other's looks, which take a while, for there are many ranks.
-void ends_before_leaving(std::uint64_t num_rounds) {
+// A rank aborts a group and leaves it at once: waiters report the abort, not the leaving. It does both at any moment of
+// the waiter's check, which takes a while with many ranks.
+void abort_precedes_leaving(std::uint64_t num_rounds) {
     constexpr int num_ranks = 512;
     const shm::Layout layout{.num_ranks = num_ranks, .group_size = num_ranks, .slot_bytes = 4096, .spin_micros = 0};
     const auto memory = make_memory(layout.size_bytes());
@@ -512,7 +515,7 @@ void ends_before_leaving(std::uint64_t num_rounds) {
             while (num_there.load() < 2) relax();
             if (rank == 0) {
                 std::this_thread::sleep_for(std::chrono::microseconds(100));
-                own.publish(own.arrival(2, 1).sequence, 1);  // which wakes the other one
+                own.publish(own.arrival(2, 1).sequence, 1);  // wakes the other rank
                 const auto end = Clock::now() + std::chrono::nanoseconds(50 * (round % 1000));
                 while (Clock::now() < end) relax();
                 own.abort("enough");
@@ -536,15 +539,15 @@ int main(int argc, char** argv) {
     const std::uint64_t total = argc > 1 ? std::strtoull(argv[1], nullptr, 10) : 20000;
     const std::uint64_t seed = argc > 2 ? std::strtoull(argv[2], nullptr, 10) : 1;
     for (const bool is_oversubscribed : {false, true}) {
-        endings({0, 0, 0}, is_oversubscribed);
-        endings({0, 1, 2}, is_oversubscribed);
-        endings({0, 1, 0}, is_oversubscribed);
+        failures({0, 0, 0}, is_oversubscribed);
+        failures({0, 1, 2}, is_oversubscribed);
+        failures({0, 1, 0}, is_oversubscribed);
     }
     stopped_arrivals();
-    ways_of_moving();
+    transfer_modes();
     large_parts(2);
     large_parts(3);
-    ends_before_leaving(total / 20);
+    abort_precedes_leaving(total / 20);
     stress(one_host(1), false, total / 20, seed);
     stress(one_host(2), false, total * 6 / 20, seed + 1);
     stress(one_host(2), true, total / 20, seed + 2);

@@ -10,22 +10,22 @@ namespace ferrodist {
 
 namespace {
 
-// A rank that has peers on its host looks at their flags this often while it sleeps on its connections.
+// How often a rank with peers on its host polls their flags while it sleeps on its connections.
 constexpr auto host_poll_period = std::chrono::microseconds(200);
 
 // [Note: spinning on connections]
-// A rank that sleeps on its connections frees its processor, and the system likes to move the other rank of a connection
-// there; so the two change places, packets overtake each other, and the connection takes that for losses and slows down,
-// which makes them sleep again. So with processors enough a rank looks at its connections for longer than at flags. Two
-// ranks on two hosts that are network namespaces, under TCP BBR, medians of nine runs of 25 batches in us: 64 KiB 20 and
-// 1 MiB 277 with 3 ms, and 91 and 1157 where they slept after 300 us and gave way at each look before.
+// A rank that sleeps on its connections frees its processor, and the scheduler likes to move the other rank of a
+// connection there; so the two swap processors, packets are reordered, and TCP takes that for losses and slows down,
+// which makes them sleep again. So with enough processors a rank polls its connections for longer than it polls flags.
+// Two ranks on two hosts that are network namespaces, under TCP BBR, medians of nine runs of 25 batches in us: 64 KiB
+// 20 and 1 MiB 277 with 3 ms; 91 and 1157 with sleeping after 300 us and a yield at each clock check.
 
-// Each rank's place among those of its host.
+// Each rank's index among the ranks of its host.
 std::vector<int> indexes_in_segment(const std::vector<int>& hosts) {
-    std::vector<int> places;
+    std::vector<int> indexes;
     for (auto own = hosts.begin(); own != hosts.end(); ++own)
-        places.push_back(static_cast<int>(std::count(hosts.begin(), own, *own)));
-    return places;
+        indexes.push_back(static_cast<int>(std::count(hosts.begin(), own, *own)));
+    return indexes;
 }
 
 Chain chain_of(const std::vector<int>& hosts, int rank) {
@@ -147,7 +147,7 @@ void Fabric::wait_for_all(const IsThere& is_ready, FailureKind timeout_kind, con
         if (spin.should_retry()) continue;
         check_interruption();
         std::vector<int> ranks = lagging();
-        if (ranks.empty()) return;  // they came this moment
+        if (ranks.empty()) return;  // they have just arrived
         for (const int r : ranks) {
             if (links_->is_remote(r) ? !links_->is_gone(r) : progress(r).left.load() == 0) continue;
             if (is_ready(r)) continue;
@@ -167,7 +167,7 @@ void Fabric::report_failure(std::uint64_t sequence) noexcept {
     for (int r = 0; r < num_ranks(); ++r)
         if (links_->is_remote(r)) links_->send(r, tcp::LinkFrameType::failed, sequence, 0, {});
     links_->write();
-    links_->drop_unsent();  // it may lie in memory of the caller's
+    links_->drop_unsent();  // its data may be in the caller's memory
 }
 
 void Fabric::leave() {

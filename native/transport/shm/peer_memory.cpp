@@ -14,10 +14,10 @@ namespace ferrodist::shm {
 
 namespace {
 
-// The system copies at most this many bytes a call; rounded to pages.
+// The maximum number of bytes per system call; the kernel's limit, rounded to pages.
 constexpr std::size_t max_call_bytes = std::size_t{1} << 30;
 
-// Returns 0, or the errno of what can't be read.
+// Returns 0, or the errno of the failed read.
 int read_from(std::int64_t process, std::byte* out, std::uint64_t address, std::size_t size) {
     std::size_t done = 0;
     while (done < size) {

@@ -14,7 +14,7 @@ namespace {
 
 constexpr std::size_t max_record_bytes = 4096;
 
-// How long one sleep lasts at most: bounds how late an expired deadline is seen.
+// The longest single sleep: bounds how late an expired deadline is noticed.
 constexpr auto max_sleep = interruption_period;
 
 }  // namespace
@@ -55,7 +55,7 @@ Segment::Segment(std::shared_ptr<const Mapping> memory, const Layout& layout)
 }
 
 void Segment::initialize() {
-    // The memory is zero, which is what all counters start from; this begins the objects' lifetimes.
+    // The memory is zero, the initial value of all counters; this begins the objects' lifetimes.
     new (memory_->data()) Header{};
     for (int rank = 0; rank < layout_.num_ranks; ++rank) {
         new (&arrival(rank, 0)) Arrival{};
@@ -127,10 +127,10 @@ void Segment::wait_until(const Ready& ready, const Lagging& lagging, FailureKind
         check();
         check_interruption();
         std::vector<int> ranks = lagging();
-        if (ranks.empty()) return;  // they came this moment
+        if (ranks.empty()) return;  // they have just arrived
         for (const int rank : ranks) {
             if (progress(rank).left.load() == 0 || ready()) continue;
-            check();  // a rank that leaves a group which has failed has said so before, and the look above may be older
+            check();  // a rank that leaves an aborted group has aborted it before; the check above may be older
             throw Failure(FailureKind::left, {rank});
         }
         if (deadline.expired()) throw Failure(timeout_kind, std::move(ranks));
@@ -159,11 +159,11 @@ void Segment::arrive(int rank, std::uint64_t sequence, const Deadline& deadline)
             lagging, FailureKind::late, deadline, &watch);
         return;
     }
-    // Ranks outnumber the processors: the last one to come wakes all others once, and none is woken before. Data is ordered
-    // by the count, which each reads and adds to at once, and by `released`. A rank's own flag is only for naming who is
-    // late, and so is stored when the others need nothing more of it: one that is stopped anywhere before, be it between
-    // its count and the release, is named. Whoever sees all flags may go on without the release, for each flag orders its
-    // rank's data, too.
+    // Ranks outnumber the processors: the last one to arrive wakes all others once, and none is woken before. Data is
+    // ordered by the count, which each rank reads and increments atomically, and by `released`. A rank's own flag only
+    // serves to name stragglers, and so is stored once the others need nothing more of the rank: one that is stopped
+    // anywhere before, even between its count and the release, is named. A rank that sees all flags may go on without
+    // the release, for each flag orders its rank's data, too.
     const auto all = static_cast<std::uint64_t>(num_ranks) * sequence;
     const bool is_last = header().num_arrivals.fetch_add(1) + 1 == all;
     if (is_last) publish(header().released, sequence);
@@ -205,7 +205,7 @@ bool Segment::is_aborted() const noexcept {
 
 std::string Segment::abort_record() const {
     const auto& abort = header().abort;
-    // Whoever writes it may have been killed half-way: then there is no record.
+    // Its writer may have been killed half-way: then there is no record.
     const Deadline patience(0.1);
     while (abort.state.load() == 1 && !patience.expired()) relax();
     return abort.state.load() == 2 ? std::string(abort.record.data(), abort.length) : std::string();

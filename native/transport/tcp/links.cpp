@@ -23,13 +23,13 @@ namespace {
 
 constexpr std::uint32_t frame_magic = 0x54446646;
 
-// What is read from one connection at most, before others have their turn.
+// Maximum bytes read from one connection before others get their turn.
 constexpr std::size_t max_read_bytes = 1 << 20;
 
-// What is read at once where a frame may begin: all of a small collective comes in one call, and is copied once more.
+// Buffer for reads where a frame may begin: all of a small collective arrives in one call, and is copied once more.
 constexpr std::size_t buffer_bytes = 20 * 1024;
 
-// What is read along with the rest of a frame: where much comes, all but this goes straight to its place.
+// Bytes read beyond the rest of a frame: with much data, all but these go straight to their destination.
 constexpr std::size_t extra_bytes = 512;
 
 [[noreturn]] void throw_violation(int rank, const char* what) {
@@ -40,7 +40,7 @@ constexpr std::size_t extra_bytes = 512;
 
 Links::Links(const std::vector<int>& descriptors, std::size_t slot_bytes)
     : slot_bytes_(slot_bytes) {
-    std::vector<Descriptor> sockets;  // owned before anything else can fail
+    std::vector<Descriptor> sockets;  // owned before anything can throw
     sockets.reserve(descriptors.size());
     for (const int number : descriptors) sockets.emplace_back(number);
     wakeup_ = Descriptor(::eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK));
@@ -103,7 +103,7 @@ bool Links::write(Peer& peer) noexcept {
         }
         has_moved = true;
         count_sent(peer, static_cast<std::size_t>(count));
-        if (static_cast<std::size_t>(count) < size) break;  // it takes no more for now
+        if (static_cast<std::size_t>(count) < size) break;  // the socket's buffer is full
     }
     return has_moved;
 }
@@ -201,12 +201,12 @@ bool Links::read(Peer& peer, int rank) {
         if (of_target > 0 && peer.target.empty()) handle_frame(peer, rank);
         peer.num_buffered += size - of_target;
         parse_frames(peer, rank);
-        if (size < parts[0].iov_len + parts[1].iov_len) break;  // there was no more
+        if (size < parts[0].iov_len + parts[1].iov_len) break;  // nothing more has arrived
     }
     return total > 0;
 }
 
-// Acts on the whole frames in the buffer, and leaves what may be part of a header.
+// Handles the complete frames in the buffer, and keeps an incomplete header.
 void Links::parse_frames(Peer& peer, int rank) {
     const std::byte* at = peer.buffer.get();
     std::size_t left = peer.num_buffered;
@@ -248,7 +248,7 @@ bool Links::has_unsent_staged(int rank, std::uint64_t number) const {
 void Links::drop_unsent() noexcept {
     for (const auto& peer : peers_) {
         if (!peer || !peer->has_unsent()) continue;
-        peer->is_gone = true;  // half a frame may have left
+        peer->is_gone = true;  // a frame may be partly sent
         peer->outgoing.clear();
     }
 }
@@ -273,7 +273,7 @@ void Links::sleep(std::chrono::nanoseconds timeout) {
 
 void Links::leave() noexcept {
     for (const auto& peer : peers_)
-        if (peer) ::shutdown(peer->socket.get(), SHUT_WR);  // they still get what was sent before
+        if (peer) ::shutdown(peer->socket.get(), SHUT_WR);  // what was sent before is still delivered
     wake();
 }
 

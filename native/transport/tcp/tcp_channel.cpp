@@ -16,17 +16,17 @@ static_assert(std::endian::native == std::endian::little, "the frames' numbers a
 
 namespace {
 
-// Of a frame's payload: large enough to hide its cost, small enough to let others through.
+// The maximum payload of a frame: large enough to hide its overhead, small enough to let other frames through.
 constexpr std::size_t max_payload_bytes = std::size_t{512} << 10;
 constexpr std::size_t buffer_bytes = std::size_t{64} << 10;
-// From here on what is left of a payload is read to its place, else through the buffer.
+// From this size on the rest of a payload is read straight to its destination, else through the buffer.
 constexpr std::size_t direct_bytes = std::size_t{16} << 10;
 
 constexpr int most_reads_in_a_row = 16;
 
-// The system begins with room for 64 KiB, so that a message which comes before its receiver reads waits for its rest. To
-// ask for this much at once, and then for one byte again, makes room without ending the system's own tuning, as SO_RCVBUF
-// would: a tensor of 64 KiB took 60 to 90 us one way instead of 90 to 200.
+// The kernel starts with a receive window of 64 KiB, so a message that arrives before its receiver reads waits for its
+// rest. Setting SO_RCVLOWAT to this size and then to one byte opens the window without ending the kernel's autotuning,
+// as SO_RCVBUF would: a tensor of 64 KiB took 60 to 90 us one way instead of 90 to 200.
 constexpr int room_bytes = 1 << 20;
 
 bool would_block(int error) {
@@ -83,7 +83,7 @@ Channel::Put TcpChannel::finish() {
         } else if (would_block(errno)) {
             break;
         } else if (errno != EINTR) {
-            is_broken_ = true;  // which shows when reading, after all that has come
+            is_broken_ = true;  // noticed by reading, after everything that has arrived
         }
     }
     if (num_written_ < size) return has_written ? Put::partial : Put::none;
@@ -105,7 +105,7 @@ bool TcpChannel::set_blocked(bool is_blocked) {
     return false;
 }
 
-// Reads until there are so many bytes in the buffer; false when they have not come.
+// Reads until `wanted` bytes are buffered; false if they have not arrived.
 bool TcpChannel::fill(std::size_t wanted) {
     if (start_ == stop_)
         start_ = stop_ = 0;
@@ -116,7 +116,7 @@ bool TcpChannel::fill(std::size_t wanted) {
     }
     while (num_buffered() < wanted) {
         if (is_drained_) return false;
-        // After a piece of a message comes another one, of which only the front belongs here.
+        // A data frame is followed by the next one of its message, of which only the header belongs into the buffer.
         const bool is_amid = header_.kind == FrameType::data && header_.offset + header_.length < header_.size;
         const bool is_front = wanted == sizeof(Frame);
         stop_ += receive(buffer_.get() + stop_, is_amid && is_front ? wanted - num_buffered() : buffer_bytes - stop_);
@@ -135,7 +135,7 @@ std::size_t TcpChannel::receive(std::byte* target, std::size_t room) {
     }
 }
 
-// Nothing will come any more, so nothing that goes there is of use either: the other rank need not wait for that.
+// Nothing more will arrive, so nothing that is sent there is of use: the other rank need not wait for it.
 void TcpChannel::end_reading() noexcept {
     if (has_ended_) return;
     has_ended_ = is_broken_ = true;
@@ -156,7 +156,7 @@ Channel::Front TcpChannel::front(Frame& frame) {
         if (header_.length > max_payload_bytes || header_.length > header_.size) return Front::broken;
         if (header_.offset > header_.size - header_.length) return Front::broken;
         std::size_t wanted = sizeof(Frame) + header_.length;
-        // Of a long message's announcement there is something to copy at once, then it is known not to be whole.
+        // Of a long message's announcement one byte is enough: then the frame is known to be incomplete.
         if (wanted > buffer_bytes) wanted = sizeof(Frame) + (header_.kind == FrameType::data ? 0 : 1);
         if (num_buffered() >= wanted || fill(wanted)) {
             start_ += sizeof(Frame);
@@ -165,7 +165,7 @@ Channel::Front TcpChannel::front(Frame& frame) {
             return give_out(frame);
         }
     }
-    is_drained_ = false;  // next time it may have come
+    is_drained_ = false;  // it may have arrived by the next batch
     return has_ended_ ? Front::ended : Front::none;
 }
 
