@@ -49,7 +49,7 @@ def save(group, path, version):
 
 
 def version_at(path):
-    """The version of the checkpoint in a folder, after a look at every element; None if there is none."""
+    """The version of the checkpoint in a folder, after a look at every element; None without a checkpoint."""
     alone = SimulatedBackend.create_group(1)[0]
     if not (path / "metadata.json").exists():
         with pytest.raises(DistCheckpointError, match=r"metadata\.json is missing"):
@@ -65,7 +65,7 @@ def version_at(path):
 
 
 def stray_files(path):
-    """What is in a folder, and not of its checkpoint."""
+    """Return the files in a folder that are not of its checkpoint."""
     names = {entry.name for entry in path.iterdir()} if path.exists() else set()
     if "metadata.json" in names:
         names -= {"metadata.json", *[file.name for file in read_manifest(LocalStorage(path)).files]}
@@ -91,7 +91,7 @@ def counting(strike=None, number=-1):
 
 
 def count_calls(path):
-    """How many calls each rank makes for a save to a folder."""
+    """Return the number of calls that each rank makes for a save to a folder."""
 
     def program(group):
         with counting() as seen:
@@ -106,8 +106,8 @@ def kill_in_save(path, notes, version, *, trigger, victims, number=-1, delay=Non
 
     Args:
         path: The checkpoint.
-        notes: A folder for what the survivors say.
-        version: Of the state.
+        notes: A folder for the survivors' reports.
+        version: The state's version.
         trigger: The rank whose progress decides when.
         victims: The ranks that are killed.
         number: At which call of the trigger.
@@ -210,7 +210,7 @@ def save_as_a_rank(group, path, version):
 
 
 def commits(storage_method, name):
-    """How rank 0 is killed just before, or just after, a storage does something."""
+    """Kill rank 0 just before, or just after, an operation of the storage."""
     original = getattr(LocalStorage, storage_method)
 
     def strike(args):
@@ -264,7 +264,7 @@ def test_rank_0_killed_at_each_step(tmp_path, monkeypatch, method, name, is_new,
 
 
 def test_rank_0_killed_with_half_a_manifest(tmp_path, monkeypatch):
-    """What it was written to before it had its name is removed by the other ranks."""
+    """The other ranks remove its temporary file."""
     path = tmp_path / "checkpoint"
     run_ranks(save, NUM_RANKS, path, 1)
     with monkeypatch.context() as patched:
@@ -292,7 +292,7 @@ def assert_as_before(path, version, *, others=()):
 @pytest.mark.parametrize("rank", [0, 1])
 @pytest.mark.parametrize("is_fresh", [True, False], ids=["fresh", "over"])
 def test_a_rank_that_raises_in_the_middle(tmp_path, monkeypatch, error, rank, is_fresh):
-    """All ranks raise DistCheckpointError that names it, what was written is gone, and they can go on."""
+    """All ranks raise DistCheckpointError that names it, the written files are gone, and they can continue."""
     from ferrodist.checkpoint import save as saving  # noqa: PLC0415
 
     path = tmp_path / "checkpoint"
@@ -422,7 +422,7 @@ def test_a_full_disk(mounted):
 
 
 def test_a_disk_that_is_full_at_any_byte(mounted):
-    """Whatever room there is, the save works or leaves what was there."""
+    """With any amount of space, the save succeeds or leaves the previous checkpoint."""
     path = mounted / "checkpoint"
     run_ranks(save, NUM_RANKS, path, 1)
     free = os.statvfs(mounted)

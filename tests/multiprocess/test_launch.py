@@ -220,7 +220,7 @@ def test_the_first_of_several_failures_is_the_one_blamed(script, order):
     assert [int(rank) for rank in re.findall(r"rank (\d)", followers)] == rest
 
 
-CONSEQUENCE = """
+SECONDARY_FAILURE = """
     def fail_because_of_another():
         sys.stderr.write("ferrodist.errors.PeerLostError: rank 1 of group 'world' has left\\n")
         sys.exit(1)
@@ -228,11 +228,11 @@ CONSEQUENCE = """
 
 
 @needs_pidfd
-def test_a_consequence_is_not_blamed_though_it_ends_first(script):
+def test_a_secondary_failure_is_not_blamed_though_it_exits_first(script):
     """A rank that failed because of another stops nobody yet: the other is waited for, and blamed."""
     path = script(
         WAITING_RANK
-        + CONSEQUENCE
+        + SECONDARY_FAILURE
         + """
     number = signal.sigwait(watched)
     if os.environ["RANK"] == "1":
@@ -260,11 +260,11 @@ def test_a_consequence_is_not_blamed_though_it_ends_first(script):
 
 
 def test_the_wait_for_a_cause_is_bounded(script, capfd, monkeypatch):
-    """When the rank that is to blame goes on, the consequence is reported as what it is, and the job ends."""
-    monkeypatch.setattr(worker_group, "CAUSE_SECONDS", 0.2)
+    """If the rank to blame continues, the secondary failure is reported as one, and the job ends."""
+    monkeypatch.setattr(worker_group, "ROOT_CAUSE_TIMEOUT", 0.2)
     path = script(
         WAITING_RANK
-        + CONSEQUENCE
+        + SECONDARY_FAILURE
         + """
     if os.environ["RANK"] == "0":
         fail_because_of_another()
@@ -278,11 +278,11 @@ def test_the_wait_for_a_cause_is_bounded(script, capfd, monkeypatch):
     assert errors.endswith("  stopped because of it: rank 1\n")
 
 
-def test_consequences_alone_are_reported_when_all_have_ended(script):
-    """A rank that ends well while others need it is no failure: the report names the first that failed, and it."""
+def test_secondary_failures_alone_are_reported_when_all_have_ended(script):
+    """A rank that exits successfully while others need it has not failed: the report names it and the first failure."""
     path = script(
         "    import os, sys\n"
-        + CONSEQUENCE
+        + SECONDARY_FAILURE
         + """
     if os.environ["RANK"] == "0":
         fail_because_of_another()
@@ -397,7 +397,7 @@ def test_a_crash_leaves_a_stack(script):
 
 
 def test_the_programs_environment_is_its_own(script, tmp_path):
-    """What makes ranks print stacks is gone when the program starts, and a ``sitecustomize`` of the user's has run."""
+    """The hook that prints stacks is hidden from the program, and the user's ``sitecustomize`` has run."""
     (tmp_path / "sitecustomize.py").write_text("import os; os.environ['CUSTOMIZED'] = 'yes'\n")
     path = script("""
         import os, sys, sitecustomize
@@ -410,7 +410,7 @@ def test_the_programs_environment_is_its_own(script, tmp_path):
     assert lines_of(done.stdout, 0) == [f"{given} yes {tmp_path / 'sitecustomize.py'}".encode(), b"[]"]
 
 
-def test_rank_0_reads_what_is_typed(script):
+def test_rank_0_reads_standard_input(script):
     """The first rank has the launcher's standard input, the others none."""
     path = script("import os, sys; print(os.environ['RANK'], repr(sys.stdin.read()))")
     done = run_to_end("--nproc-per-node", "2", path, stdin=None, input=b"typed")
@@ -527,7 +527,7 @@ def test_the_same_signal_twice_at_once_counts_once(script, tmp_path, capfd):
 
 
 def test_an_interrupt_after_a_failure_prevents_the_restart(script):
-    """Whoever interrupts while the launcher stops a failed attempt does not want another one."""
+    """An interrupt while the launcher stops a failed attempt prevents another one."""
     path = script(
         WAITING_RANK
         + """
@@ -591,7 +591,7 @@ def test_a_rank_whose_launcher_is_gone_already_does_not_start():
 
 @needs_pidfd
 @pytest.mark.parametrize("code", [0, 5])
-def test_what_a_rank_started_ends_with_the_job(script, code):
+def test_a_ranks_children_end_with_the_job(script, code):
     """A process left behind in a rank's group is ended, whether the rank succeeded or failed."""
     path = script(f"""
         import subprocess, sys
@@ -686,7 +686,7 @@ def test_bytes_that_are_not_utf8_survive(script):
         assert sorted(stream.split(b"\n")) == [b"", *expected]
 
 
-def test_huge_output_arrives_whole_and_in_order(script):
+def test_huge_output_arrives_complete_and_in_order(script):
     """All ranks write a lot to both streams at once: no line is lost, torn or out of order in its stream."""
     path = script("""
         import os, sys
@@ -784,7 +784,7 @@ def test_output_on_a_full_device(script, code, stream):
 
 @pytest.mark.parametrize("descriptor", [0, 1, 2])
 def test_a_launcher_whose_stream_is_closed(script, descriptor):
-    """What would go there is dropped; nothing else takes its place, and the other streams are whole."""
+    """Output for the closed stream is dropped, and the other streams are complete."""
     path = script("import sys; print('out', flush=True); sys.stderr.write('err\\n'); sys.exit(7)")
     done = run_to_end(path, preexec_fn=lambda: os.close(descriptor))
     assert done.returncode == 7

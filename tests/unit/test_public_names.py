@@ -208,7 +208,7 @@ def test_dir_shows_what_is_public(name):
 
 
 def test_help_of_the_package_is_a_page():
-    """It lists the names; each has help of its own."""
+    """The page lists the names; each has help of its own."""
     shown = pydoc.render_doc(fd, renderer=pydoc.plaintext)
     assert len(shown.splitlines()) < 120
     assert "init_process_group, destroy_process_group" in shown

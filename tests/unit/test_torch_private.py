@@ -85,7 +85,7 @@ def is_torch_s(name: str, owner: str) -> bool:
 
 
 def reads(tree: ast.Module) -> Iterator[str]:
-    """Where private names of torch's are read."""
+    """Return the places where private names of torch are read."""
     skipped = {id(inner) for node in unread(tree) for inner in ast.walk(node)}
     for node in ast.walk(tree):
         if id(node) in skipped:

@@ -58,7 +58,7 @@ def test_one_of_a_kind_is_no_plural():
 
 
 def test_no_message_has_an_article_before_a_name_that_is_filled_in():
-    """It would be wrong for half of the names."""
+    """A fixed article would be wrong for half of the names."""
     source = Path(fd.__file__).parent
     wrong = re.compile(r"\b(?:a|an) \{(?:type\(\w+\)\.__(?:qual)?name__|kind|module|name)\b")
     files = [path for path in source.rglob("*.py") if "testing" not in path.parts]

@@ -86,7 +86,7 @@ class Backend(ABC):
     """Upper half of the tags of this group's messages: 0, or for a sub-group a hash of its members."""
 
     verification_key: bytes = b""
-    """The key that authenticates agreements where messages are not authenticated; else empty."""
+    """The key that authenticates calls in verification where messages are not authenticated; else empty."""
 
     data_plane: DataPlane | None = None
     """Moves bytes between all ranks at once; None where the group has no such thing."""

@@ -37,28 +37,30 @@ class CollectiveKind(str, Enum):
 
 
 class CollectiveOp(msgspec.Struct, frozen=True, kw_only=True, eq=False):
-    """A checked collective call of this rank, in the terms of engines.
+    """A checked collective call of this rank, as engines run it.
 
-    p is the number of ranks, and r each of them. "Root only" is None on other ranks.
+    r is each rank. Tensors are None on ranks other than the root where the table says "root". The numbers of elements
+    follow in parentheses; where there are none they are equal on all ranks.
 
-        kind            effect                               source             out                     and
-        allreduce       fold source over the ranks           every rank         every rank              op
-        reduce          fold source over the ranks           every rank         root only               op, root
-        broadcast       copy the root's out to every rank    see below          every rank              root
-        all_gather      join the ranks' sources              counts[r] on r     sum(counts)             counts, dim
-        gather          join the ranks' sources              counts[r] on r     root only: sum(counts)  counts, root
-        scatter         divide the root's source             root only: sum(counts)  counts[r] on r     counts, root
-        reduce_scatter  fold source, divide the result       sum(counts)        counts[r] on r          counts, op, dim
-        all_to_all      send part r of source to rank r      sum(counts)        sum(recv_counts)        counts, unit,
-                                                                                                        recv_counts
-        barrier         return when all ranks have called    None               None
-        share           give every rank every payload        None               None                    name, payload
+        kind            effect                            source               out                   other fields
+        allreduce       fold source over the ranks        all                  all                   op
+        reduce          fold source over the ranks        all                  root                  op, root
+        broadcast       copy the root's out to all ranks  (see below)          all                   root
+        all_gather      concatenate the ranks' sources    all (counts[r])      all (sum of counts)   counts, dim
+        gather          concatenate the ranks' sources    all (counts[r])      root (sum of counts)  counts, root
+        scatter         divide the root's source          root (sum of counts) all (counts[r])       counts, root
+        reduce_scatter  fold source, divide the result    all (sum of counts)  all (counts[r])       counts, op, dim
+        all_to_all      send part r of source to rank r   all (sum of counts)  all (of recv_counts)  counts,
+                                                                                                     recv_counts, unit
+        barrier         return when all ranks have called
+        share           send the payload to all ranks                                                name, payload
 
-    Where sizes are not given they are equal on all ranks. The ``out`` of an allreduce or reduce may be ``source``.
-    The ``source`` of a broadcast is what the root's ``out`` holds when the engine runs: whoever calls the engine has
-    copied it there.
-    All tensors are one-dimensional and contiguous, of one dtype in `DTYPES`, on one device. An engine may write to
-    ``out`` while it reads parts of ``source`` that it has not sent, so in all other kinds the two may not overlap.
+    All tensors are one-dimensional and contiguous, of one dtype in `DTYPES`, on one device. ``out`` may be ``source``
+    in allreduce and reduce. In other kinds they must not overlap, for an engine may write ``out`` before it has sent
+    all of ``source``; only this rank's own part of one of them may be the other.
+
+    Engines read a broadcast's elements from the root's ``out``. ``source`` has them before the call runs: `execute` and
+    `submit` copy them to ``out``.
 
     Args:
         kind: The collective.

@@ -47,11 +47,7 @@ _THREADS_OUT_SECONDS = 1.0
 
 
 class ExitStage(IntEnum):
-    """The order in which a process ends what is still open when its interpreter exits.
-
-    The stages up to MPI run before handlers that the program registered with `atexit` earlier than the newest of their
-    callbacks; the others, on which all stand, run where this module was imported.
-    """
+    """The order in which a process ends what is still open when its interpreter exits."""
 
     RPC_AGENTS = 0
     TORCH_GROUPS = 1
@@ -72,22 +68,39 @@ class _Group(_Closeable, Protocol):
         """Make every use of the group raise ``error`` in a forked child; the parent keeps the group."""
 
 
-_callbacks: dict[ExitStage, list[Callable[[], object]]] = {stage: [] for stage in ExitStage}
+if TYPE_CHECKING:
+    Callback = Callable[[], object]
+
+_callbacks: dict[ExitStage, list[tuple[Callback, Callback]]] = {stage: [] for stage in ExitStage}  # and their handlers
 _closeables: dict[ExitStage, weakref.WeakSet[_Closeable]] = {stage: weakref.WeakSet() for stage in ExitStage}
 _groups: weakref.WeakSet[_Group] = weakref.WeakSet()
 
 
-def at_exit(stage: ExitStage, callback: Callable[[], object]) -> None:
-    """Call ``callback()`` at the interpreter's exit, before those of its stage that were given earlier."""
-    _callbacks[stage].append(callback)
+def at_exit(stage: ExitStage, callback: Callback) -> None:
+    """Call ``callback()`` at the interpreter's exit, after all of earlier stages.
+
+    Up to MPI's stage it is called when `atexit` would call it, so that handlers that the program registers later run
+    before it; in the stages after that, which only the others need, when all of those have been called.
+    """
+
+    def run_at_exit() -> None:
+        _run_stages_before(stage)
+        if entry in _callbacks[stage]:
+            _callbacks[stage].remove(entry)
+            callback()
+
+    entry = (callback, run_at_exit)
+    _callbacks[stage].append(entry)
     if stage <= ExitStage.MPI:
-        atexit.unregister(_run_first_stages)
-        atexit.register(_run_first_stages)
+        atexit.register(run_at_exit)
 
 
-def cancel_at_exit(stage: ExitStage, callback: Callable[[], object]) -> None:
+def cancel_at_exit(stage: ExitStage, callback: Callback) -> None:
     """Undo `at_exit`, if it was called."""
-    _callbacks[stage] = [other for other in _callbacks[stage] if other != callback]
+    for entry in _callbacks[stage].copy():
+        if entry[0] == callback:
+            _callbacks[stage].remove(entry)
+            atexit.unregister(entry[1])
 
 
 def close_at_exit(stage: ExitStage, closeable: _Closeable) -> None:
@@ -100,28 +113,27 @@ def track(group: _Group) -> None:
     _groups.add(group)
 
 
-def _run_first_stages() -> None:
-    """Run the callbacks of the stages up to MPI; the interpreter calls it."""
+def _run_stages_before(end: ExitStage) -> None:
     for stage in ExitStage:
-        if stage <= ExitStage.MPI:
+        if stage < end:
             _run_exit_stage(stage)
-
-
-@atexit.register
-def _run_last_stages() -> None:
-    for stage in ExitStage:
-        if stage > ExitStage.MPI:
-            _run_exit_stage(stage)
-    _close_groups()
 
 
 def _run_exit_stage(stage: ExitStage) -> None:
-    closes: list[Callable[[], object]] = [item.close for item in snapshot_weak(lambda: _closeables[stage])]
-    for callback in [*reversed(_callbacks[stage]), *closes]:
+    callbacks = [callback for callback, _ in reversed(_callbacks[stage])]
+    _callbacks[stage].clear()
+    callbacks += [item.close for item in snapshot_weak(lambda: _closeables[stage])]
+    for callback in callbacks:
         try:
             callback()
         except BaseException:  # noqa: BLE001, PERF203 - as the interpreter does between the callbacks of `atexit`
             traceback.print_exc()
+
+
+@atexit.register
+def _run_all_stages() -> None:
+    _run_stages_before(ExitStage.GROUPS)
+    _close_groups()
 
 
 def _close_groups() -> None:

@@ -1,6 +1,6 @@
 """Which ranks respond: asking them, and counting their answers.
 
-[Note: life signs]
+[Note: liveness]
 A rank that is stopped closes nothing, and reads nothing from its connections. When a deadline has passed, the rank that
 waited asks those that it waited for to answer (PING). The thread that moves a rank's frames answers (PONG), so a rank
 that only computes does too. An answer may be queued behind much data, so that whatever else a transport has read from
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 class LivenessProbe:
     """Finds the ranks that don't answer, and those that are behind in the order of collectives.
 
-    See [Note: life signs]. The arguments are the transport.
+    See [Note: liveness]. The arguments are the transport.
 
     Args:
         ping: ``ping(rank)`` asks a rank to answer.

@@ -1,6 +1,6 @@
 """Verification: before a collective moves data, its ranks learn that all of them called the same one.
 
-[Note: agreement]
+[Note: verification]
 Every collective begins with it. Each rank sends its encoded call to rank 0; rank 0 sends the table of all calls to each
 rank. Two steps, 192 bytes up and 192*p down for each rank. After it nothing can go wrong unnoticed:
 
@@ -166,7 +166,7 @@ def _has_ended(request: Request, seconds: float, deadline: Deadline) -> bool:
 
 
 class CollectiveVerifier:
-    """Counts and compares the collectives of one group. See [Note: agreement].
+    """Counts and compares the collectives of one group. See [Note: verification].
 
     Args:
         group: The group.

@@ -272,9 +272,9 @@ class AsyncCheckpointer:
 
     def _wait_for_room(self, path: str) -> None:
         """Wait until the queue has room and no save to the path is in progress; raise the first unreported error."""
-        under_way = [future for future in self._futures if not future.done()]
-        for place, future in enumerate(under_way):
-            if place < len(under_way) - self._queue or future.path == path:
+        in_progress = [future for future in self._futures if not future.done()]
+        for index, future in enumerate(in_progress):
+            if index < len(in_progress) - self._queue or future.path == path:
                 future.settle()
         self._raise_unreported()
 
@@ -336,14 +336,14 @@ def _run_without_references(write: Callable[..., None], *arguments: Any) -> None
 
 def _clear_frames(error: BaseException) -> None:
     """Clear the local variables in the tracebacks of an error and its causes."""
-    left: list[BaseException | None] = [error]
+    pending: list[BaseException | None] = [error]
     seen: set[int] = set()
-    while left:
-        each = left.pop()
+    while pending:
+        each = pending.pop()
         if each is not None and id(each) not in seen:
             seen.add(id(each))
             traceback.clear_frames(each.__traceback__)
-            left += [each.__cause__, each.__context__]
+            pending += [each.__cause__, each.__context__]
 
 
 def _log_unreported(futures: Sequence[CheckpointFuture]) -> None:

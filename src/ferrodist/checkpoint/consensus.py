@@ -1,10 +1,11 @@
 """Steps that succeed on all ranks or raise on all ranks, with the same message.
 
-all_or_none      each rank runs a block           one all-gather
-call_on_all      the same for a function
-run_on_rank0     rank 0 runs a function           one broadcast
-Rank0Exchange    each rank makes a value, rank 0   one gather and one scatter
-answers all of them
+::
+
+    all_or_none      each rank runs a block                             one all-gather
+    call_on_all      the same for a function                            one all-gather
+    run_on_rank0     rank 0 runs a function for all                     one broadcast
+    Rank0Exchange    each rank makes a value, rank 0 answers to each    one gather and one scatter
 """
 
 from __future__ import annotations

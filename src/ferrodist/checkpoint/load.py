@@ -152,7 +152,7 @@ def _copy_to_targets(request: ReadRequest, data: torch.Tensor, inner: Box, views
 def _sorted_requests(requests: Iterable[ReadRequest], manifest: Manifest) -> list[ReadRequest]:
     """Sort by position in the files, the same way on all ranks."""
     return sorted(
-        requests, key=lambda request: (*manifest.place(request.key), request.key, request.offsets, request.shape)
+        requests, key=lambda request: (*manifest.position(request.key), request.key, request.offsets, request.shape)
     )
 
 
@@ -164,9 +164,9 @@ def _chunks(requests: Iterable[ReadRequest], manifest: Manifest) -> Iterator[tup
             yield request, whole, whole
             continue
         row = whole.numel // request.shape[0] * _dtype(request, manifest).itemsize
-        at_once = max(1, _MESSAGE_BYTES // row)
-        for begin in range(0, request.shape[0], at_once):
-            count = min(at_once, request.shape[0] - begin)
+        rows_per_chunk = max(1, _MESSAGE_BYTES // row)
+        for begin in range(0, request.shape[0], rows_per_chunk):
+            count = min(rows_per_chunk, request.shape[0] - begin)
             chunk = Box((request.offsets[0] + begin, *request.offsets[1:]), (count, *request.shape[1:]))
             yield request, chunk, chunk.within(whole)
 
@@ -194,7 +194,7 @@ def load(
     with all_or_none("load a checkpoint", storage.url, group, deadline, about_arguments=False):
         reader = CheckpointReader(storage, manifest, verify=verify)
         try:
-            targets = sorted(planner.targets, key=lambda target: manifest.place(target[0]))
+            targets = sorted(planner.targets, key=lambda target: manifest.position(target[0]))
             boxes = [(key, box, view) for key, _, part in targets for box, view in part.boxes]
             if one_reads:
                 read_on_rank0(reader, manifest, boxes, where=storage.url, group=group, deadline=deadline)
@@ -228,14 +228,14 @@ def _check_complete(planner: LoadPlanner | None, where: str, group: Backend, dea
     """Raise on all ranks if wanted values were not saved or saved tensors have no target; None skips this rank's."""
     own = ([], 0, {}) if planner is None else (planner.missing[:10], len(planner.missing), planner.unexpected)
     answers = all_gather_object(own, group=group, timeout=deadline.remaining())
-    for rank, (names, number, _) in enumerate(answers):
+    for rank, (names, count, _) in enumerate(answers):
         if names:
             raise DistCheckpointError(
-                f"{where} lacks {_abbreviate(names, number)}, which rank {rank} wants: load with strict=False to leave"
+                f"{where} lacks {_abbreviate(names, count)}, which rank {rank} wants: load with strict=False to leave"
                 " what is missing as it is",
                 ranks=(rank,),
             )
-    unexpected = {key: place for _, _, found in answers for key, place in found.items()}
+    unexpected = {key: state_path for _, _, found in answers for key, state_path in found.items()}
     if not unexpected:
         return
     here = [] if planner is None else sorted(planner.used & set(unexpected))
@@ -249,6 +249,6 @@ def _check_complete(planner: LoadPlanner | None, where: str, group: Backend, dea
         )
 
 
-def _abbreviate(names: Sequence[str], number: int) -> str:
+def _abbreviate(names: Sequence[str], count: int) -> str:
     shown = ", ".join(names[:3])
-    return shown if number <= 3 else f"{shown} and {number - 3} more"
+    return shown if count <= 3 else f"{shown} and {count - 3} more"

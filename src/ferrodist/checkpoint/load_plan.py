@@ -127,7 +127,7 @@ class LoadPlanner:
         return self._decode_all(content, path, _SEQUENCE_TYPES[mark])
 
     def _decode_all(self, nodes: Sequence[Any], path: tuple[object, ...], kind: Callable[[Any], Any]) -> Builder:
-        builders = [self.decode(each, (*path, place)) for place, each in enumerate(nodes)]
+        builders = [self.decode(each, (*path, index)) for index, each in enumerate(nodes)]
         return lambda: kind([build() for build in builders])
 
     def _new_tensor(self, key: str, path: tuple[object, ...]) -> torch.Tensor:
@@ -235,10 +235,10 @@ class LoadPlanner:
                 builders[key] = _constant(target)
         return lambda: {key: build() for key, build in builders.items()}
 
-    def _note_unexpected(self, saved: Mapping[str, Any], having: Collection[str], path: tuple[object, ...]) -> None:
+    def _note_unexpected(self, saved: Mapping[str, Any], present: Collection[str], path: tuple[object, ...]) -> None:
         """Record saved tensors that this rank doesn't have; another rank may."""
         for key, node in saved.items():
-            if key not in having:
+            if key not in present:
                 self.unexpected.update(dict.fromkeys(referenced_keys(node), path_text((*path, key))))
 
     def _match_sequence(self, node: Any, into: Sequence[Any], path: tuple[object, ...]) -> Builder:
@@ -251,8 +251,8 @@ class LoadPlanner:
                 " put None there to load it as it was saved"
             )
         builders = [
-            self.match(each, target, (*path, place))
-            for place, (each, target) in enumerate(zip(saved, into, strict=True))
+            self.match(each, target, (*path, index))
+            for index, (each, target) in enumerate(zip(saved, into, strict=True))
         ]
         return lambda: kind([build() for build in builders])
 
@@ -386,6 +386,6 @@ def _is_safe_cast(saved: torch.dtype, wanted: torch.dtype) -> bool:
     if torch.can_cast(torch.int8, saved) and torch.can_cast(saved, torch.int8):  # both are integers
         if wanted is torch.bool or not torch.can_cast(wanted, torch.int8):
             return torch.can_cast(saved, wanted)
-        few, many = torch.iinfo(saved), torch.iinfo(wanted)
-        return many.min <= few.min and few.max <= many.max
+        source_info, target_info = torch.iinfo(saved), torch.iinfo(wanted)
+        return target_info.min <= source_info.min and source_info.max <= target_info.max
     return torch.can_cast(saved, wanted)

@@ -90,9 +90,9 @@ class CheckpointReader:
                 below = _RowMajorRange(run.key, run.shard, run.dtype, first + row * row_bytes, shape[1:])
                 self._read_range(below, inner, target[row])
             return
-        at_once = max(1, _READ_BYTES // max(1, row_bytes))
-        for row in range(0, num_rows, at_once):
-            count = min(at_once, num_rows - row)
+        rows_per_read = max(1, _READ_BYTES // max(1, row_bytes))
+        for row in range(0, num_rows, rows_per_read):
+            count = min(rows_per_read, num_rows - row)
             rows = torch.empty((count, *shape[1:]) if box.shape else (), dtype=run.dtype, device="cpu")
             self._read_bytes(run.key, run.shard, first + row * row_bytes, memory_of(rows))
             if box.shape:

@@ -128,7 +128,7 @@ def next_commit_time_ns(storage: Storage) -> int:
     if not is_time(now):  # the clock was never set
         now = 0
     try:
-        prefixes = storage.read_beside(MANIFEST_NAME, TIME_WITHIN_BYTES)
+        prefixes = storage.read_siblings(MANIFEST_NAME, TIME_WITHIN_BYTES)
     except OSError as error:
         _logger.warning("checkpoints beside %s can't be listed, and may have a later time: %s", storage.url, error)
         return now

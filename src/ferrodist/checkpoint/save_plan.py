@@ -184,9 +184,9 @@ def plan_save(reports: Sequence[StateReport], *, prefix: str, max_file_bytes: in
         for spans in assigned
     ]
     total = sum(map(len, binned))
-    numbers = iter(range(1, total + 1))
+    file_numbers = iter(range(1, total + 1))
     files = [
-        [FilePlan(f"{prefix}-{next(numbers):05d}-of-{total:05d}.safetensors", spans) for spans in each]
+        [FilePlan(f"{prefix}-{next(file_numbers):05d}-of-{total:05d}.safetensors", spans) for spans in each]
         for each in binned
     ]
     return SavePlan(tree, tensors, files)

@@ -139,8 +139,8 @@ class OptimizerState:
         """Check that the saved parameter groups are the optimizer's, or contain them if it has a part of the model."""
         own = self._groups()
         if len(own) == len(saved) and all(
-            set(mine) == set(theirs) or (self._is_partial and set(mine) <= set(theirs))
-            for mine, theirs in zip(own, saved, strict=True)
+            set(current) == set(saved_group) or (self._is_partial and set(current) <= set(saved_group))
+            for current, saved_group in zip(own, saved, strict=True)
         ):
             return
         wanted, found = ({name for group in groups for name in group} for groups in (own, saved))
@@ -160,12 +160,12 @@ class OptimizerState:
         """
         own = self._groups()
         self.check_groups([list(group["params"]) for group in state_dict["param_groups"]], "the optimizer")
-        numbers = {name: number for number, name in enumerate(name for group in own for name in group)}
+        indices = {name: index for index, name in enumerate(name for group in own for name in group)}
         groups = [
-            {**group, "params": [numbers[name] for name in names_of_group]}
+            {**group, "params": [indices[name] for name in names_of_group]}
             for group, names_of_group in zip(state_dict["param_groups"], own, strict=True)
         ]
-        state = {numbers[name]: dict(entries) for name, entries in state_dict["state"].items() if name in numbers}
+        state = {indices[name]: dict(entries) for name, entries in state_dict["state"].items() if name in indices}
         self._optimizer.load_state_dict({"state": state, "param_groups": groups})
         # torch casts floating-point state to the parameter's dtype; the saved dtype counts.
         for parameter, name in self._parameter_names().items():
@@ -279,10 +279,10 @@ def _with_dtypes(taken: Any, saved: Any) -> Any:
 
 def full_shape(parameter: torch.Tensor) -> tuple[int, ...]:
     """The shape of the full tensor of which a parameter is a local shard."""
-    piece = flat_shard_of(parameter)
-    if piece is None:
+    flat_shard = flat_shard_of(parameter)
+    if flat_shard is None:
         return tuple(parameter.shape)
-    return piece.shape if piece.spec is None else piece.spec.shape
+    return flat_shard.shape if flat_shard.spec is None else flat_shard.spec.shape
 
 
 def empty_shard_like(parameter: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
@@ -294,9 +294,9 @@ def empty_shard_like(parameter: torch.Tensor, dtype: torch.dtype) -> torch.Tenso
 
 def _annotate_like(value: Any, parameter: torch.Tensor) -> None:
     """Mark a tensor of an optimizer's state as a flat shard, if it has its parameter's shape."""
-    piece = flat_shard_of(parameter)
-    if piece is not None and isinstance(value, torch.Tensor) and value.dim() and value.shape == parameter.shape:
-        annotate_flat_shard(value, piece)
+    flat_shard = flat_shard_of(parameter)
+    if flat_shard is not None and isinstance(value, torch.Tensor) and value.dim() and value.shape == parameter.shape:
+        annotate_flat_shard(value, flat_shard)
 
 
 class RandomState:

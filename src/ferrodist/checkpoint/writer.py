@@ -67,7 +67,7 @@ class FileStream:
         self._hasher = xxhash.xxh3_128()
         self._span_index = 0
         """The span that takes the next byte."""
-        self._at = len(self._header)
+        self._position = len(self._header)
         self._writer: FileWriter | None = None
         self._is_closed = False
 
@@ -79,12 +79,12 @@ class FileStream:
         start, end = self._starts[self._span_index], self._ends[self._span_index]
         while len(data):
             # Blocks begin at the span's first byte, and the last may be shorter.
-            block_end = min(end, self._at + BLOCK_BYTES - (self._at - start) % BLOCK_BYTES)
-            chunk, data = data[: block_end - self._at], data[block_end - self._at :]
+            block_end = min(end, self._position + BLOCK_BYTES - (self._position - start) % BLOCK_BYTES)
+            chunk, data = data[: block_end - self._position], data[block_end - self._position :]
             self._hasher.update(chunk)
             writer.write(chunk)
-            self._at += len(chunk)
-            if self._at == block_end:
+            self._position += len(chunk)
+            if self._position == block_end:
                 self._hashes[self._span_index].append(self._hasher.hexdigest())
                 self._hasher.reset()
         self._skip_complete()
@@ -95,7 +95,7 @@ class FileStream:
         """Make the complete file durable."""
         if self._is_closed:
             return
-        assert self._at == self._size_bytes, "all has come"
+        assert self._position == self._size_bytes, "the file is complete"
         self._open().close()
         self._is_closed = True
 
@@ -124,7 +124,7 @@ class FileStream:
 
     def _skip_complete(self) -> None:
         """Advance to the next span that lacks bytes."""
-        while self._span_index < len(self.plan.spans) and self._at == self._ends[self._span_index]:
+        while self._span_index < len(self.plan.spans) and self._position == self._ends[self._span_index]:
             self._span_index += 1
 
 

@@ -143,22 +143,22 @@ def share_sizes(operation: str, tensor: torch.Tensor, dim: int, group: Backend, 
     engine_of(group, tensor.device)  # raises before other ranks wait for this one
     payload = _SIZE.pack(tensor.shape[dim], dim, tensor.dim(), tensor.is_cuda)
     payloads = share_bytes(group, operation, payload, timeout)
-    heads = unpack_payloads(_SIZE, payloads, group, operation)
-    differing = tuple(rank for rank, head in enumerate(heads) if head[1:] != heads[0][1:])
+    shared = unpack_payloads(_SIZE, payloads, group, operation)
+    differing = tuple(rank for rank, each in enumerate(shared) if each[1:] != shared[0][1:])
     if differing:
-        said = "; ".join(
-            f"rank {rank} joins along dim {heads[rank][1]} of {heads[rank][2]}, {_DEVICES[heads[rank][3]]}"
+        described = "; ".join(
+            f"rank {rank} joins along dim {shared[rank][1]} of {shared[rank][2]}, {_DEVICES[shared[rank][3]]}"
             for rank in (0, differing[0])
         )
         error = CollectiveMismatchError(
-            f"the ranks of group {group.name!r} disagree about {operation}: {said}. Pass the same everywhere.",
+            f"the ranks of group {group.name!r} disagree about {operation}: {described}. Pass the same everywhere.",
             ranks=differing,
         )
         group.abort(error)
         raise error
-    for rank, head in enumerate(heads):
-        check_sizes(head[:1], group, rank, operation)
-    return [head[0] for head in heads]
+    for rank, each in enumerate(shared):
+        check_sizes(each[:1], group, rank, operation)
+    return [each[0] for each in shared]
 
 
 def _all_gather(  # noqa: PLR0917 - the public signature

@@ -164,11 +164,11 @@ def _comparison(runs: list[list[_Collected]], group: Backend) -> PreparedCall[No
         payloads = engine.run(op, sequence) or []
         differing = [rank for rank, other in enumerate(payloads) if other[:16] != payloads[0][:16]]
         if differing:
-            said = "; ".join(
+            described = "; ".join(
                 f"rank {rank}: {payloads[rank][16:].decode(errors='replace')}" for rank in (0, differing[0])
             )
             error = CollectiveMismatchError(
-                f"the ranks of group {group.name!r} put different operations into a coalesce() block: {said}. (A +"
+                f"the ranks of group {group.name!r} put different operations into a coalesce() block: {described}. (A +"
                 " joins operations that travel as one: of one kind and dtype, and without memory in common.)",
                 ranks=tuple(differing),
             )
@@ -181,8 +181,8 @@ def _comparison(runs: list[list[_Collected]], group: Backend) -> PreparedCall[No
 def _describe(call: PreparedCall[object]) -> str:
     op = call.op
     count = "" if _fusion_key(call) is None else f"[{op.tensor.numel()}]"
-    place = "" if op.device is None or op.device.type == "cpu" else f" on {op.device.type}"
-    return f"{op.operation}{count}{place}"
+    device = "" if op.device is None or op.device.type == "cpu" else f" on {op.device.type}"
+    return f"{op.operation}{count}{device}"
 
 
 def _fused(members: list[_Collected]) -> PreparedCall[None]:

@@ -178,7 +178,7 @@ def scatter(
     src, dim = check_root(chosen, src, "src"), check_int("dim", dim)
     if not -_MAX_SCATTER_DIMS <= dim < _MAX_SCATTER_DIMS:
         raise IndexError(f"dim {dim} is not a dim of a tensor that scatter takes: it has at most {_MAX_SCATTER_DIMS}")
-    head = _SCATTER_CALL.pack(dim, src)
+    payload = _SCATTER_CALL.pack(dim, src)
     check_out(out)
     if chosen.rank == src:
         if tensor is None:
@@ -193,18 +193,18 @@ def scatter(
         check_out(out, tensor, shape=_part_shape(tensor.shape, dim, chosen), dtype=tensor.dtype)
         engine_of(chosen, tensor.device)
         facts = (DTYPES.index(tensor.dtype), records_history(tensor), tensor.is_cuda)
-        head = _SCATTER_HEAD.pack(dim, src, *facts, tensor.dim(), *shape)
+        payload = _SCATTER_HEAD.pack(dim, src, *facts, tensor.dim(), *shape)
     elif tensor is not None:
         check_tensor(tensor)
         if tensor.numel():
             raise ValueError(f"rank {src} scatters: pass None on rank {chosen.rank}, or a tensor without elements")
     deadline = Deadline(limit)
     refuse_in_coalesce("scatter")
-    heads = share_bytes(chosen, "scatter", head, limit)
-    _compare_scatters(heads, chosen)
-    dim, _, place, recorded, is_cuda, num_dims, *shape = _SCATTER_HEAD.unpack(heads[src])
+    payloads = share_bytes(chosen, "scatter", payload, limit)
+    _compare_scatters(payloads, chosen)
+    dim, _, dtype_index, recorded, is_cuda, num_dims, *shape = _SCATTER_HEAD.unpack(payloads[src])
     check_sizes(shape, chosen, src, "scatter")
-    dtype = dtype_at(place, chosen, src, "scatter")
+    dtype = dtype_at(dtype_index, chosen, src, "scatter")
     sizes = compute_shard_sizes(shape[dim], chosen.world_size)
     device = _device_of_part(is_cuda, tensor, out)
     whole = tensor
@@ -232,19 +232,21 @@ def _part_shape(shape: Sequence[int], dim: int, group: Backend) -> list[int]:
     return [*shape[:dim], compute_shard_sizes(shape[dim], group.world_size)[group.rank], *shape[dim + 1 :]]
 
 
-def _compare_scatters(heads: Sequence[bytes], group: Backend) -> None:
+def _compare_scatters(payloads: Sequence[bytes], group: Backend) -> None:
     """Raise the same error on every rank unless all ranks have the same src and dim."""
-    said = unpack_payloads(_SCATTER_CALL, heads, group, "scatter")
-    root = said[0][1]
-    if len({src for _, src in said}) == 1:
-        if len(heads[root]) != _SCATTER_HEAD.size:
+    dims_and_roots = unpack_payloads(_SCATTER_CALL, payloads, group, "scatter")
+    root = dims_and_roots[0][1]
+    if len({src for _, src in dims_and_roots}) == 1:
+        if len(payloads[root]) != _SCATTER_HEAD.size:
             raise protocol_error(group, root, "sent no shape with its scatter")
-        dim, _, _, _, _, num_dims, *_ = _SCATTER_HEAD.unpack(heads[root])
+        dim, _, _, _, _, num_dims, *_ = _SCATTER_HEAD.unpack(payloads[root])
         if not 0 <= dim < num_dims <= _MAX_SCATTER_DIMS:
             raise protocol_error(group, root, "named a dim with its scatter that no tensor has")
-        if all(other in (dim, dim - num_dims) for other, _ in said):
+        if all(other in (dim, dim - num_dims) for other, _ in dims_and_roots):
             return
-    calls = "; ".join(f"rank {rank} called scatter(src={src}, dim={dim})" for rank, (dim, src) in enumerate(said))
+    calls = "; ".join(
+        f"rank {rank} called scatter(src={src}, dim={dim})" for rank, (dim, src) in enumerate(dims_and_roots)
+    )
     error = CollectiveMismatchError(
         f"the ranks of group {group.name!r} disagree about a scatter: {calls}. Pass the same src and dim on every rank."
     )

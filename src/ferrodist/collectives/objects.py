@@ -297,8 +297,8 @@ def _sizes_of_root(
     payload = _ROOT.pack(root)
     if fits and group.rank == root:
         payload += numbers.pack(*sizes)
-    heads = share_bytes(group, operation, payload, deadline.remaining())
-    roots = [root for (root,) in unpack_payloads(_ROOT, heads, group, operation)]
+    payloads = share_bytes(group, operation, payload, deadline.remaining())
+    roots = [root for (root,) in unpack_payloads(_ROOT, payloads, group, operation)]
     if len(set(roots)) > 1:
         calls = "; ".join(f"rank {rank} called {operation}({root_name}={r})" for rank, r in enumerate(roots))
         error = CollectiveMismatchError(
@@ -308,9 +308,9 @@ def _sizes_of_root(
         group.abort(error)
         raise error
     if fits:
-        if len(heads[root]) != _ROOT.size + numbers.size:
+        if len(payloads[root]) != _ROOT.size + numbers.size:
             raise protocol_error(group, root, f"sent no sizes with its {operation}")
-        shared = numbers.unpack_from(heads[root], _ROOT.size)
+        shared = numbers.unpack_from(payloads[root], _ROOT.size)
     else:
         mine = torch.tensor(sizes, device="cpu")
         shared = tuple(broadcast(mine, root, group=group, timeout=deadline.remaining()).tolist())
@@ -342,14 +342,14 @@ def _to_msgpack(value: Any) -> bytes:
 
 def _decode_all(parts: Mapping[int, torch.Tensor], allow_pickle: bool, group: Backend) -> list[Any]:  # noqa: FBT001
     """Decode the objects of a collective, by sender."""
-    bodies = {rank: _unwrap(part, allow_pickle) for rank, part in parts.items()}
-    return [_load_or_abort(rank, codec, body, group) for rank, (codec, body) in bodies.items()]
+    encoded = {rank: _unwrap(part, allow_pickle) for rank, part in parts.items()}
+    return [_load_or_abort(rank, codec, content, group) for rank, (codec, content) in encoded.items()]
 
 
-def _load_or_abort(sender: int, codec: bytes, body: bytes, group: Backend) -> Any:
+def _load_or_abort(sender: int, codec: bytes, content: bytes, group: Backend) -> Any:
     """Decode an object of a collective; aborts the group on failure, for other ranks may go on with theirs."""
     try:
-        return _load(codec, body)
+        return _load(codec, content)
     except Exception as error:
         failure = ProtocolError(
             f"rank {group.rank} of group {group.name!r} can't decode the object that rank {sender} sent: {error!r}",
@@ -360,9 +360,9 @@ def _load_or_abort(sender: int, codec: bytes, body: bytes, group: Backend) -> An
 
 
 def _decode(data: torch.Tensor, allow_pickle: bool) -> Any:  # noqa: FBT001 - the user's keyword, passed on
-    codec, body = _unwrap(data, allow_pickle)
+    codec, content = _unwrap(data, allow_pickle)
     try:
-        return _load(codec, body)
+        return _load(codec, content)
     except Exception as error:
         raise ProtocolError(f"what another rank sent can't be decoded: {error!r}") from error
 
@@ -370,15 +370,15 @@ def _decode(data: torch.Tensor, allow_pickle: bool) -> Any:  # noqa: FBT001 - th
 def _unwrap(data: torch.Tensor, allow_pickle: bool) -> tuple[bytes, bytes]:  # noqa: FBT001 - the user's keyword
     """Split codec and encoded object; raises unless this rank may decode it."""
     raw = data.numpy().tobytes()
-    codec, body = raw[:1], raw[1:]
+    codec, content = raw[:1], raw[1:]
     if codec not in (_MSGPACK, _PICKLE):
         raise ProtocolError("what another rank sent is not an object: receive it with recv()")
     if codec == _PICKLE and not allow_pickle:
         raise ProtocolError(
             "another rank sent a pickle; pass allow_pickle=True to run what it says, on all ranks or none"
         )
-    return codec, body
+    return codec, content
 
 
-def _load(codec: bytes, body: bytes) -> Any:
-    return pickle.loads(body) if codec == _PICKLE else msgspec.msgpack.decode(body)  # noqa: S301 - asked for by name
+def _load(codec: bytes, content: bytes) -> Any:
+    return pickle.loads(content) if codec == _PICKLE else msgspec.msgpack.decode(content)  # noqa: S301 - asked for by name

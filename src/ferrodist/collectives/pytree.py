@@ -9,7 +9,7 @@ a leaf that a `LeafCodec` encodes                the spec of the encoded leaf
 A value of a subclass arrives as the base class: a named tuple as a tuple. A NumPy scalar arrives as the equal bool,
 int, float, str or bytes. An int has 64 bits, signed or unsigned. Values are nested at most `MAX_LEVELS` deep.
 
-`torch.utils._pytree` is not used: a spec from another rank is checked before it is followed, and errors name the place.
+`torch.utils._pytree` is not used: a spec from another rank is checked before it is followed, and errors name the path.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class LeafCodec:
         tag: The type's name in specs, the same on all ranks.
         encode: Called with a leaf of a type that is not in the table; returns a nested value that represents it, or
             None for leaves of other types. Raises TypeError for a leaf that can't travel, with a message that follows
-            the leaf's place: "is ...".
+            the leaf's path: "is ...".
         decode: The inverse of ``encode``. Raises ValueError for a value that ``encode`` never returns.
     """
 

@@ -470,10 +470,10 @@ def wait_for(requests: list[Request], deadline: Deadline, group: Backend, what: 
     def warn(waiting: list[Request]) -> None:
         receives = [request for request in waiting if isinstance(request, TensorReceive)]
         sends = {request.peer for request in waiting if not isinstance(request, TensorReceive)}
-        late = sends | {request.peer for request in receives if not request.is_coming}
+        stragglers = sends | {request.peer for request in receives if not request.is_coming}
         warn_about_late_peers(
             what,
-            sorted(late - {ANY_SOURCE}),
+            sorted(stragglers - {ANY_SOURCE}),
             is_sent=len(receives) < len(waiting),
             group=group.name,
             rank=group.rank,

@@ -402,8 +402,8 @@ def submit(call: PreparedCall[T]) -> PendingCollective[T]:
         _run_job(call, pending, None, engine.reserve())  # it fails, and so do the calls that were fused into it
         return pending
     device = call.op.device
-    handover = None if device is None or device.type == "cpu" else StreamHandoff(streams_of(device))
-    OperationQueue.of(call.group).submit(engine.reserve, partial(_run_job, call, pending, handover))
+    handoff = None if device is None or device.type == "cpu" else StreamHandoff(streams_of(device))
+    OperationQueue.of(call.group).submit(engine.reserve, partial(_run_job, call, pending, handoff))
     return pending
 
 
@@ -416,18 +416,16 @@ def wait_for_started(group: Backend) -> None:
     engine.await_turn(engine.reserve())
 
 
-def _run_job(
-    call: PreparedCall[T], pending: QueuedCollective[T], handover: StreamHandoff | None, sequence: int
-) -> None:
+def _run_job(call: PreparedCall[T], pending: QueuedCollective[T], handoff: StreamHandoff | None, sequence: int) -> None:
     """Run a call and set its outcome in ``pending``; does not raise."""
     try:
-        with contextlib.nullcontext() if handover is None else handover.running():
+        with contextlib.nullcontext() if handoff is None else handoff.running():
             cast("HostEngine", call.engine).await_turn(sequence)
             _run(call, sequence)
     except BaseException as error:  # noqa: BLE001 - wait() raises it
         pending.fail(error)
     else:
-        pending.succeed(call.finish, order=None if handover is None else handover.take)
+        pending.succeed(call.finish, order=None if handoff is None else handoff.take)
 
 
 def _enqueue(call: PreparedCall[T], engine: StreamEngine) -> PendingCollective[T]:

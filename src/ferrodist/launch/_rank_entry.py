@@ -34,8 +34,8 @@ def _die_with(launcher: int) -> None:
         return
     libc = ctypes.CDLL(None, use_errno=True)
     if libc.prctl(_PR_SET_PDEATHSIG, ctypes.c_ulong(signal.SIGKILL)) != 0:
-        number = ctypes.get_errno()
-        raise OSError(number, f"prctl(PR_SET_PDEATHSIG): {os.strerror(number)}")
+        code = ctypes.get_errno()
+        raise OSError(code, f"prctl(PR_SET_PDEATHSIG): {os.strerror(code)}")
     if os.getppid() != launcher:
         os.kill(os.getpid(), signal.SIGKILL)
 

@@ -188,13 +188,13 @@ def _num_ranks(text: str) -> int:
 
 
 def _num_hosts(text: str) -> int:
-    least, colon, most = text.partition(":")
-    if colon and least != most:
+    minimum, colon, maximum = text.partition(":")
+    if colon and minimum != maximum:
         raise argparse.ArgumentTypeError(
             f"{text} is an elastic range, but a job of ferrodist has the same hosts from start to end; give one number"
         )
     try:
-        return int(least)
+        return int(minimum)
     except ValueError:
         raise argparse.ArgumentTypeError(f"invalid value: {text!r}; give the number of hosts") from None
 

@@ -131,8 +131,8 @@ class PmiServer:
 
     def __enter__(self) -> Self:
         self._selector.register(self._wakeup_reader, selectors.EVENT_READ, None)
-        for rank, (mine, _) in enumerate(self._pairs):
-            self._selector.register(mine, selectors.EVENT_READ, rank)
+        for rank, (own, _) in enumerate(self._pairs):
+            self._selector.register(own, selectors.EVENT_READ, rank)
         self._thread.start()
         return self
 
@@ -211,8 +211,8 @@ class PmiServer:
 
 def _parse(line: str) -> dict[str, str]:
     """Parse a line's keys and values; ``value`` extends to the end of the line, the others to the next space."""
-    head, mark, value = line.partition(" value=")
-    fields = dict(word.split("=", 1) for word in head.split() if "=" in word)
-    if mark:
+    keys, separator, value = line.partition(" value=")
+    fields = dict(word.split("=", 1) for word in keys.split() if "=" in word)
+    if separator:
         fields["value"] = value
     return fields

@@ -173,15 +173,15 @@ _DISPOSITIONS = ("SigBlk:", "SigIgn:", "SigCgt:")
 """The lines of /proc/PID/status with masks of signals without their default action."""
 
 
-def signal_name(number: int) -> str:
+def signal_name(signum: int) -> str:
     """Return ``SIGTERM`` for 15; real-time signals have numbers only."""
     try:
-        return signal.Signals(number).name
+        return signal.Signals(signum).name
     except ValueError:
-        return f"signal {number}"
+        return f"signal {signum}"
 
 
-def surviving_members(groups: Iterable[int], number: signal.Signals) -> list[int]:
+def surviving_members(groups: Iterable[int], signum: signal.Signals) -> list[int]:
     """Return the processes of process groups that a signal does not kill: they catch, ignore or block it.
 
     On systems other than Linux that is unknown, and all the group leaders are returned.
@@ -192,7 +192,7 @@ def surviving_members(groups: Iterable[int], number: signal.Signals) -> list[int
     return [
         int(entry.name)
         for entry in _PROC.iterdir()
-        if entry.name.isdecimal() and _process_group(int(entry.name)) in wanted and _survives_signal(entry, number)
+        if entry.name.isdecimal() and _process_group(int(entry.name)) in wanted and _survives_signal(entry, signum)
     ]
 
 
@@ -203,14 +203,14 @@ def _process_group(pid: int) -> int | None:
         return None
 
 
-def _survives_signal(process: Path, number: signal.Signals) -> bool:
+def _survives_signal(process: Path, signum: signal.Signals) -> bool:
     try:
         lines = (process / "status").read_text(errors="replace").splitlines()
         is_in_sigwait = "sigtimedwait" in (process / "wchan").read_text()  # the mask doesn't show what it waits for
     except OSError:
         return False
     masks = [int(line.split()[1], 16) for line in lines if line.startswith(_DISPOSITIONS)]
-    return is_in_sigwait or any(mask >> (number - 1) & 1 for mask in masks)
+    return is_in_sigwait or any(mask >> (signum - 1) & 1 for mask in masks)
 
 
 class SignalInbox:
@@ -234,10 +234,10 @@ class SignalInbox:
             # handler must exist for it to do so, but has nothing to add. A full pipe (64 Ki signals) loses
             # signals quietly.
             self._previous_wakeup = signal.set_wakeup_fd(self._writer, warn_on_full_buffer=False)
-            for number in sorted(FORWARDED_SIGNALS):
+            for signum in sorted(FORWARDED_SIGNALS):
                 # None: a handler that C code installed, which Python could not put back.
-                if signal.getsignal(number) not in (signal.SIG_IGN, None):
-                    self._previous[number] = signal.signal(number, lambda _number, _frame: None)
+                if signal.getsignal(signum) not in (signal.SIG_IGN, None):
+                    self._previous[signum] = signal.signal(signum, lambda _number, _frame: None)
             # Inherited from some supervisors; the kernel would then reap the ranks and throw their exit codes
             # away.
             if signal.getsignal(signal.SIGCHLD) is signal.SIG_IGN:
@@ -247,8 +247,8 @@ class SignalInbox:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        for number, handler in self._previous.items():
-            signal.signal(number, handler)
+        for signum, handler in self._previous.items():
+            signal.signal(signum, handler)
         if self._previous_wakeup is not None:
             signal.set_wakeup_fd(self._previous_wakeup)
         os.close(self._reader)
@@ -261,8 +261,8 @@ class SignalInbox:
     def take(self) -> list[signal.Signals]:
         """Return the signals since the last call, oldest first, without blocking."""
         try:
-            numbers = os.read(self._reader, 4096)
+            signums = os.read(self._reader, 4096)
         except BlockingIOError:
             return []
         # The pipe also gets signals for which somebody else set a Python handler; they are theirs.
-        return [signal.Signals(number) for number in numbers if number in FORWARDED_SIGNALS]
+        return [signal.Signals(signum) for signum in signums if signum in FORWARDED_SIGNALS]

@@ -156,8 +156,8 @@ def check_rank_count(option: str, count: int) -> None:
         )
 
 
-def _soft_limit(number: int) -> float:
-    soft, _ = resource.getrlimit(number)
+def _soft_limit(resource_id: int) -> float:
+    soft, _ = resource.getrlimit(resource_id)
     return math.inf if soft == resource.RLIM_INFINITY else soft
 
 

@@ -186,8 +186,8 @@ class WorkerGroup:
             ready = self._poll()
             for pid, code in self._watch.take():
                 self._on_exit(pid, code)
-            for number in self._inbox.take():
-                self._on_signal(number)
+            for signum in self._inbox.take():
+                self._on_signal(signum)
             self._check_root_cause()
             self._pump.read(ready)
             self._pump.show_prompt()
@@ -311,32 +311,32 @@ class WorkerGroup:
         self._first_failure = exit_
         self._stop(signal.SIGTERM)
 
-    def _on_signal(self, number: signal.Signals) -> None:
-        if number == signal.SIGUSR1:
+    def _on_signal(self, signum: signal.Signals) -> None:
+        if signum == signal.SIGUSR1:
             self._request_stacks()
             return
-        if number not in STOP_SIGNALS:
-            self._signal_groups(number)
+        if signum not in STOP_SIGNALS:
+            self._signal_groups(signum)
             return
         now, last = self._clock.elapsed(), self._last_stop_signal
-        if last is not None and last[0] == number and now - last[1] < _REPEAT_WINDOW_SECONDS:
+        if last is not None and last[0] == signum and now - last[1] < _REPEAT_WINDOW_SECONDS:
             return
-        self._last_stop_signal = (number, now)
-        self._stopped_by = self._stopped_by or number
-        if number != signal.SIGHUP:
+        self._last_stop_signal = (signum, now)
+        self._stopped_by = self._stopped_by or signum
+        if signum != signal.SIGHUP:
             self._num_interrupts += 1
         if self._num_interrupts > 1:
             self._discards_output = True
             self._kill()
         else:
             self._first_failure = self._first_failure or self._secondary_failure
-            self._stop(number)
+            self._stop(signum)
 
-    def _stop(self, number: signal.Signals) -> None:
+    def _stop(self, signum: signal.Signals) -> None:
         self._stopping = True
         if self._kill_deadline is None:
             self._kill_deadline = Deadline(self._timeout_before_kill)
-        self._signal_groups(number)
+        self._signal_groups(signum)
 
     def _await_output(self) -> None:
         """All ranks have ended: wait a limited time for their children's output."""
@@ -356,11 +356,11 @@ class WorkerGroup:
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.kill(pid, signal.SIGUSR1)
 
-    def _signal_groups(self, number: signal.Signals) -> None:
+    def _signal_groups(self, signum: signal.Signals) -> None:
         for pid in self._processes:
             # No process is left, or (not on Linux) only a zombie, or a rank has changed its user.
             with contextlib.suppress(ProcessLookupError, PermissionError):
-                os.killpg(pid, number)
+                os.killpg(pid, signum)
 
     def _close(self) -> None:
         """Kill, reap and close everything."""

@@ -212,31 +212,32 @@ def _make_request(
     job: str | None,
     secret: str | bytes | None,
 ) -> JoinRequest:
-    number = environment.rank if rank is None else check_int("rank", rank)
+    own_rank = environment.rank if rank is None else check_int("rank", rank)
     size = environment.world_size if world_size is None else check_int("world_size", world_size)
     if job is not None and not isinstance(job, str):
         raise TypeError(f"job must be text or None, not {type(job).__name__}")
-    if number is None or size is None:
-        missing = " and ".join(name for name, value in (("RANK", number), ("WORLD_SIZE", size)) if value is None)
+    if own_rank is None or size is None:
+        missing = " and ".join(name for name, value in (("RANK", own_rank), ("WORLD_SIZE", size)) if value is None)
         raise RendezvousError(
             f"the environment does not say {missing}: start the program with torchrun or `python -m ferrodist "
             "run`, or pass rank and world_size"
         )
     if size < 1:
         raise InvalidWorldSizeError(f"the world size is {size}; a job has at least 1 rank")
-    if not 0 <= number < size:
+    if not 0 <= own_rank < size:
         raise InvalidRankError(
-            f"rank {number} is not in a job of {counted(size, 'rank')}; ranks go from 0 to {size - 1}", ranks=(number,)
+            f"rank {own_rank} is not in a job of {counted(size, 'rank')}; ranks go from 0 to {size - 1}",
+            ranks=(own_rank,),
         )
     name = job or os.environ.get("FERRODIST_JOB")
     if not name and environment.run_id:
         name = f"{environment.run_id}.{environment.restart_count}"
     # Checked here, so that rank 0 and the ranks of a file rendezvous fail as early as the others.
-    check_hello(Hello(purpose="store", job=name or "default", rank=number, world_size=size, group=""))
+    check_hello(Hello(purpose="store", job=name or "default", rank=own_rank, world_size=size, group=""))
     return JoinRequest(
-        rank=number,
+        rank=own_rank,
         world_size=size,
-        local_rank=environment.local_rank if environment.rank == number else None,
+        local_rank=environment.local_rank if environment.rank == own_rank else None,
         job=name or "default",
         secret=resolve_secret(secret),
         deadline=deadline,

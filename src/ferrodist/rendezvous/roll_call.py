@@ -149,9 +149,9 @@ def note_rejection(store: Store, reason: str) -> None:
     """Record why a process was rejected, for the message about the missing rank."""
     view = PrefixStore(store, _FOLDER)
     with contextlib.suppress(DistributedTimeoutError):
-        number = view.add("rejections", 1, timeout=_NOTE_TIMEOUT)
+        index = view.add("rejections", 1, timeout=_NOTE_TIMEOUT)
         view.set(
-            f"rejection/{number % _MAX_REJECTIONS}", reason.encode("utf-8", "backslashreplace"), timeout=_NOTE_TIMEOUT
+            f"rejection/{index % _MAX_REJECTIONS}", reason.encode("utf-8", "backslashreplace"), timeout=_NOTE_TIMEOUT
         )
 
 

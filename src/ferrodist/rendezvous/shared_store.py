@@ -101,13 +101,13 @@ def _create_job(
     store: Store, request: JoinRequest, where: str, advice: str, *, is_private: bool
 ) -> tuple[bytes, bytes]:
     """Write the job's description as rank 0, and return the job secret and the store's name."""
-    made = make_secret().encode() if is_private and not request.secret else b""
-    secret, nonce = request.secret or made, os.urandom(32)
+    generated = make_secret().encode() if is_private and not request.secret else b""
+    secret, nonce = request.secret or generated, os.urandom(32)
     info = msgspec.msgpack.encode(
         _JobInfo(
             job=request.job,
             world_size=request.world_size,
-            made_secret=made,
+            made_secret=generated,
             nonce=nonce,
             proof=_secret_proof(secret_or_user_secret(secret), nonce),
         )

@@ -37,12 +37,6 @@ class ReferenceId(NamedTuple):
         raise ValueError("what should name a remote object does not")
 
 
-class _Record(Protocol):
-    @property
-    def id(self) -> ReferenceId:
-        """The object's id."""
-
-
 class RRefOperations(Protocol):
     """The agent's side of its references."""
 
@@ -68,14 +62,15 @@ class RRef:
 
     __slots__ = ("__weakref__", "_manager", "_record")
 
-    def __init__(self, manager: RRefOperations, record: _Record) -> None:
+    def __init__(self, manager: RRefOperations, record: Any) -> None:
         self._manager = manager
-        self._record = record
+        self._record = record  # an `OwnedObject` or a `UserRRef`
 
     @property
     def owner(self) -> int:
         """The rank that has the object."""
-        return self._record.id.owner
+        owner: int = self._record.id.owner
+        return owner
 
     @property
     def is_owner(self) -> bool:

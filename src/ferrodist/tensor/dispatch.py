@@ -17,7 +17,14 @@ import torch
 from ferrodist.errors import UnsupportedOpError
 from ferrodist.tensor.copied_views import VIEW_COPIES, ViewKind, actual_kind, after_write, check_writable
 from ferrodist.tensor.fallback import compute_data_dependent, copy_to_itself, find_substitute, is_copy_to_itself
-from ferrodist.tensor.op_strategy import OpCall, bind_arguments, map_tensors, select_strategy, split_arguments
+from ferrodist.tensor.op_strategy import (
+    OpCall,
+    bind_arguments,
+    find_all,
+    map_tensors,
+    select_strategy,
+    split_arguments,
+)
 from ferrodist.tensor.ops.table import RULES
 from ferrodist.tensor.plain_tensors import REFUSE_SCALARS, find_plain, plain_caller, record_scalars
 from ferrodist.tensor.redistribute import redistribute_local
@@ -133,7 +140,7 @@ def dispatch(
             cached = _KEYED_BY_VALUE
         cache[tuple(key)] = cached
     if cached is _KEYED_BY_VALUE:
-        exact = (*key, _KEYED_BY_VALUE, torch.get_default_dtype(), *_float_values([*args, *kwargs.values()]))
+        exact = (*key, _KEYED_BY_VALUE, torch.get_default_dtype(), *find_all(float, [*args, *kwargs.values()]))
         cached = cache.get(exact)
         if cached is None:
             cached = cache[exact] = _prepare(func, args, kwargs, cls)
@@ -174,15 +181,7 @@ def _find_cache(args: Sequence[Any], kwargs: Mapping[str, Any], cls: type) -> di
         first = value[0] if isinstance(value, list | tuple) and value else value
         if isinstance(first, cls):
             return first._spec.dispatch_cache  # type: ignore[attr-defined, no-any-return]
-    tensors: list[Any] = []
-    map_tensors(tensors.append, [*args, *kwargs.values()], cls)
-    found: dict[Any, Any] = tensors[0]._spec.dispatch_cache
-    return found
-
-
-def _float_values(arguments: Sequence[Any]) -> list[float]:
-    found: list[float] = []
-    map_tensors(found.append, arguments, float)
+    found: dict[Any, Any] = find_all(cls, [*args, *kwargs.values()])[0]._spec.dispatch_cache
     return found
 
 
@@ -299,10 +298,9 @@ def _own_memory_kind(func: torch._ops.OpOverload, rule: OpRule, before: DTensorS
 
 def _common_mesh(func: torch._ops.OpOverload, arguments: Mapping[str, Any]) -> DeviceMesh:
     """The mesh of all distributed tensors of a call."""
-    found: list[DTensorSpec] = []
-    map_tensors(found.append, list(arguments.values()), DTensorSpec)
-    mesh = found[0].mesh
-    for spec in found:
+    specs = find_all(DTensorSpec, list(arguments.values()))
+    mesh: DeviceMesh = specs[0].mesh
+    for spec in specs:
         if spec.mesh.identity != mesh.identity:
             advice = (
                 "Bring them to one mesh, as by to_local() and DTensor.from_local(), or make both from slices of one"
@@ -341,25 +339,21 @@ def _input_indices(call: OpCall, names: Sequence[str]) -> list[int]:
     found: list[int] = []
     first = 0
     for name, value in call.arguments.items():
-        specs: list[DTensorSpec] = []
-        map_tensors(specs.append, value, DTensorSpec)
+        count = len(find_all(DTensorSpec, value))
         if name in names:
-            found += range(first, first + len(specs))
-        first += len(specs)
+            found += range(first, first + count)
+        first += count
     return found
 
 
 def _has_scalars(args: Sequence[Any], kwargs: Mapping[str, Any], cls: type) -> bool:
     """Return whether there are plain tensors, which are scalars then: `record_scalars` looks at them in each call."""
-    tensors: list[Any] = []
-    map_tensors(tensors.append, [*args, *kwargs.values()], torch.Tensor)
-    return not all(isinstance(one, cls) for one in tensors)
+    return not all(isinstance(one, cls) for one in find_all(torch.Tensor, [*args, *kwargs.values()]))
 
 
 def _set_kind(cached: CachedDispatch, func: torch._ops.OpOverload, args: Sequence[Any], cls: type) -> None:
     """Set the kind of a call whose inputs are not redistributed."""
-    current: list[DTensorSpec] = []
-    map_tensors(lambda one: current.append(one._spec), list(args), cls)
+    current = [one._spec for one in find_all(cls, list(args))]
     names = [argument.name for argument in schema_of(func).arguments]
     direct = [value for value in args if isinstance(value, cls)]
     if len(direct) < len(cached.specs) or any(
@@ -387,8 +381,7 @@ def _set_lists_kind(
 ) -> None:
     if any(isinstance(value, torch.Tensor) for value in args):
         return  # `DTensor` takes calls with distributed ones for the other kinds, and scalars are looked at
-    current: list[DTensorSpec] = []
-    map_tensors(lambda one: current.append(one._spec), [*args, *kwargs.values()], cls)
+    current = [one._spec for one in find_all(cls, [*args, *kwargs.values()])]
     has_named_lists = any(isinstance(value, list | tuple) for value in kwargs.values())
     if not schema_of(func).returns and current == cached.specs and not has_named_lists:
         cached.kind = DispatchKind.LISTS

@@ -12,7 +12,7 @@ import torch
 
 from ferrodist.errors import UnsupportedOpError
 from ferrodist.tensor.copied_views import ViewKind, actual_kind, after_write, rebind, track
-from ferrodist.tensor.op_strategy import bind_arguments, map_tensors, split_arguments
+from ferrodist.tensor.op_strategy import bind_arguments, find_all, map_tensors, split_arguments
 from ferrodist.tensor.ops.random import check_generators
 from ferrodist.tensor.ops.table import DECOMPOSITIONS, RULES
 from ferrodist.tensor.placement import Replicate, Shard
@@ -74,8 +74,7 @@ def _needs_no_consent(cls: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) 
     """
     if ACTIVE_CHECK.get() is None and current_graph_task() == -1:
         return False
-    tensors: list[Any] = []
-    map_tensors(tensors.append, [*args, *kwargs.values()], cls)
+    tensors = find_all(cls, [*args, *kwargs.values()])
     return all(
         size == 1 or isinstance(one, Replicate)
         for tensor in tensors
@@ -90,9 +89,7 @@ def compute_replicated(func: torch._ops.OpOverload, cls: Any, args: Sequence[Any
         UnsupportedOpError: The operator gives a tensor that it writes another shape.
         ValueError: A plain tensor among the arguments may differ between ranks.
     """
-    tensors: list[Any] = []
-    map_tensors(tensors.append, [*args, *kwargs.values()], cls)
-    mesh = tensors[0]._spec.mesh
+    mesh = find_all(cls, [*args, *kwargs.values()])[0]._spec.mesh
     given = bind_arguments(func, args, kwargs)
     written = {argument.name for argument in schema_of(func).arguments if argument.is_write}
     # Plain tensors that are only written may differ between ranks.
@@ -134,8 +131,7 @@ def compute_data_dependent(func: torch._ops.OpOverload, cls: Any, /, *args: Any,
     Raises:
         UnsupportedOpError: An input is sharded. Those of a gradient's formula are gathered instead.
     """
-    tensors: list[Any] = []
-    map_tensors(tensors.append, [*args, *kwargs.values()], torch.Tensor)
+    tensors = find_all(torch.Tensor, [*args, *kwargs.values()])
     sharded = [one._spec for one in tensors if isinstance(one, cls) and _is_sharded(one._spec)]
     if sharded and current_graph_task() == -1:
         name, instead = DATA_DEPENDENT.get(func, (str(func), _WITH_MASKS))

@@ -99,14 +99,7 @@ def _intersect(one: _Box, other: _Box) -> _Box:
 
 
 def exchange(local: torch.Tensor, before: DTensorSpec, after: DTensorSpec, group: Backend) -> torch.Tensor:
-    """Bring this rank's shard to another spec by a general all-to-all.
-
-    Args:
-        local: This rank's shard.
-        before: The spec of the tensor.
-        after: The new spec.
-        group: The ranks along `GeneralAllToAll.axes`.
-    """
+    """Bring this rank's shard to another spec by a general all-to-all of the ranks along `GeneralAllToAll.axes`."""
     own = before.coordinate
     pattern = GeneralAllToAll(before.shape, before.placements, after.placements, before.mesh.shape)
     ranks = pattern.coordinates(own)

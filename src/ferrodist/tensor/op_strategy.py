@@ -77,9 +77,8 @@ class OpCall:
         self.operator = operator
         self.arguments = arguments
         self.mesh = mesh
-        self.inputs: list[DTensorSpec] = []
+        self.inputs: list[DTensorSpec] = find_all(DTensorSpec, list(arguments.values()))
         """The specs among the arguments, in order, including those in lists."""
-        map_tensors(self.inputs.append, list(arguments.values()), DTensorSpec)
         self.selected: list[OpStrategy] = []
         """The strategies of the first axes, as far as they are selected."""
         self.placed_inputs: Sequence[DTensorSpec] = ()
@@ -103,9 +102,7 @@ class OpCall:
         if arguments.get("layout", torch.strided) not in (None, torch.strided):
             raise UnsupportedOpError(f"{self.operator} to {arguments['layout']}: distributed tensors are strided")
         positional, named = split_arguments(self.operator, arguments)
-        found: list[torch.Tensor] = []
-        map_tensors(found.append, self.operator(*positional, **named), torch.Tensor)
-        return found
+        return find_all(torch.Tensor, self.operator(*positional, **named))
 
     def place(self, written: Sequence[int] | None) -> None:
         """Set `placed_inputs` and `outputs` from the selected strategies.
@@ -142,6 +139,13 @@ def map_tensors(function: Callable[[Any], Any], value: Any, kind: type | tuple[t
     if isinstance(value, list | tuple):
         return type(value)([map_tensors(function, one, kind) for one in value])
     return value
+
+
+def find_all(kind: type, value: Any) -> list[Any]:
+    """The value, or the elements of lists in it, if they are of a class."""
+    if isinstance(value, kind):
+        return [value]
+    return [found for one in value for found in find_all(kind, one)] if isinstance(value, list | tuple) else []
 
 
 def bind_arguments(operator: torch._ops.OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
@@ -240,13 +244,9 @@ def _cost(inputs: Sequence[DTensorSpec], targets: Sequence[Placement], axis: int
 
 
 def _input_cost(spec: DTensorSpec, target: Placement, axis: int, sharded: set[tuple[int, int]]) -> float:
-    """The bytes that a rank sends to bring one input to its target; infinite for an uneven shard nobody asked for.
+    """The bytes that a rank sends to bring one input to its target; infinite for uneven shards that no input has.
 
-    Args:
-        spec: The input's spec.
-        target: The target placement.
-        axis: The axis.
-        sharded: The sizes and blocks of the dims of other inputs that have their target sharding already.
+    ``sharded`` has the sizes and blocks of the dims of inputs that have their target sharding already.
     """
     current = spec.placements[axis]
     if current == target:

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ferrodist.tensor.op_strategy import bind_arguments, map_tensors, split_arguments
+from ferrodist.tensor.op_strategy import bind_arguments, find_all, map_tensors, split_arguments
 from ferrodist.tensor.ops import indexing, matmul
 from ferrodist.tensor.placement import Replicate
 from ferrodist.tensor.redistribute import redistribute_local
@@ -177,7 +177,7 @@ def _find_overwritten(func: torch._ops.OpOverload, args: Sequence[Any], kwargs: 
     found: list[Any] = []
     for argument in schema_of(func).arguments:
         if argument.is_out or (argument.is_write and str(func.overloadpacket) in _OVERWRITING):
-            map_tensors(found.append, arguments[argument.name], torch.Tensor)
+            found += find_all(torch.Tensor, arguments[argument.name])
     return found
 
 
@@ -192,12 +192,12 @@ def check_plain(
     is_torchs: bool = False,
     is_overwritten: bool = False,
 ) -> None:
-    """Raise unless a plain tensor counts as replicated.
+    """Raise unless a plain tensor, which an operator takes beside distributed ones, counts as replicated.
 
     Args:
-        operator: The operator that takes the tensor.
+        operator: The operator, for the error.
         tensor: The plain tensor.
-        mesh: The mesh of the distributed tensors that it is used with.
+        mesh: The mesh of the distributed tensors.
         is_torchs: Whether only torch holds the tensor.
         is_overwritten: Whether all elements are replaced, so that they may differ between ranks.
 
@@ -249,8 +249,7 @@ def record_scalars(func: torch._ops.OpOverload, args: Sequence[Any], kwargs: Map
     is_backward = current_graph_task() != -1
     if ACTIVE_CHECK.get() is None and not is_backward:
         return
-    tensors: list[Any] = []
-    map_tensors(tensors.append, [*args, *kwargs.values()], torch.Tensor)
+    tensors = find_all(torch.Tensor, [*args, *kwargs.values()])
     scalars = [one for one in tensors if not one.dim() and is_plain(one)]
     distributed = next((one for one in tensors if isinstance(one, cls)), None)
     if not scalars or distributed is None:

@@ -64,11 +64,7 @@ def record_step(step: RedistributeStep) -> None:
 def record_move(local: torch.Tensor, mesh: DeviceMesh, before: Placement, after: Placement) -> None:
     """Record a redistribution that an operator's local function does itself.
 
-    Args:
-        local: This rank's shard before.
-        mesh: The participating ranks.
-        before: The placement along each axis: partial, or an even sharding.
-        after: The new placement along each axis.
+    The placements are those along each axis of the mesh; ``before`` is partial, or an even sharding.
     """
     if not _records.get():
         return
@@ -159,13 +155,7 @@ def extremum_identity(op: ReduceOp, dtype: torch.dtype) -> float:
 
 
 def _split_of(step: RedistributeStep, sharded: DTensorSpec, shape: Sequence[int]) -> tuple[int, int, list[int]]:
-    """The dim that a step's axes shard in one of its specs, the blocks, and the sizes of the shards of a block.
-
-    Args:
-        step: The step.
-        sharded: The spec before or after it that is sharded along its axes.
-        shape: The local shape without that sharding.
-    """
+    """The dim that a step's axes shard, its blocks, and the sizes of a block's shards; ``shape`` is without these."""
     if len(step.axes) > 1:
         placement = sharded.placements[step.axes[0]]
         assert isinstance(placement, Shard), "such a step is of sharded axes"

@@ -48,14 +48,9 @@ class ReplicaCheck:
         self._seen: dict[int, tuple[weakref.ref[torch.Tensor], int, bool]] = {}
 
     def record(self, operator: object, tensor: torch.Tensor, mesh: DeviceMesh, *, is_due: bool = True) -> None:
-        """Record a tensor that an operator takes beside distributed ones.
+        """Record a plain tensor that an operator takes beside distributed ones.
 
-        Args:
-            operator: The operator.
-            tensor: The plain tensor.
-            mesh: The mesh of the distributed tensors.
-            is_due: Whether the tensor requires an exchange; else it is compared, and only then read, if there is one
-                anyway.
+        If it is not due, it requires no exchange: it is compared, and only then read, if there is one anyway.
         """
         if mesh.group.world_size == 1 or not tensor.numel():
             return
@@ -98,12 +93,7 @@ class ReplicaCheck:
 
 
 def check_replicated(operator: object, tensor: torch.Tensor, mesh: DeviceMesh) -> None:
-    """Raise unless all ranks of a mesh have the same tensor; all of them call this.
-
-    Args:
-        operator: The operator that takes the tensor, for the error.
-        tensor: This rank's tensor.
-        mesh: The mesh.
+    """Raise unless all ranks of a mesh have the same tensor, which an operator takes; all of them call this.
 
     Raises:
         CollectiveMismatchError: On all ranks: the tensor differs between ranks.

@@ -70,15 +70,7 @@ class DTensorSpec:
         dtype: torch.dtype,
         stride: Sequence[int] | None = None,
     ) -> DTensorSpec:
-        """The spec of these values.
-
-        Args:
-            mesh: The mesh.
-            placements: The placements, as `check_placements` returns them.
-            shape: The shape of the full tensor.
-            dtype: The dtype.
-            stride: The strides of the full tensor; None is contiguous.
-        """
+        """The spec of these values; placements are as `check_placements` returns them, and None strides contiguous."""
         sizes = tuple(shape)
         steps = contiguous_stride(sizes) if stride is None else tuple(stride)
         key = (mesh.identity, tuple(placements), sizes, steps, dtype)

@@ -332,7 +332,7 @@ class CallbackStreams:
 _DRAIN_SECONDS = 10.0
 """How long leaving a group waits for its messages to be received."""
 
-_SHUTDOWN_FUNCTIONS = {"shutdown", "_leave_at_exit", "_run_exit_stage", "_run_first_stages"}
+_SHUTDOWN_FUNCTIONS = {"shutdown", "_leave_at_exit", "run_at_exit", "_run_stages_before", "_run_exit_stage"}
 
 _CALLING = ("ferrodist.backends.", "ferrodist.collectives.", "ferrodist.torch_backend.")
 _CALLED_BACK = "ferrodist.torch_backend.futures"
@@ -404,7 +404,7 @@ class MessageWork(FerrodistWork):
         what: The text of the error when a wait times out, such as "rank 1 did not receive it".
         threads: The group's threads for callbacks.
         finish: Called once, when the message has arrived.
-        handover: Orders the waiting thread's stream after ``finish``, on a GPU.
+        handoff: Orders the waiting thread's stream after ``finish``, on a GPU.
     """
 
     def __init__(
@@ -416,14 +416,14 @@ class MessageWork(FerrodistWork):
         what: str,
         threads: ThreadPool,
         finish: Callable[[], None] | None = None,
-        handover: StreamHandoff | None = None,
+        handoff: StreamHandoff | None = None,
     ) -> None:
         super().__init__([tensor], threads)
         self._request = request
         self._seconds = seconds
         self._what = what
         self._finish = finish
-        self._handover = handover
+        self._handoff = handoff
         self._lock = threading.Lock()
 
     def source_rank(self) -> int:
@@ -454,8 +454,8 @@ class MessageWork(FerrodistWork):
             if self._finish is not None:
                 self._finish()
                 self._finish = None
-            if self._handover is not None:
-                self._handover.take()
+            if self._handoff is not None:
+                self._handoff.take()
 
     @override
     def when_ended(self, callback: Callable[[], None]) -> None:
@@ -477,20 +477,20 @@ def start_receive(group: Backend, tensor: torch.Tensor, src: int | None, tag: in
     """Start receiving a tensor from a rank, or from any rank."""
     engine_of(group, tensor.device)
     target = Target(tensor)
-    handover, landing, finish = None, target.flat, target.finish
+    handoff, buffer, finish = None, target.flat, target.finish
     if tensor.device.type != "cpu":
-        handover = StreamHandoff(streams_of(tensor.device))
-        landing = torch.empty(tensor.numel(), dtype=tensor.dtype, device="cpu")
-        finish = partial(_bring, handover, target, landing)
-    request = group.irecv(bytes_of(landing), ANY_SOURCE if src is None else src, tag=tag)
+        handoff = StreamHandoff(streams_of(tensor.device))
+        buffer = torch.empty(tensor.numel(), dtype=tensor.dtype, device="cpu")
+        finish = partial(_copy_to_device, handoff, target, buffer)
+    request = group.irecv(bytes_of(buffer), ANY_SOURCE if src is None else src, tag=tag)
     what = f"nothing came from {'any rank' if src is None else f'rank {src}'}"
     return MessageWork(
-        request, tensor, seconds=group.timeout, what=what, finish=finish, handover=handover, threads=threads
+        request, tensor, seconds=group.timeout, what=what, finish=finish, handoff=handoff, threads=threads
     )
 
 
-def _bring(handover: StreamHandoff, target: Target, landing: torch.Tensor) -> None:
-    with handover.running():
-        target.flat.copy_(landing)
+def _copy_to_device(handoff: StreamHandoff, target: Target, buffer: torch.Tensor) -> None:
+    with handoff.running():
+        target.flat.copy_(buffer)
         target.finish()
         record_use_on_streams(target.flat)

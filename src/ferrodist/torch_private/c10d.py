@@ -20,11 +20,7 @@ def leave_flight_recorder_out(c10d: Any, name: str) -> None:
     """Exclude the groups of a backend from torch's flight recorder.
 
     The recorder attaches itself to a group's C++ backend. A group written in Python has none, and making it would fail.
-    Without the names, as before 2.15, there is nothing to do.
-
-    Args:
-        c10d: `torch.distributed.distributed_c10d`.
-        name: The backend's name.
+    Without the names, as before 2.15, there is nothing to do. ``c10d`` is `torch.distributed.distributed_c10d`.
     """
     recording = getattr(c10d, "_FR_SELF_RECORDING_BACKENDS", None)
     if isinstance(recording, set):
@@ -46,11 +42,7 @@ def keep_torchcomms_out(c10d: Any, name: str) -> None:
     """Raise a clear error if torch asks torchcomms for the groups of a backend that torchcomms does not have.
 
     Before 2.14 torch asks it for all groups if ``TORCH_DISTRIBUTED_USE_TORCHCOMMS=1`` is set. Later versions ask only
-    for the backends that it has.
-
-    Args:
-        c10d: `torch.distributed.distributed_c10d`.
-        name: The backend's name.
+    for the backends that it has. ``c10d`` is `torch.distributed.distributed_c10d`.
     """
     make = getattr(c10d, "new_comm", None)
     if make is None or hasattr(c10d, "_torchcomms_handles_backend"):

@@ -76,11 +76,7 @@ def parts_of_sparse(tensor: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def accept_in_foreach(*kinds: tuple[str, type]) -> None:
-    """Add classes to the types that torch's optimizers and foreach functions treat as plain tensors.
-
-    Args:
-        kinds: Pairs of "optimizer" or "foreach", and a class.
-    """
+    """Let torch's optimizers or foreach functions treat classes as plain tensors: pairs of "optimizer" or "foreach"."""
     owners = {"optimizer": optimizer, "foreach": _foreach_utils}
     for where, kind in kinds:
         supported = getattr(owners[where], "_foreach_supported_types", [kind])

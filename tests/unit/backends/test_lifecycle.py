@@ -1,7 +1,9 @@
-"""Snapshots of weak collections while other threads add to them."""
+"""What a process ends at its exit, in which order, and snapshots of weak collections."""
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from typing import TYPE_CHECKING
 from weakref import WeakSet, WeakValueDictionary
 
@@ -50,3 +52,28 @@ def test_a_snapshot_while_others_add(
     assert len(late) == 2
     assert {id(thing) for thing in snapshot_weak(disturbed)} == {id(thing) for thing in kept}
     assert not late
+
+
+_PROGRAM = """
+import atexit
+from ferrodist.backends.lifecycle import ExitStage, at_exit, cancel_at_exit
+
+def fail():
+    raise ValueError("an agent")
+
+cancelled = lambda: print("cancelled")
+at_exit(ExitStage.RPC_AGENTS, lambda: print("first agent"))
+at_exit(ExitStage.RPC_AGENTS, fail)
+at_exit(ExitStage.DEFAULT_GROUP, cancelled)
+at_exit(ExitStage.DEFAULT_GROUP, lambda: print("group"))
+atexit.register(print, "the program's handler")
+at_exit(ExitStage.RPC_AGENTS, lambda: print("last agent"))
+cancel_at_exit(ExitStage.DEFAULT_GROUP, cancelled)
+"""
+
+
+def test_stages_end_in_their_order() -> None:
+    """Users of groups end before the groups, whatever one raises; the program's handlers keep their place."""
+    done = subprocess.run([sys.executable, "-c", _PROGRAM], capture_output=True, text=True, timeout=60, check=True)
+    assert done.stdout.splitlines() == ["last agent", "the program's handler", "first agent", "group"]
+    assert "ValueError: an agent" in done.stderr

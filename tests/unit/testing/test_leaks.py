@@ -95,6 +95,7 @@ def test_a_zombie_is_found():
         pids.append(os.fork())
         if pids[0] == 0:
             os._exit(0)
+        os.waitid(os.P_PID, pids[0], os.WEXITED | os.WNOWAIT)
     os.waitpid(pids[0], 0)
 
 

@@ -1,4 +1,4 @@
-"""Compare the ranks' calls by one MPI allgather; see [Note: agreement] in `backends/verification.py`.
+"""Compare the ranks' calls by one MPI allgather; see [Note: verification] in `backends/verification.py`.
 
 Every rank gets every call at once, in the fewest steps possible, by MPI's own algorithm. An allgather can't say who has
 not called when the deadline passes: ranks are asked by frames, and answer how many collectives they have entered, even

@@ -175,7 +175,7 @@ class _Memory(NamedTuple):
 class _SharedMemorySetup:
     """Steps that the ranks of a group take together: all succeed, or all raise the same error. A context manager.
 
-    Errors of the system on this rank are reported to all at their next agreement. Any other exception, such as an
+    Errors of the system on this rank are reported to all in the next collective call. Any other exception, such as an
     interruption, ends the group, since others may wait for this rank elsewhere.
 
     Args:

@@ -295,7 +295,7 @@ class TcpBackend(MailboxBackend):
     def find_stragglers(self, peers: tuple[int, ...], within: float) -> Stragglers:
         """Put a timeout down to rank 0 if it relays nothing, else to the peers that don't answer.
 
-        See [Note: life signs] in `liveness.py`.
+        See [Note: liveness] in `liveness.py`.
         """
         if within == 0 or peers == (_HUB,) or self.failure is not None:
             return Stragglers(ranks=peers)

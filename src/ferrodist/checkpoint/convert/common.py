@@ -199,7 +199,7 @@ def _manifest_of(storage: Storage, tensors: Mapping[str, ExternalTensor]) -> Man
         except FileNotFoundError:
             raise DistCheckpointError(f"{storage.url}/{name} is missing") from None
         files.append(FileEntry(name=name, size_bytes=size, header_bytes=0, header_hash=""))
-    indices = {name: place for place, name in enumerate(names)}
+    indices = {name: index for index, name in enumerate(names)}
     entries = {}
     for key, each in tensors.items():
         itemsize = dtype_from_name(each.dtype).itemsize
@@ -254,10 +254,10 @@ def materialize(
     try:
         manifest = read_manifest(storage)
         try:
-            made = tempfile.TemporaryDirectory(prefix=".ferrodist-", dir=scratch_folder)
+            scratch = tempfile.TemporaryDirectory(prefix=".ferrodist-", dir=scratch_folder)
         except OSError as error:
             raise DistCheckpointError(f"{scratch_folder} can't be written: {error}") from error
-        with made as folder:
+        with scratch as folder:
             names = iter(range(len(manifest.tensors)))
 
             def make(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:

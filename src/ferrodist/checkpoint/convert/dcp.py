@@ -218,7 +218,7 @@ class _View(io.RawIOBase):
         self._name = name
         self._start = start
         self._size_bytes = size_bytes
-        self._at = 0
+        self._position = 0
 
     @override
     def readable(self) -> bool:
@@ -230,23 +230,23 @@ class _View(io.RawIOBase):
 
     @override
     def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
-        base = {os.SEEK_SET: 0, os.SEEK_CUR: self._at, os.SEEK_END: self._size_bytes}[whence]
+        base = {os.SEEK_SET: 0, os.SEEK_CUR: self._position, os.SEEK_END: self._size_bytes}[whence]
         if base + offset < 0:
             raise OSError("a position before the beginning of a file")
-        self._at = base + offset
-        return self._at
+        self._position = base + offset
+        return self._position
 
     @override
     def tell(self) -> int:
-        return self._at
+        return self._position
 
     @override
     def readinto(self, buffer: Buffer) -> int:
         into = memoryview(buffer).cast("B")
-        into = into[: max(0, self._size_bytes - self._at)]
+        into = into[: max(0, self._size_bytes - self._position)]
         if len(into):
-            self._storage.read(self._name, self._start + self._at, into)
-        self._at += len(into)
+            self._storage.read(self._name, self._start + self._position, into)
+        self._position += len(into)
         return len(into)
 
 

@@ -128,7 +128,7 @@ class _PickleMachine:
 
     def __init__(self, file: IO[bytes], size_bytes: int, check: Callable[[Global], None]) -> None:
         self._file = file
-        self._left = size_bytes
+        self._remaining = size_bytes
         self._check = check
         self._stack: list[Any] = []
         self._below: list[list[Any]] = []
@@ -148,25 +148,25 @@ class _PickleMachine:
             raise ValueError(f"it is no pickle: {error}") from error
 
     def _take(self, count: int) -> bytes:
-        data = self._file.read(count) if count <= self._left else b""
+        data = self._file.read(count) if count <= self._remaining else b""
         if len(data) < count:
             _refuse("it is cut off")
-        self._left -= count
+        self._remaining -= count
         return data
 
-    def _number(self, form: struct.Struct) -> int:
+    def _read_number(self, form: struct.Struct) -> int:
         found: int = form.unpack(self._take(form.size))[0]
         return found
 
     def _sized(self, form: struct.Struct) -> bytes:
-        return self._take(self._number(form))
+        return self._take(self._read_number(form))
 
     def _skip(self, count: int) -> None:
         self._take(count)
 
     def _line(self) -> str:
-        line = self._file.readline(min(self._left, _MAX_NAME_BYTES))
-        self._left -= len(line)
+        line = self._file.readline(min(self._remaining, _MAX_NAME_BYTES))
+        self._remaining -= len(line)
         if not line.endswith(b"\n"):
             _refuse("it has a name without an end")
         return line[:-1].decode()
@@ -186,7 +186,7 @@ class _PickleMachine:
         return members
 
     def _protocol(self) -> None:
-        if self._number(_BYTE) > _MAX_PROTOCOL:
+        if self._read_number(_BYTE) > _MAX_PROTOCOL:
             _refuse("it has a protocol that is not known here")
 
     def _append(self, values: list[Any]) -> None:
@@ -243,9 +243,9 @@ _OPERATIONS: dict[bytes, Callable[[_PickleMachine], None]] = {
     b"N": lambda machine: machine._push(None),
     b"\x88": lambda machine: machine._push(True),
     b"\x89": lambda machine: machine._push(False),
-    b"J": lambda machine: machine._push(machine._number(_INT)),
-    b"K": lambda machine: machine._push(machine._number(_BYTE)),
-    b"M": lambda machine: machine._push(machine._number(_SHORT)),
+    b"J": lambda machine: machine._push(machine._read_number(_INT)),
+    b"K": lambda machine: machine._push(machine._read_number(_BYTE)),
+    b"M": lambda machine: machine._push(machine._read_number(_SHORT)),
     b"\x8a": lambda machine: machine._push(int.from_bytes(machine._sized(_BYTE), "little", signed=True)),
     b"G": lambda machine: machine._push(_FLOAT.unpack(machine._take(_FLOAT.size))[0]),
     b"X": lambda machine: machine._push(machine._sized(_WORD).decode()),
@@ -267,11 +267,11 @@ _OPERATIONS: dict[bytes, Callable[[_PickleMachine], None]] = {
     b"}": lambda machine: machine._push(PickledDict()),
     b"s": lambda machine: machine._set_items(machine._pop(2)),
     b"u": lambda machine: machine._set_items(machine._pop_mark()),
-    b"q": lambda machine: machine._memoize(machine._number(_BYTE)),
-    b"r": lambda machine: machine._memoize(machine._number(_WORD)),
+    b"q": lambda machine: machine._memoize(machine._read_number(_BYTE)),
+    b"r": lambda machine: machine._memoize(machine._read_number(_WORD)),
     b"\x94": lambda machine: machine._memoize(len(machine._memo)),
-    b"h": lambda machine: machine._push(machine._memo[machine._number(_BYTE)]),
-    b"j": lambda machine: machine._push(machine._memo[machine._number(_WORD)]),
+    b"h": lambda machine: machine._push(machine._memo[machine._read_number(_BYTE)]),
+    b"j": lambda machine: machine._push(machine._memo[machine._read_number(_WORD)]),
     b"c": lambda machine: machine._push_global(machine._line(), machine._line()),
     b"\x93": lambda machine: machine._push_global(*machine._pop(2)),
     b"R": _PickleMachine._make,

@@ -94,10 +94,10 @@ def _check_directory(file: IO[bytes]) -> None:
         raise ValueError("its directory is not where torch.save puts it")
 
 
-def _check_one_pickle(file: IO[bytes], most_bytes: int, size_bytes: int) -> None:
+def _check_one_pickle(file: IO[bytes], max_bytes: int, size_bytes: int) -> None:
     """Check one pickle, from the file's position on."""
     start = file.tell()
-    value = read_pickle(file, most_bytes, lambda _: None)
+    value = read_pickle(file, max_bytes, lambda _: None)
     check_expansion(value, file.tell() - start)
     for node in _walk(value):
         if isinstance(node, PickledDict):
@@ -187,20 +187,20 @@ def _check_tensor(arguments: tuple[Any, ...]) -> None:
     storage, offset, sizes, strides = (*arguments, None, None, None)[:4]
     if isinstance(sizes, PickledCall) and sizes.function == ("torch", "Size") and len(sizes.arguments) == 1:
         sizes = sizes.arguments[0]
-    numbers = [offset, *sizes, *strides] if isinstance(sizes, tuple) and isinstance(strides, tuple) else [None]
-    if not all(isinstance(each, int) and each >= 0 for each in numbers) or len(sizes) != len(strides):
+    values = [offset, *sizes, *strides] if isinstance(sizes, tuple) and isinstance(strides, tuple) else [None]
+    if not all(isinstance(each, int) and each >= 0 for each in values) or len(sizes) != len(strides):
         raise ValueError("it has a tensor with an invalid shape")
     last = offset + sum((size - 1) * stride for size, stride in zip(sizes, strides, strict=True))
     if 0 not in sizes and last >= _num_elements(storage, None):
         raise ValueError("it has a tensor with elements outside of its storage")
 
 
-def _num_elements(storage: PersistentId, most: int | None) -> int:
+def _num_elements(storage: PersistentId, max_elements: int | None) -> int:
     """Return a storage's number of elements according to the file."""
     found = storage.id
     if isinstance(found, int):  # of a file that was begun elsewhere
         raise ValueError("it refers to a storage by number")  # noqa: TRY004 - of the file
     count = found[4] if isinstance(found, tuple) and len(found) > 4 else None
-    if not isinstance(count, int) or count < 0 or (most is not None and count > most):
+    if not isinstance(count, int) or count < 0 or (max_elements is not None and count > max_elements):
         raise ValueError("it has a storage that is longer than the file, or has no length")
     return count

@@ -20,15 +20,15 @@ def covers_once(boxes: Iterable[tuple[Sequence[int], Sequence[int]]], shape: Seq
     does. Other boxes do so with a probability of at most the number of dims in 2**127, by the Schwartz-Zippel lemma,
     since the difference is a non-zero polynomial in the random numbers. The cost is one step per dim and box.
     """
-    places: list[dict[int, int]] = [{} for _ in shape]
+    weights_of_ends: list[dict[int, int]] = [{} for _ in shape]
 
     def weight(offsets: Sequence[int], sizes: Sequence[int]) -> int:
         weighed = 1
-        for numbers, begin, size in zip(places, offsets, sizes, strict=True):
+        for weights, begin, size in zip(weights_of_ends, offsets, sizes, strict=True):
             for end in (begin, begin + size):
-                if end not in numbers:
-                    numbers[end] = secrets.randbelow(_PRIME)
-            weighed = weighed * (numbers[begin + size] - numbers[begin]) % _PRIME
+                if end not in weights:
+                    weights[end] = secrets.randbelow(_PRIME)
+            weighed = weighed * (weights[begin + size] - weights[begin]) % _PRIME
         return weighed
 
     found = sum(weight(offsets, sizes) for offsets, sizes in boxes if prod(sizes))

@@ -123,7 +123,7 @@ class Manifest(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     tensors: dict[str, TensorEntry]
     tree: Any
 
-    def place(self, key: str) -> tuple[int, int]:
+    def position(self, key: str) -> tuple[int, int]:
         """Return a tensor's first file and byte, for reading in the order in which disks read ahead."""
         return min(((shard.file, shard.start) for shard in self.tensors[key].shards), default=(0, 0))
 
@@ -140,8 +140,8 @@ def hash_bytes(data: Any) -> str:
 
 def encode_manifest(manifest: Manifest) -> bytes:
     """Encode a manifest as the bytes of its file."""
-    body = msgspec.json.encode(manifest)
-    return _PREFIX + str(_VERSION).encode() + _HASH + hash_bytes(body).encode() + _CONTENT_KEY + body + _SUFFIX
+    content = msgspec.json.encode(manifest)
+    return _PREFIX + str(_VERSION).encode() + _HASH + hash_bytes(content).encode() + _CONTENT_KEY + content + _SUFFIX
 
 
 def decode_manifest(data: bytes, where: str) -> Manifest:
@@ -151,28 +151,28 @@ def decode_manifest(data: bytes, where: str) -> Manifest:
         DistCheckpointError: `encode_manifest` would not write these bytes.
     """
     start = _PREFIX + str(_VERSION).encode() + _HASH
-    body_at = len(start) + 2 * HASH_BYTES + len(_CONTENT_KEY)
+    content_start = len(start) + 2 * HASH_BYTES + len(_CONTENT_KEY)
     if not data.startswith(start):
         raise DistCheckpointError(_describe_mismatch(data, where))
-    body = data[body_at : -len(_SUFFIX)]
+    content = data[content_start : -len(_SUFFIX)]
     expected_hash = data[len(start) : len(start) + 2 * HASH_BYTES]
-    rest = data[len(start) + 2 * HASH_BYTES : body_at], data[body_at + len(body) :]
-    if rest != (_CONTENT_KEY, _SUFFIX) or hash_bytes(body).encode() != expected_hash:
+    rest = data[len(start) + 2 * HASH_BYTES : content_start], data[content_start + len(content) :]
+    if rest != (_CONTENT_KEY, _SUFFIX) or hash_bytes(content).encode() != expected_hash:
         raise DistCheckpointError(
             f"{where} is damaged: its bytes don't have the hash in it. Nothing of this checkpoint can be"
             " trusted; take another one, or a copy"
         )
     try:
-        manifest = msgspec.json.decode(body, type=Manifest)
+        manifest = msgspec.json.decode(content, type=Manifest)
         _check(manifest)
     except (msgspec.MsgspecError, ValueError, RecursionError, MemoryError) as error:
         raise DistCheckpointError(f"{where} is no manifest of a checkpoint: {error}") from error
     return manifest
 
 
-def find_commit_time(head: bytes) -> int | None:
+def find_commit_time(prefix: bytes) -> int | None:
     """Return the `created_ns` in the first bytes of a manifest; None without a valid one."""
-    found = _TIME_PATTERN.match(head)
+    found = _TIME_PATTERN.match(prefix)
     return int(found[1]) if found and is_time(int(found[1])) else None
 
 
@@ -183,13 +183,13 @@ def is_time(time_ns: int) -> bool:
 
 def _describe_mismatch(data: bytes, where: str) -> str:
     try:
-        head = msgspec.json.decode(data, type=_FormatHeader)
+        prefix = msgspec.json.decode(data, type=_FormatHeader)
     except (msgspec.MsgspecError, ValueError, RecursionError, MemoryError):
         return f"{where} is damaged, or is no manifest of a checkpoint"
-    if head.format != "ferrodist-checkpoint":
-        return f"{where} is of format {head.format!r}, not 'ferrodist-checkpoint'"
-    if head.version != _VERSION:
-        return f"{where} has version {head.version}, and this ferrodist reads version {_VERSION}: use a newer one"
+    if prefix.format != "ferrodist-checkpoint":
+        return f"{where} is of format {prefix.format!r}, not 'ferrodist-checkpoint'"
+    if prefix.version != _VERSION:
+        return f"{where} has version {prefix.version}, and this ferrodist reads version {_VERSION}: use a newer one"
     return f"{where} is damaged, or was changed by hand"
 
 

@@ -94,7 +94,7 @@ class Storage(Protocol):
     def put(self, name: str, data: bytes) -> None:
         """Write a small file atomically and durably."""
 
-    def read_beside(self, name: str, size_bytes: int) -> list[bytes]:
+    def read_siblings(self, name: str, size_bytes: int) -> list[bytes]:
         """Return the first bytes of the files of one name in this folder and in its sibling folders."""
 
     def copy(self, name: str, new_name: str) -> None:

@@ -136,7 +136,7 @@ class LocalStorage(Storage):
         self._release()
 
     @override
-    def read_beside(self, name: str, size_bytes: int) -> list[bytes]:
+    def read_siblings(self, name: str, size_bytes: int) -> list[bytes]:
         beside = LocalStorage(self.path.parent)
         folders = {self.path, *(beside.path / each for each in beside.list_folders())}
         found = []
@@ -232,13 +232,13 @@ class LocalStorage(Storage):
 
     @override
     def read(self, name: str, start: int, into: memoryview) -> None:
-        left = into.cast("B")
+        remaining = into.cast("B")
         with self._file(name) as file:
-            while len(left):
-                count = os.preadv(file, [left], start)
+            while len(remaining):
+                count = os.preadv(file, [remaining], start)
                 if not count:
-                    raise EOFError(f"{self.path / name} ends {len(left)} bytes too early")
-                start, left = start + count, left[count:]
+                    raise EOFError(f"{self.path / name} ends {len(remaining)} bytes too early")
+                start, remaining = start + count, remaining[count:]
 
     @override
     def close(self) -> None:

@@ -45,7 +45,7 @@ class LocalWriter(FileWriter):
         self._flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC
         self._is_direct = False
         self._file: int | None = self._open(size_bytes)
-        self._at = 0
+        self._offset = 0
         """The number of bytes written or being written."""
         self._buffer: mmap.mmap | None = None
         """The buffer being filled."""
@@ -75,17 +75,17 @@ class LocalWriter(FileWriter):
     @override
     def write(self, data: memoryview) -> None:
         assert self._file is not None, "the file is open"
-        left = data.cast("B")
+        remaining = data.cast("B")
         if not self._is_direct:
-            _write_all(self._file, left, self._at)
-            self._at += len(left)
+            _write_all(self._file, remaining, self._offset)
+            self._offset += len(remaining)
             return
-        while len(left):
+        while len(remaining):
             assert self._buffer is not None, "direct files have one"
-            step = min(len(left), _BUFFER_BYTES - self._filled)
-            self._buffer[self._filled : self._filled + step] = left[:step]
+            step = min(len(remaining), _BUFFER_BYTES - self._filled)
+            self._buffer[self._filled : self._filled + step] = remaining[:step]
             self._filled += step
-            left = left[step:]
+            remaining = remaining[step:]
             if self._filled == _BUFFER_BYTES:
                 self._start_write(_BUFFER_BYTES)
 
@@ -94,8 +94,8 @@ class LocalWriter(FileWriter):
         full, self._buffer = self._buffer, None
         assert self._file is not None and full is not None, "the file is open"  # noqa: PT018
         # Offsets are fixed, so that writes may end in any order.
-        self._pending.append((_WriteThread(self._file, memoryview(full)[:size], self._at), full))
-        self._at += size
+        self._pending.append((_WriteThread(self._file, memoryview(full)[:size], self._offset), full))
+        self._offset += size
         self._filled = 0
         self._buffer = self._wait_for_oldest() if len(self._pending) > _MAX_PENDING else _take_buffer()
 
@@ -115,7 +115,7 @@ class LocalWriter(FileWriter):
         assert self._file is not None, "the file is open"
         try:
             if self._filled:
-                size = self._at + self._filled
+                size = self._offset + self._filled
                 padded = -(-self._filled // _ALIGNMENT) * _ALIGNMENT
                 assert self._buffer is not None, "direct files have one"
                 self._buffer[self._filled : padded] = bytes(padded - self._filled)

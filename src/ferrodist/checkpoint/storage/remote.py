@@ -65,11 +65,11 @@ def to_os_error(error: BaseException, where: str) -> OSError:
     """Convert an error to the OSError subclass of its number."""
     if not isinstance(error, OSError):
         return OSError(errno.EIO, describe_error(error), where)
-    number = error.errno
-    if number is None:
-        number = next((number for kind, number in _ERRNOS.items() if isinstance(error, kind)), errno.EIO)
+    code = error.errno
+    if code is None:
+        code = next((code for kind, code in _ERRNOS.items() if isinstance(error, kind)), errno.EIO)
     text = error.strerror or (str(error).strip().partition("\n")[0]) or type(error).__name__
-    return OSError(number, text, where)
+    return OSError(code, text, where)
 
 
 def is_refusal(error: OSError) -> bool:
@@ -270,7 +270,7 @@ class RemoteStorage(Storage):
             self.remove_folder()
 
     @override
-    def read_beside(self, name: str, size_bytes: int) -> list[bytes]:
+    def read_siblings(self, name: str, size_bytes: int) -> list[bytes]:
         parent = self._folder.rpartition("/")[0]
         folders = {self._folder}
         with as_os_errors(self.url):
@@ -286,10 +286,10 @@ class RemoteStorage(Storage):
     @override
     def remove(self, names: Collection[str]) -> None:
         if isinstance(self._fs, AsyncFileSystem):
-            left = list(names)
-            while left:  # not by threads, which can't be started while the program ends
-                self._remove_batch(left[:_REMOVAL_BATCH])
-                del left[:_REMOVAL_BATCH]
+            remaining = list(names)
+            while remaining:  # not by threads, which can't be started while the program ends
+                self._remove_batch(remaining[:_REMOVAL_BATCH])
+                del remaining[:_REMOVAL_BATCH]
         else:
             for name in names:
                 with contextlib.suppress(FileNotFoundError), as_os_errors(self._where(name)):
@@ -383,10 +383,10 @@ class RemoteStorage(Storage):
 
     @override
     def read(self, name: str, start: int, into: memoryview) -> None:
-        left = into.cast("B")
-        while len(left):
-            count = self._read_chunk(name, start, left)
-            start, left = start + count, left[count:]
+        remaining = into.cast("B")
+        while len(remaining):
+            count = self._read_chunk(name, start, remaining)
+            start, remaining = start + count, remaining[count:]
 
     def close(self) -> None:
         """Do nothing: connections belong to the file system."""

@@ -257,15 +257,15 @@ def _per_rank_keys(tree: Any) -> dict[str, int]:
 
 
 def _write(
-    source_state: RewriteSource, plan: SavePlan, files: list[list[FileStream]], at_once: int, options: RewriteOptions
+    source_state: RewriteSource, plan: SavePlan, files: list[list[FileStream]], max_open: int, options: RewriteOptions
 ) -> None:
     sizes = {key: dtype_from_name(tensor.dtype).itemsize for key, tensor in plan.tensors.items()}
     total = sum(prod(tensor.shape) * sizes[key] for key, tensor in plan.tensors.items())
     progress = ProgressCounter(total, options.progress)
     # A row block, a copy if it isn't contiguous in the source, a copy of a part of it, and the blocks to check.
     block_bytes = min(ROW_BLOCK_BYTES, options.max_memory_bytes // 4)
-    for first in range(0, len(files), at_once):
-        streams = [file for own in files[first : first + at_once] for file in own]
+    for first in range(0, len(files), max_open):
+        streams = [file for own in files[first : first + max_open] for file in own]
         consumers: dict[str, list[tuple[Span, FileStream]]] = {}
         for file in streams:
             for span in file.plan.spans:
@@ -285,8 +285,8 @@ def _write(
 
 def _file_order(plan: SavePlan, sizes: Mapping[str, int]) -> Callable[[str], tuple[int, int]]:
     """Return the sort key of tensors in files, as `plan_save` orders them."""
-    places = {key: place for place, key in enumerate(plan.tensors)}
-    return lambda key: (-sizes[key], places[key])
+    positions = {key: position for position, key in enumerate(plan.tensors)}
+    return lambda key: (-sizes[key], positions[key])
 
 
 def _write_rows(

@@ -114,9 +114,11 @@ class _DataPlaneRun(CollectiveRun):
             if not self._data_plane.wait_for(requests, self.deadline):
                 if self._group.failure is not None:
                     raise self._group.failure.fresh()
-                late = self._group.find_stragglers(tuple(sorted(self.peers)), answer_seconds(self.deadline.timeout))
-                error = DistributedTimeoutError("the data did not come", ranks=late.ranks)
-                error.detail = late.detail
+                stragglers = self._group.find_stragglers(
+                    tuple(sorted(self.peers)), answer_seconds(self.deadline.timeout)
+                )
+                error = DistributedTimeoutError("the data did not come", ranks=stragglers.ranks)
+                error.detail = stragglers.detail
                 raise error
 
         self.guard(wait)

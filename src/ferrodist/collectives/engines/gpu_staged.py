@@ -101,9 +101,11 @@ class HostStagedEngine:
         except GroupClosedError:
             raise
         except NotReachedError:
-            late = self._late(op, deadline, "the GPU is still busy with what came before it in the current stream")
-            group.abort(late)
-            raise (group.failure or late).fresh() from None
+            error = self._timeout_error(
+                op, deadline, "the GPU is still busy with what came before it in the current stream"
+            )
+            group.abort(error)
+            raise (group.failure or error).fresh() from None
         except DistributedError as error:
             group.abort(error)
             raise (group.failure or error).fresh() from None
@@ -117,7 +119,7 @@ class HostStagedEngine:
         self._check_alive()
         if not self._sequencer.wait(sequence, deadline.remaining()):
             self._check_alive()
-            raise self._late(op, deadline, "what this rank started before it has not ended")
+            raise self._timeout_error(op, deadline, "what this rank started before it has not ended")
         pipeline = self._pipelines.get(device)
         if pipeline is None:
             pipeline = self._pipelines[device] = CopyPipeline(self._find_streams(device), self._segment_bytes)
@@ -186,7 +188,7 @@ class HostStagedEngine:
             # The engine may be collected without being closed; at exit the driver frees the memory itself.
             weakref.finalize(pipeline, release).atexit = False
 
-    def _late(self, op: CollectiveOp, deadline: Deadline, why: str) -> DistributedTimeoutError:
+    def _timeout_error(self, op: CollectiveOp, deadline: Deadline, why: str) -> DistributedTimeoutError:
         return DistributedTimeoutError(
             f"{op.signature()} on group {self._group.name!r}: {why}, after {Elapsed.of(deadline)}."
             f" Pass a larger timeout. Reported by rank {self._group.rank}.",

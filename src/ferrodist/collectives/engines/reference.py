@@ -1,7 +1,7 @@
 """The reference engine: collectives over any backend's ``isend`` and ``irecv``, with which other engines are compared.
 
 A *chunk* is the part of a tensor that one rank owns in a collective, a *segment* a part of a chunk that moves at once.
-n is the tensor's bytes, p the number of ranks. Every collective begins with an agreement ([Note: agreement] in
+n is the tensor's bytes, p the number of ranks. Every collective begins with an agreement ([Note: verification] in
 `backends/verification.py`: 2 steps, 192 bytes up and 192*p down for each rank), and tiny ones end with it, for their
 elements travel with the call. The figures below are for the steps after it, and the bytes that the busiest rank sends.
 

@@ -129,7 +129,9 @@ class Reducer:
                 with add_error_context(lambda index=index: self._describe_bucket(index), _ADVICE):  # type: ignore[misc]
                     bucket.wait()
             self._check_static_graph()
-            uneven = [] if self._options.allows_unused else self._find_uneven()
+            uneven = (
+                [] if self._options.allows_unused else [name for each in self.buckets for name in each.find_uneven()]
+            )
             for bucket in self.buckets:
                 bucket.finish(self._scale, is_idle=is_idle)
         self.has_unreduced_gradients = False
@@ -272,10 +274,6 @@ class Reducer:
                 f" {self._title} than rank 0: which parameters require grad must change on all ranks alike.",
                 ranks=differing,
             )
-
-    def _find_uneven(self) -> list[str]:
-        """Parameters that only some ranks have a gradient for; see [Note: gradient mask] in `bucket.py`."""
-        return [name for bucket in self.buckets for name in bucket.find_uneven()]
 
     def _raise_uneven(self, names: list[str], *, is_idle: bool) -> None:
         """Raise, on all ranks, for parameters that only some ranks have a gradient for."""

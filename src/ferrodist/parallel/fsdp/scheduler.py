@@ -167,18 +167,18 @@ class UnitScheduler:
         if self.is_summoned:
             return
         if self._run is not None:
-            self._watch_outputs(output, self._run.trace, self._recomputed_call(unit, self._run))
+            call = self._run.recomputed_call(unit.index, is_gathered=unit.state is UnitState.GATHERED)
+            self._watch_outputs(output, self._run.trace, call)
             return
         if self._trace is None:  # a failure has ended this forward
             return
-        trace = self._trace
-        call = self._close_call(unit)
-        if call is None:
+        trace, closed = self._trace, self._close_call(unit)
+        if closed is None:
             return
         if succeeded:
-            trace.end_call(unit.index, call)
+            trace.end_call(unit.index, closed)
             self._check_outputs(unit, output)
-        will_return = succeeded and self._watch_outputs(output, trace, call)
+        will_return = succeeded and self._watch_outputs(output, trace, closed)
         is_open = any(index == unit.index for index, _ in self._open_calls)
         stays = will_return and (not self._reshards_after_forward or unit.index in {0, *self._last_ended})
         stays |= unit.index != 0 and unit in self._unsharded_units
@@ -238,9 +238,6 @@ class UnitScheduler:
             )
             with self._abort_on_error():
                 raise error
-
-    def _recomputed_call(self, unit: Unit, run: BackwardRun) -> int:
-        return run.recomputed_call(unit.index, is_gathered=unit.state is UnitState.GATHERED)
 
     # Backward.
 

@@ -7,7 +7,7 @@ Nothing is sent between two stages of one rank. Schedules don't list skips: they
 and received when they are needed.
 
 A value travels as a message with its small tensors in-band, and large tensors out-of-band behind it, all under one tag;
-see [Note: letter] in `collectives/serialization.py`.
+see [Note: in-band and out-of-band] in `collectives/serialization.py`.
 """
 
 from __future__ import annotations

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from ferrodist.parallel.tensor_parallel.styles import IOPlacements
 
 
-def map_tensors(function: Callable[[torch.Tensor], Any], value: Any) -> Any:
+def map_nested(function: Callable[[torch.Tensor], Any], value: Any) -> Any:
     """Apply a function to each tensor in a value, its containers and dataclasses.
 
     Containers in which no tensor changes are returned themselves, so that a caller sees what a module puts into them,
@@ -42,14 +42,14 @@ def map_tensors(function: Callable[[torch.Tensor], Any], value: Any) -> Any:
     if isinstance(value, torch.Tensor):
         return function(value)
     if isinstance(value, Mapping):
-        return _replace_values(value, list(value), [map_tensors(function, one) for one in value.values()])
+        return _replace_values(value, list(value), [map_nested(function, one) for one in value.values()])
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         # Some dataclass instances lack some of their fields.
         names = [field.name for field in dataclasses.fields(value) if hasattr(value, field.name)]
-        return _replace_values(value, names, [map_tensors(function, getattr(value, name)) for name in names])
+        return _replace_values(value, names, [map_nested(function, getattr(value, name)) for name in names])
     if not isinstance(value, list | tuple):
         return value
-    made = [map_tensors(function, one) for one in value]
+    made = [map_nested(function, one) for one in value]
     if all(one is other for one, other in zip(made, value, strict=True)):
         return value
     return type(value)(*made) if hasattr(value, "_fields") else type(value)(made)
@@ -74,7 +74,7 @@ def _replace_values(value: Any, names: Sequence[Any], made: Sequence[Any]) -> An
 def find_dtensors(value: Any) -> list[DTensor]:
     """The DTensors in a value."""
     found: list[DTensor] = []
-    map_tensors(lambda tensor: found.append(tensor) if isinstance(tensor, DTensor) else None, value)
+    map_nested(lambda tensor: found.append(tensor) if isinstance(tensor, DTensor) else None, value)
     return found
 
 
@@ -140,7 +140,7 @@ class ShardedForward:
             # Also if nothing is sent: then gradients, which may be partial, get the input's placement here.
             return tensor if wanted is None else tensor.redistribute(wanted)
 
-        return map_tensors(place, value)
+        return map_nested(place, value)
 
     def _place_outputs(self, result: Any, *, is_plain: bool) -> Any:
         outputs = self._placements.outputs
@@ -152,7 +152,7 @@ class ShardedForward:
             return placed.to_local() if is_plain else placed
 
         if outputs is None or isinstance(outputs, Placement):
-            return map_tensors(lambda tensor: place(tensor, outputs), result)
+            return map_nested(lambda tensor: place(tensor, outputs), result)
         if not isinstance(result, list | tuple) or len(result) != len(outputs):
             has_several = isinstance(result, list | tuple)
             what = counted(len(result), "output") if has_several else with_article(type(result).__name__)
@@ -161,7 +161,7 @@ class ShardedForward:
                 " declare one placement for all, or as many as there are outputs"
             )
         placed = [
-            map_tensors(functools.partial(place, placement=placement), one)
+            map_nested(functools.partial(place, placement=placement), one)
             for one, placement in zip(result, outputs, strict=True)
         ]
         return type(result)(*placed) if hasattr(result, "_fields") else type(result)(placed)
@@ -199,9 +199,9 @@ class ReplicatedForward:
         """Compute a forward that is called from outside of the model, or by its own code outside, as ``generate``."""
         gathers = self._model.gathers and not find_dtensors([args, kwargs])
         replicate = functools.partial(self._replicate, is_by_model=is_by_model)
-        args, kwargs = map_tensors(replicate, args), map_tensors(replicate, kwargs)
-        result = map_tensors(self._record_result, self._forward(*args, **kwargs))
-        return map_tensors(_gather, result) if gathers else result
+        args, kwargs = map_nested(replicate, args), map_nested(replicate, kwargs)
+        result = map_nested(self._record_result, self._forward(*args, **kwargs))
+        return map_nested(_gather, result) if gathers else result
 
     def _replicate(self, tensor: torch.Tensor, *, is_by_model: bool) -> DTensor:
         if isinstance(tensor, DTensor):
@@ -283,7 +283,7 @@ class GatheredMethod:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Call the method; its results are plain tensors."""
         with self._model.around():
-            return map_tensors(_gather, self._method(*args, **kwargs))
+            return map_nested(_gather, self._method(*args, **kwargs))
 
 
 def _gather(tensor: torch.Tensor) -> torch.Tensor:

@@ -45,7 +45,7 @@ def resolve_plan(module: nn.Module, plan: Mapping[str, Style]) -> dict[str, Styl
         found = [name for name in modules if _fits(name, pattern)]
         if not found:
             raise ValueError(
-                f"the plan's path {pattern!r} is of no module; some are {', '.join(map(repr, list(modules)[1:9]))}"
+                f"the plan's path {pattern!r} matches no module; some are {', '.join(map(repr, list(modules)[1:9]))}"
             )
         for one in dict.fromkeys(modules[name] for name in found):
             name = first[one]

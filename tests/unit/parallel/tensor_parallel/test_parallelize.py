@@ -226,7 +226,7 @@ def test_values_are_those_of_rank_0():
         (
             {"upp": ColumnParallel()},
             ValueError,
-            "the plan's path 'upp' is of no module; some are 'scale', 'up', 'down'",
+            "the plan's path 'upp' matches no module; some are 'scale', 'up', 'down'",
         ),
         ({"up": ColumnParallel(), "u*": RowParallel()}, ValueError, "module 'up' has two styles, by 'up' and by 'u*'"),
         ({"": ColumnParallel()}, TypeError, "ColumnParallel shards an nn.Linear"),
