@@ -8,17 +8,7 @@ from typing import Any
 
 
 def check_int(name: str, value: Any, *, min: int | None = None) -> int:  # noqa: A002 - as callers write it
-    """Return an argument as an int.
-
-    Args:
-        name: The argument's name, for the message.
-        value: Any integer, also NumPy's; a bool is none.
-        min: The smallest value allowed; None allows all.
-
-    Raises:
-        TypeError: ``value`` is not an integer.
-        ValueError: ``value`` is smaller than ``min``.
-    """
+    """Return any integer, also NumPy's, as an int; TypeError for others and bools, ValueError below ``min``."""
     number: int | None = None
     if not isinstance(value, bool):
         with contextlib.suppress(TypeError):

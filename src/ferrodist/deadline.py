@@ -13,11 +13,9 @@ if TYPE_CHECKING:
 DEFAULT_COLLECTIVE_TIMEOUT = 1800.0
 """The timeout in seconds of a blocking call unless the call, its group or FERRODIST_TIMEOUT sets another."""
 
-LONG_WAIT_SECONDS = 30.0
-"""Seconds of waiting for other ranks after which a warning names them."""
+LONG_WAIT_SECONDS = 30.0  # seconds of waiting for other ranks after which a warning names them
 
-TIMEOUT_VARIABLE = "FERRODIST_TIMEOUT"
-"""The environment variable that sets the default timeout."""
+TIMEOUT_VARIABLE = "FERRODIST_TIMEOUT"  # the environment variable that sets the default timeout
 
 # Lock.acquire and Condition.wait refuse longer waits than this (threading.TIMEOUT_MAX is about 292 years on Linux, but
 # 49 days on some platforms).
@@ -34,11 +32,7 @@ def check_timeout(timeout: float) -> float:
 
 
 def default_timeout() -> float:
-    """Return the default timeout of a blocking call in seconds: FERRODIST_TIMEOUT, else `DEFAULT_COLLECTIVE_TIMEOUT`.
-
-    Raises:
-        ValueError: The variable is not a number of seconds above 0.
-    """
+    """The default timeout of a blocking call in seconds: FERRODIST_TIMEOUT, else `DEFAULT_COLLECTIVE_TIMEOUT`."""
     text = os.environ.get(TIMEOUT_VARIABLE, "").strip()
     if not text:
         return DEFAULT_COLLECTIVE_TIMEOUT
@@ -57,12 +51,9 @@ def resolve_timeout(timeout: float | None) -> float:
 
 
 class Deadline:
-    """A point in time by which a call must be done.
+    """A point in time by which a call must be done, ``timeout`` seconds from now, of which ``elapsed`` have passed.
 
-    Args:
-        timeout: Seconds from now; ``math.inf`` never passes.
-        clock: The clock, in seconds; only differences matter.
-        elapsed: Seconds that have already passed.
+    ``math.inf`` never passes. Only differences of the clock, in seconds, matter.
     """
 
     __slots__ = ("_clock", "_end", "_start", "timeout")

@@ -269,11 +269,9 @@ def ranks_text(ranks: Collection[int]) -> str:
 
 @contextlib.contextmanager
 def add_error_context(what: Callable[[], str], advice: str) -> Iterator[None]:
-    """Append a sentence to the messages of errors between ranks in the block; class and ranks stay.
+    """Append a sentence about the current operation to the messages of errors between ranks.
 
-    Args:
-        what: Returns a sentence about the current operation.
-        advice: The advice for a straggler or a mismatched call.
+    ``advice`` is for a straggler or a mismatched call. Class and ranks of the errors stay.
     """
     try:
         yield

@@ -1,12 +1,24 @@
-"""The origin of this installation, and thus the command that adds an extra to it. The package is on no index."""
+"""The version and origin of this installation, and the command that adds an extra to it: it is on no index."""
 
 from __future__ import annotations
 
 import importlib.metadata
+import importlib.util
 import json
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from urllib.parse import unquote, urlsplit
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+
+def installed_version() -> str | None:
+    """Return ferrodist's version; None if it runs from its source tree."""
+    try:
+        return importlib.metadata.version("ferrodist")
+    except importlib.metadata.PackageNotFoundError:
+        return None
 
 
 def how_to_install(extra: str) -> str:
@@ -22,6 +34,14 @@ def how_to_install(extra: str) -> str:
     if origin.get("dir_info", {}).get("editable"):
         return f"pip install --editable '{path}[{extra}]'"
     return f"pip install 'ferrodist[{extra}] @ {url}'"
+
+
+def describe_missing(what: str, extra: str, packages: Mapping[str, str]) -> str:
+    """A line about those of an extra's packages, by module, that are not installed; "" if none is missing."""
+    missing = [package for module, package in packages.items() if importlib.util.find_spec(module) is None]
+    if not missing:
+        return ""
+    return f"ferrodist: {what} needs {', '.join(missing)}, which is not installed here: {how_to_install(extra)}\n"
 
 
 def _direct_url() -> dict[str, Any]:

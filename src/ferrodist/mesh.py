@@ -21,8 +21,7 @@ if TYPE_CHECKING:
 
     from ferrodist.backends.base import Backend
 
-_MAX_DRAWN_RANKS = 1024
-"""Larger grids are not drawn, only described."""
+_MAX_DRAWN_RANKS = 1024  # larger grids are not drawn, only described
 
 
 def draw_grid(shape: Sequence[int], axis_names: Sequence[str], ranks: Sequence[int], own: int, group: str) -> str:
@@ -65,8 +64,7 @@ def draw_grid(shape: Sequence[int], axis_names: Sequence[str], ranks: Sequence[i
     return "\n".join(line.rstrip() for line in lines)
 
 
-_MESH_COUNTS = "mesh.counts"
-"""The group attachment that counts the meshes of each description that this rank has made."""
+_MESH_COUNTS = "mesh.counts"  # the group attachment that counts the meshes of each description that this rank has made
 
 _lock = threading.Lock()
 

@@ -8,6 +8,23 @@ from rich.progress import Progress, ProgressColumn
 
 if TYPE_CHECKING:
     from rich.console import Console
+    from typing_extensions import Self
+
+
+class BarDisplay:
+    """A context that shows bars, if there are any, beside what is printed on their console."""
+
+    def __init__(self, console: Console, bars: Progress | None) -> None:
+        self._console, self._bars = console, bars
+
+    def __enter__(self) -> Self:
+        if self._bars is not None:
+            self._bars.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._bars is not None:
+            self._bars.stop()
 
 
 def open_bars(
@@ -15,11 +32,7 @@ def open_bars(
 ) -> Progress | None:
     """Progress bars for a console, or None where it is a file, a pipe or a terminal that can't redraw.
 
-    Args:
-        console: The console.
-        columns: The columns of each bar.
-        auto_refresh: Whether a thread redraws the bars.
-        transient: Whether the bars vanish at the end.
+    ``auto_refresh``: a thread redraws the bars. ``transient``: they vanish at the end.
     """
     if not console.is_terminal or console.is_dumb_terminal:
         return None

@@ -50,13 +50,7 @@ def check_descriptors(number: int) -> None:
 def naming_limits(
     who: str, ranks: tuple[int, ...] = (), *, kind: type[DistributedError] = RendezvousError
 ) -> Iterator[None]:
-    """Convert errors of the block that hit a limit of the system to ones with the limit's name.
-
-    Args:
-        who: The beginning of the message.
-        ranks: The ranks that the error names.
-        kind: The class of the error.
-    """
+    """Convert errors of the block that hit a limit of the system to ones with the limit's name and these ranks."""
     try:
         yield
     except DistributedError:

@@ -28,11 +28,7 @@ def pack_reason(
 
 
 def unpack_reason(data: Buffer, world_size: int) -> DistributedError:
-    """Decode the result of `pack_reason` on another rank, in a group of a world of ``world_size`` ranks.
-
-    Raises:
-        ValueError: The bytes are no such encoding, or name a rank that is not in the world.
-    """
+    """Decode `pack_reason`'s result; raises ValueError if it can't be read or names no rank of the world."""
     try:
         name, message, ranks = _DECODER.decode(data)
     except (msgspec.MsgspecError, ValueError, RecursionError) as error:  # text that isn't UTF-8 is a ValueError

@@ -49,6 +49,7 @@ if TYPE_CHECKING:
     from typing_extensions import Buffer, Self
 
     from ferrodist.backends.engine import CollectiveEngine, DataPlane, DeviceP2P, FastPath, HostEngine
+    from ferrodist.backends.request import OnEnd, OnMessages
 
 
 class Backend(ABC):
@@ -330,11 +331,7 @@ class Backend(ABC):
             late = self.find_stragglers(error.ranks, answer_seconds(timeout))
             if not request.cancel():
                 return request.wait(math.inf)  # it has ended meanwhile, or does so at once: see Request.cancel
-            raise DistributedTimeoutError(
-                f"{what} within {timeout:g} s (group {self.name!r}, rank {self.rank}){late.detail}. The group is still"
-                " good: the call may be made again.",
-                ranks=late.ranks,
-            ) from None
+            raise given_up_error(self, what, late, timeout) from None
         except BaseException:
             request.cancel()
             raise
@@ -389,15 +386,7 @@ class Backend(ABC):
         del data, dst, tag
         return False
 
-    def listen(
-        self,
-        src: int,
-        size_bytes: int,
-        heard: Callable[[list[bytes]], None],
-        ended: Callable[[DistributedError], None],
-        *,
-        tag: int = 0,
-    ) -> PersistentRecv:
+    def listen(self, src: int, size_bytes: int, heard: OnMessages, ended: OnEnd, *, tag: int = 0) -> PersistentRecv:
         """Receive every message from a rank with a tag, for as long as the group lasts.
 
         Args:
@@ -451,13 +440,7 @@ class NonBlockingBackend(Backend):
 
 
 def check_rank(group: Backend, rank: int, what: str) -> int:
-    """Return ``rank`` as an int, whatever integer it is; raises InvalidRankError unless it is a rank of ``group``.
-
-    Args:
-        group: The group.
-        rank: The user's argument.
-        what: The argument's name in the error.
-    """
+    """Return ``rank`` as an int; raises InvalidRankError, about ``what``, unless it is a rank of ``group``."""
     try:
         index = -1 if isinstance(rank, bool) else operator.index(rank)
     except TypeError:
@@ -485,6 +468,15 @@ def check_peer(group: Backend, peer: int, *, any_source: bool = False) -> int:
             ranks=(rank,),
         )
     return rank
+
+
+def given_up_error(group: Backend, what: str, late: Stragglers, timeout: float) -> DistributedTimeoutError:
+    """The error of a blocking call that was taken back at its deadline; ``what`` did not happen."""
+    return DistributedTimeoutError(
+        f"{what} within {timeout:g} s (group {group.name!r}, rank {group.rank}){late.detail}. The group is still"
+        " good: the call may be made again.",
+        ranks=late.ranks,
+    )
 
 
 def as_abort_error(group: Backend, reason: str | DistributedError) -> DistributedError:

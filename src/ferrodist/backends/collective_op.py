@@ -39,8 +39,8 @@ class CollectiveKind(str, Enum):
 class CollectiveOp(msgspec.Struct, frozen=True, kw_only=True, eq=False):
     """A checked collective call of this rank, as engines run it.
 
-    r is each rank. Tensors are None on ranks other than the root where the table says "root". The numbers of elements
-    follow in parentheses; where there are none they are equal on all ranks.
+    In the table r stands for each rank. Tensors are None on ranks other than the root where the table says "root".
+    The numbers of elements follow in parentheses; where there are none they are equal on all ranks.
 
         kind            effect                            source               out                   other fields
         allreduce       fold source over the ranks        all                  all                   op
@@ -61,34 +61,20 @@ class CollectiveOp(msgspec.Struct, frozen=True, kw_only=True, eq=False):
 
     Engines read a broadcast's elements from the root's ``out``. ``source`` has them before the call runs: `execute` and
     `submit` copy them to ``out``.
-
-    Args:
-        kind: The collective.
-        source: The tensor to read.
-        out: The tensor to write.
-        op: The reduction, a `ReduceOp` or `PremultipliedSum`; None where nothing is folded.
-        root: The root's rank, or -1.
-        counts: Elements of each rank's part; in `all_to_all`, elements to send to each rank.
-        recv_counts: Elements that come from each rank.
-        unit: The number of elements that users count in: a row, or in an even exchange a whole part.
-        dim: The dim of the user's tensors that is joined or divided, from 0, or -1. Ranks only compare it.
-        name: The name of a `share`, at most 24 ASCII characters.
-        payload: The bytes of this rank that every rank receives, at most `MAX_PAYLOAD`.
-        timeout: Seconds that the call may take.
     """
 
     kind: CollectiveKind
     source: Any = None
     out: Any = None
-    op: Any = None
-    root: int = -1
-    counts: Sequence[int] = ()
-    recv_counts: Sequence[int] = ()
-    unit: int = 0
-    dim: int = -1
-    name: str = ""
-    payload: bytes = b""
-    timeout: float
+    op: Any = None  # a ReduceOp or PremultipliedSum; None where nothing is folded
+    root: int = -1  # -1: none
+    counts: Sequence[int] = ()  # elements of each rank's part; in all_to_all, to send to each rank
+    recv_counts: Sequence[int] = ()  # elements that come from each rank
+    unit: int = 0  # elements that users count in: a row, or in an even exchange a whole part
+    dim: int = -1  # of the user's tensors, that is joined or divided; from 0, or -1. Ranks only compare it
+    name: str = ""  # of a share, at most 24 ASCII characters
+    payload: bytes = b""  # of this rank, which every rank receives; at most MAX_PAYLOAD
+    timeout: float  # seconds
 
     @property
     def operation(self) -> str:
@@ -107,16 +93,11 @@ class CollectiveOp(msgspec.Struct, frozen=True, kw_only=True, eq=False):
         return None if self.source is None and self.out is None else self.tensor.device
 
     def replace(self, **changes: Any) -> Self:
-        """The same call with other values of some fields."""
+        """Return the same call with other values of some fields."""
         return replace(self, **changes)
 
     def signature(self, sequence: int = 0, payload: bytes = b"") -> CollectiveSignature:
-        """What all ranks must call, too.
-
-        Args:
-            sequence: The call's position among the group's collectives.
-            payload: Bytes of this rank that travel with the signature.
-        """
+        """Return the description that ranks compare at this position; ``payload`` is sent with it to all ranks."""
         if self.device is None:
             return CollectiveSignature(operation=self.operation, sequence=sequence, payload=payload)
         tensor = self.tensor

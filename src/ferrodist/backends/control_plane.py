@@ -14,23 +14,14 @@ from ferrodist.backends.base import Backend, NonBlockingBackend
 from ferrodist.backends.non_member import NonMemberGroup, check_group
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
     from typing_extensions import Buffer
 
-    from ferrodist.backends.request import PersistentRecv, Request, Stragglers, WaitEvent
+    from ferrodist.backends.request import OnEnd, OnMessages, PersistentRecv, Request, Stragglers, WaitEvent
     from ferrodist.errors import DistributedError
 
 
 class ControlPlaneBackend(NonBlockingBackend):
-    """A group over a control group, which it closes with itself.
-
-    Args:
-        control: A group of another backend, with no other user.
-
-    Raises:
-        TypeError: ``control`` is no group.
-    """
+    """A group over a control group of another backend, which it closes with itself and which has no other user."""
 
     def __init__(self, control: Backend) -> None:
         if not isinstance(control, Backend | NonMemberGroup):
@@ -75,15 +66,7 @@ class ControlPlaneBackend(NonBlockingBackend):
         return self._control.try_send(data, dst, tag=tag)
 
     @override
-    def listen(
-        self,
-        src: int,
-        size_bytes: int,
-        heard: Callable[[list[bytes]], None],
-        ended: Callable[[DistributedError], None],
-        *,
-        tag: int = 0,
-    ) -> PersistentRecv:
+    def listen(self, src: int, size_bytes: int, heard: OnMessages, ended: OnEnd, *, tag: int = 0) -> PersistentRecv:
         return self._control.listen(src, size_bytes, heard, ended, tag=tag)
 
     @override

@@ -37,7 +37,7 @@ class Streams(Protocol):
         """Make later work on ``stream`` wait for ``event``."""
 
     def has_passed(self, event: Any) -> bool:
-        """Whether the device has reached ``event``; raises the device's error if it has failed."""
+        """Return whether the device has reached ``event``; raises the device's error if it has failed."""
 
     def copy(self, target: torch.Tensor, source: torch.Tensor, stream: Any) -> None:
         """Copy between the device and pinned memory, on ``stream``."""
@@ -122,7 +122,7 @@ def _runtime() -> Any:
 
 
 def is_capturing() -> bool:
-    """Whether a CUDA graph is capturing the calling thread's current stream."""
+    """Return whether a CUDA graph is capturing the calling thread's current stream."""
     # Without a driver, which torch for CUDA may run without, asking is an error.
     if torch.version.cuda is None or not torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         return False

@@ -32,16 +32,11 @@ class CollectiveEngine(Protocol):
         """Take the next position among the group's collectives. All ranks reserve in the same order."""
 
     def run(self, op: CollectiveOp, sequence: int) -> list[bytes] | None:
-        """Run a collective; blocks for at most ``op.timeout`` seconds.
+        """Run a collective with checked arguments; blocks for at most ``op.timeout`` seconds.
 
         Compares the call with the other ranks' (`CollectiveOp.signature`), and aborts the group when it fails.
-
-        Args:
-            op: The call, whose arguments have been checked.
-            sequence: The call's position, from `reserve`. The calls themselves may run in any order.
-
-        Returns:
-            The ranks' payloads, by rank, of a `share`; None for all other kinds.
+        ``sequence`` is from `reserve`; calls may run in any order. Returns the ranks' payloads of a `share`; None for
+        all other kinds.
         """
 
 
@@ -60,7 +55,7 @@ class StreamWork(Protocol):
         """Why the work will not complete, or has completed in vain, as far as is known."""
 
     def done(self) -> bool:
-        """Whether the stream has passed the end of the work; never blocks."""
+        """Return whether the stream has passed the end of the work; never blocks."""
 
     def wait_on_stream(self) -> None:
         """Make the current stream wait for the work; the host does not wait."""
@@ -84,8 +79,7 @@ class StreamEngine(CollectiveEngine, Protocol):
     not affected, but may have to wait: ranks must enqueue in the order in which they `reserve`.
     """
 
-    enqueue: bool
-    """True; other engines don't have the attribute."""
+    enqueue: bool  # true; other engines don't have the attribute
 
     def begin_async(self) -> None:
         """Stop ordering the current stream after what this thread runs, until `end_async`."""
@@ -100,8 +94,7 @@ class DataPlane(Protocol):
     Buffers are flat, sizes are in bytes and by rank. Ranks start the same operations in the same order.
     """
 
-    sequencer: Sequencer
-    """The order of the group's collectives."""
+    sequencer: Sequencer  # the order of the group's collectives
 
     def all_gather(self, out: memoryview, sizes: Sequence[int]) -> list[Any]:
         """Start an all-gather into ``out``, of ``sizes[rank]`` bytes from each rank."""
@@ -131,15 +124,9 @@ class FastPath(NamedTuple):
     """The compiled objects that take a group's plain calls without the Python layers between.
 
     native/bindings/fast_path.cpp and `ferrodist.collectives.fast_path` read it.
-
-    Args:
-        communicator: The compiled communicator; None until the ranks have opened it, at the group's first collective.
-        timeout: The group's timeout in seconds.
-        engine: The engine of the communicator, which makes errors of its failures.
-        p2p: The compiled point-to-point transfer of tensors.
     """
 
-    communicator: Any
-    timeout: float
-    engine: Any
+    communicator: Any  # None until the group's first collective opens it
+    timeout: float  # the group's, in seconds
+    engine: Any  # makes errors of the communicator's failures
     p2p: Any

@@ -17,17 +17,11 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PeerExit:
-    """The reason why a rank is gone, which each of its groups reports in its own terms.
+    """The reason why a rank is gone, which each of its groups reports in its own terms."""
 
-    Args:
-        what: Follows the rank in the error's message, as "died: ...".
-        kind: Class of the error.
-        relay: The rank that passed on this one's messages, if that rank is gone and not this one.
-    """
-
-    what: str
+    what: str  # follows the rank in the error's message, as "died: ..."
     kind: type[DistributedError] = PeerLostError
-    relay: int | None = None
+    relay: int | None = None  # the rank that passed on this one's messages, if that rank is gone and not this one
 
 
 CLOSED = PeerExit(what="has left: it closed the group while others still needed it")

@@ -14,6 +14,7 @@ import time
 import traceback
 import weakref
 from enum import IntEnum
+from functools import partial
 from typing import TYPE_CHECKING, Protocol, TypeVar
 
 from ferrodist.deadline import Deadline
@@ -82,17 +83,11 @@ def at_exit(stage: ExitStage, callback: Callback) -> None:
     Up to MPI's stage it is called when `atexit` would call it, so that handlers that the program registers later run
     before it; in the stages after that, which only the others need, when all of those have been called.
     """
-
-    def run_at_exit() -> None:
-        _run_stages_before(stage)
-        if entry in _callbacks[stage]:
-            _callbacks[stage].remove(entry)
-            callback()
-
-    entry = (callback, run_at_exit)
-    _callbacks[stage].append(entry)
+    # No closure over its own entry: such a cycle would keep the callback's object after `cancel_at_exit`.
+    handler = partial(_run_at_exit, stage, callback)
+    _callbacks[stage].append((callback, handler))
     if stage <= ExitStage.MPI:
-        atexit.register(run_at_exit)
+        atexit.register(handler)
 
 
 def cancel_at_exit(stage: ExitStage, callback: Callback) -> None:
@@ -111,6 +106,15 @@ def close_at_exit(stage: ExitStage, closeable: _Closeable) -> None:
 def track(group: _Group) -> None:
     """Close ``group`` when the interpreter exits, and leave it to the parent in forked children."""
     _groups.add(group)
+
+
+def _run_at_exit(stage: ExitStage, callback: Callback) -> None:
+    _run_stages_before(stage)
+    for entry in _callbacks[stage].copy():
+        if entry[0] == callback:
+            _callbacks[stage].remove(entry)
+            callback()
+            return
 
 
 def _run_stages_before(end: ExitStage) -> None:
@@ -152,7 +156,7 @@ def _close_groups() -> None:
 
 
 def _has_threads_inside() -> bool:
-    """Whether another thread is in code of ours, or in compiled code that ours has called."""
+    """Return whether another thread is in code of ours, or in compiled code that ours has called."""
     own = threading.get_ident()
     frames = sys._current_frames()  # noqa: SLF001 - "for specialized purposes", of which this is one
     names = [frame.f_globals.get("__name__", "") for thread, frame in frames.items() if thread != own]

@@ -19,19 +19,14 @@ if TYPE_CHECKING:
 class LivenessProbe:
     """Finds the ranks that don't answer, and those that are behind in the order of collectives.
 
-    See [Note: liveness]. The arguments are the transport.
-
-    Args:
-        ping: ``ping(rank)`` asks a rank to answer.
-        wait: ``wait(is_done, seconds)`` returns when ``is_done()``, or after so many seconds.
-        sign_of_life: ``sign_of_life(rank)`` returns a value that changes with whatever else comes from a rank.
-        is_unread: ``is_unread(rank)`` returns whether this rank does not read from that one at the moment.
+    See [Note: liveness]. ``sign_of_life(rank)`` changes with every other message of a rank; ``is_unread(rank)`` is
+    whether this rank does not read from that one at the moment.
     """
 
     def __init__(
         self,
-        ping: Callable[[int], None],
-        wait: Callable[[Callable[[], bool], float], object],
+        ping: Callable[[int], None],  # asks a rank to answer
+        wait: Callable[[Callable[[], bool], float], object],  # returns when ``is_done()``, or after so many seconds
         sign_of_life: Callable[[int], object] = lambda _: None,
         is_unread: Callable[[int], bool] = lambda _: False,
     ) -> None:
@@ -51,7 +46,7 @@ class LivenessProbe:
         self._num_entered[rank] = max(self._num_entered[rank], num_entered)
 
     def has_entered(self, rank: int, sequence: int) -> bool:
-        """Whether a rank is known to have entered the collective with this sequence number."""
+        """Return whether a rank is known to have entered the collective with this sequence number."""
         return self._num_entered[rank] > sequence
 
     def find_silent(self, ranks: Iterable[int], within: float) -> tuple[int, ...]:

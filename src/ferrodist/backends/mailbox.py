@@ -82,7 +82,7 @@ class Receive(BaseRequest):
         self.order = 0  # among all receives
 
     def matches(self, message: Message) -> bool:
-        """Whether this receive may take ``message``, which has its tag."""
+        """Return whether this receive may take ``message``, which has its tag."""
         return self.source in (ANY_SOURCE, message.source)
 
     def cancel(self) -> bool:
@@ -93,11 +93,7 @@ class Receive(BaseRequest):
 class Message:
     """A message that has been announced, has partly arrived, or waits for a receive.
 
-    Args:
-        source: The sending rank.
-        tag: The message's tag.
-        size_bytes: The message's length.
-        grant: For an offered message: called once a receive is posted for it.
+    ``grant`` is that of an offered message: called once a receive is posted for it.
     """
 
     __slots__ = ("arrival", "buffered", "grant", "granted", "num_received", "receive", "size_bytes", "source", "tag")
@@ -120,14 +116,7 @@ class Message:
 
 
 def size_error(rank: int, sender: str, size_bytes: int, room_bytes: int) -> SizeMismatchError:
-    """The error of a receive whose buffer has another size than the message.
-
-    Args:
-        rank: The sender's rank in the group of the message.
-        sender: The sender in the words of the group's errors.
-        size_bytes: Size of the message.
-        room_bytes: Size of the receive's buffer.
-    """
+    """The error of a receive of ``room_bytes`` for a message of another size from ``rank`` of its group."""
     return SizeMismatchError(
         f"{sender} sent {counted(size_bytes, 'byte')}, the buffer to receive them has {room_bytes}: receive into one of"
         " that size. The message stays queued.",
@@ -138,8 +127,7 @@ def size_error(rank: int, sender: str, size_bytes: int, room_bytes: int) -> Size
 class Mailbox:
     """Messages and receives of one rank, matched by tag and source in order of arrival.
 
-    Args:
-        describe: ``describe(tag, source)`` returns the rank and the words by which errors name the sender of a message.
+    ``describe(tag, source)`` returns the rank and the words by which errors name the sender of a message.
     """
 
     def __init__(
@@ -156,15 +144,13 @@ class Mailbox:
 
     @property
     def is_awaited(self) -> bool:
-        """Whether a receive is posted whose message has not arrived."""
+        """Return whether a receive is posted whose message has not arrived."""
         return bool(self._receives or self._matched)
 
     def post(self, receive: Receive, refusal: Callable[[], DistributedError | None]) -> None:
-        """Post a receive.
+        """Post a new receive.
 
-        Args:
-            receive: A new receive.
-            refusal: Called under the lock if no message is there; returns the reason why none will come, or None.
+        If no message is there, ``refusal()``, called under the lock, says why none will come, or None.
         """
         after: list[Callable[[], None]] = []
         with self._lock:
@@ -179,11 +165,7 @@ class Mailbox:
         _run(after)
 
     def arrive(self, message: Message) -> bool:
-        """Add a message; its bytes, if any, follow through `write`.
-
-        Returns:
-            False if no receive is posted for it and the mailbox is full; the message is not added.
-        """
+        """Add a message, whose bytes follow through `write`; False if no receive waits and the mailbox is full."""
         after: list[Callable[[], None]] = []
         with self._lock:
             self._num_arrivals += 1

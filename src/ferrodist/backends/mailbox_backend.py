@@ -1,4 +1,5 @@
-"""The control plane of the in-process, TCP and MPI backends: a mailbox, and the record of who may still be waited for.
+"""The control plane of the in-process, TCP and MPI backends: a mailbox, and the record of the ranks that may still
+be waited for.
 
 A transport below it starts sends (`_start_send`), takes them back (`_take_back`), and carries two notices to other
 ranks: that a group has been aborted, and that this rank has left one. It reports what arrives through `_mailbox`,
@@ -24,7 +25,7 @@ from typing_extensions import override
 from ferrodist.backends.base import Backend, NonBlockingBackend, as_abort_error, check_peer
 from ferrodist.backends.group_observer import CLOSED, GroupObserver, PeerExit
 from ferrodist.backends.mailbox import Mailbox, Message, Receive, read_view, write_view
-from ferrodist.backends.request import BaseRequest
+from ferrodist.backends.request import BaseRequest, Stragglers
 from ferrodist.backends.tags import ANY_SOURCE, check_tag, group_of_tag
 from ferrodist.errors import (
     DistributedError,
@@ -32,6 +33,7 @@ from ferrodist.errors import (
     GroupAbortedError,
     GroupClosedError,
     NoConnectionError,
+    ranks_text,
 )
 
 if TYPE_CHECKING:
@@ -40,7 +42,7 @@ if TYPE_CHECKING:
     from typing_extensions import Buffer
 
     from ferrodist.backends.group_observer import EndReason
-    from ferrodist.backends.request import Request, Stragglers
+    from ferrodist.backends.request import Request
 
 _WORLD = 0
 _TAG_BITS = 128
@@ -48,8 +50,7 @@ _TAG_BITS = 128
 MAX_AHEAD = 1 << 16
 """How many ends of groups that this rank has not made (yet) it records for one other rank."""
 
-_MAX_SILENT_IDS = 1000
-"""How many ids it keeps of closed sub-groups that all members have left."""
+_MAX_SILENT_IDS = 1000  # how many ids it keeps of closed sub-groups that all members have left
 
 
 class Send(BaseRequest):
@@ -234,8 +235,15 @@ class MailboxBackend(NonBlockingBackend):
 
     @property
     def is_over(self) -> bool:
-        """Whether this rank has closed the group, or is a forked child."""
+        """Return whether this rank has closed the group, or is a forked child."""
         return self._ended is not None
+
+    def _silent_or_all(self, silent: tuple[int, ...], peers: tuple[int, ...]) -> Stragglers:
+        """Put a timeout down to the peers that don't answer, or to all of them if every one does."""
+        if not silent:
+            return Stragglers(ranks=peers)
+        who = f"{ranks_text(silent)} of group {self.name!r}"
+        return Stragglers(ranks=silent, detail=f" ({who} {'does' if len(silent) == 1 else 'do'} not answer)")
 
     def exit_error(self, group_id: int, rank: int, peer_exit: PeerExit) -> DistributedError:
         """The error of a rank's exit, in the terms of one of its groups."""
@@ -250,11 +258,7 @@ class MailboxBackend(NonBlockingBackend):
         return error
 
     def _accept(self, message: Message) -> bool:
-        """Add a message to the mailbox; one more than fits aborts its group.
-
-        Returns:
-            False if the message is dropped, because its group has ended or its sender is no member.
-        """
+        """Add a message, whose overflow aborts its group; False if the group has ended or the sender is no member."""
         group_id = group_of_tag(message.tag)
         if self.failure_of(group_id) is not None or not self._is_member(group_id, message.source):
             return False
@@ -277,7 +281,7 @@ class MailboxBackend(NonBlockingBackend):
         self.abort_subgroup(group_id, self._members.get(group_id, self._members[_WORLD]), error)
 
     def _is_member(self, group_id: int, rank: int) -> bool:
-        """Whether a rank belongs to a group; in a group that this rank has not made, any rank may."""
+        """Return whether a rank belongs to a group; in a group that this rank has not made, any rank may."""
         return rank in self._members.get(group_id, self._members[_WORLD])
 
     def _forget_messages(self, applies: Callable[[Message], bool]) -> None:

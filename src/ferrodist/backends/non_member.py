@@ -85,12 +85,7 @@ class NonMemberGroup:
 
 
 def check_group(group: object) -> Backend:
-    """Return the user's argument if it is a group that this rank is in.
-
-    Raises:
-        InvalidRankError: This rank is not in the group.
-        TypeError: The argument is no group.
-    """
+    """Return the user's argument; InvalidRankError if this rank is not in that group, TypeError if it is no group."""
     if isinstance(group, Backend):
         return group
     if isinstance(group, NonMemberGroup):

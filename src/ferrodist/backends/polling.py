@@ -27,11 +27,7 @@ _yield_processor: Callable[[], object] = getattr(os, "sched_yield", lambda: time
 
 
 class Backoff:
-    """The pauses between polls; see [Note: polling].
-
-    Args:
-        longest: The longest pause, in seconds.
-    """
+    """The pauses between polls, of at most ``longest`` seconds; see [Note: polling]."""
 
     def __init__(self, longest: float = _MAX_PAUSE_SECONDS) -> None:
         self._longest = longest

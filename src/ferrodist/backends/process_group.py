@@ -42,8 +42,7 @@ class _Process:
     """The default group of this process, and the rendezvous that it came from."""
 
     def __init__(self) -> None:
-        self.group: Backend | None = None
-        """`own`, else `from_torch`; compiled code reads it, too."""
+        self.group: Backend | None = None  # `own`, else `from_torch`; compiled code reads it, too
         self.own: Backend | None = None
         self.membership: Membership | None = None
         self.end_torch_default: Callable[[], None] | None = None
@@ -226,7 +225,7 @@ def _unhandled_exception() -> BaseException | None:
 
 
 def is_initialized() -> bool:
-    """Whether calls without a group have one to use here."""
+    """Return whether calls without a group have one to use here."""
     return _local_group.get() is not None or _process.group is not None
 
 
@@ -250,9 +249,7 @@ def default_group() -> Backend:
 def resolve_group(group: Backend | None) -> Backend:
     """Return ``group``, or the default group if it is None.
 
-    Raises:
-        TypeError: It is neither a `Backend` nor None.
-        InvalidRankError: This rank is not in it.
+    Raises TypeError if it is neither a `Backend` nor None, InvalidRankError if this rank is not in it.
     """
     return default_group() if group is None else check_group(group)
 
@@ -328,15 +325,10 @@ def register_backend(name: str, factory: Factory) -> None:
 def _factory(name: str | None) -> Factory:
     if name is None:
         return best_backend
-    chosen = name
-    if chosen in _FACTORIES:
-        return _FACTORIES[chosen]
-    hint = "; make simulated groups with SimulatedBackend.create_group(n)" if chosen == "simulated" else ""
-    raise ValueError(f"unknown backend {chosen!r}: there are {_known()}{hint}")
-
-
-def _known() -> str:
-    return ", ".join(sorted([*_FACTORIES, *_OPENERS]))
+    if name in _FACTORIES:
+        return _FACTORIES[name]
+    hint = "; make simulated groups with SimulatedBackend.create_group(n)" if name == "simulated" else ""
+    raise ValueError(f"unknown backend {name!r}: there are {', '.join(sorted([*_FACTORIES, *_OPENERS]))}{hint}")
 
 
 _FACTORIES: dict[str, Factory] = {
@@ -348,5 +340,4 @@ _FACTORIES: dict[str, Factory] = {
     "ucc": UccBackend.from_membership,
 }
 
-_OPENERS: dict[str, Opener] = {"mpi": _open_mpi}
-"""Backends whose ranks meet by other means than our rendezvous."""
+_OPENERS: dict[str, Opener] = {"mpi": _open_mpi}  # backends whose ranks meet by other means than our rendezvous

@@ -15,31 +15,26 @@ from ferrodist.errors import DistributedError, DistributedTimeoutError
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
 
+    OnMessages = Callable[[list[bytes]], None]
+    OnEnd = Callable[[DistributedError], None]
 
-_ANSWER_SECONDS = 0.2
-"""How long past its deadline a wait may ask other ranks why it timed out."""
 
+_ANSWER_SECONDS = 0.2  # how long past its deadline a wait may ask other ranks why it timed out
 _MIN_WAIT_SECONDS = 0.02
 
 
 def answer_seconds(timeout: float) -> float:
-    """How long to look for stragglers after a wait of ``timeout`` seconds; 0 after a mere poll."""
+    """Return how long to look for stragglers after a wait of ``timeout`` seconds; 0 after a mere poll."""
     return _ANSWER_SECONDS if timeout >= _MIN_WAIT_SECONDS else 0.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Stragglers:
-    """The ranks that are responsible for a wait that timed out.
+    """The ranks that are responsible for a wait that timed out."""
 
-    Args:
-        ranks: Their ranks in the group that was asked.
-        detail: A clause for an error's message, with a leading space; empty if there is nothing to add.
-        is_relay: Whether it is a rank that does not pass on the messages of others.
-    """
-
-    ranks: tuple[int, ...]
-    detail: str = ""
-    is_relay: bool = False
+    ranks: tuple[int, ...]  # in the group that was asked
+    detail: str = ""  # a clause for an error's message, with a leading space, or empty
+    is_relay: bool = False  # whether it is a rank that does not pass on the messages of others
 
 
 class Request(Protocol):
@@ -59,7 +54,7 @@ class Request(Protocol):
         """
 
     def done(self) -> bool:
-        """Whether the transfer has ended, successfully or not."""
+        """Return whether the transfer has ended, successfully or not."""
 
     def cancel(self) -> bool:
         """Cancel the transfer, so that the buffer is the caller's again.
@@ -83,16 +78,10 @@ class StragglerFinder(Protocol):
 def wait_all(
     requests: Iterable[Request], deadline: Deadline, warn: Callable[[list[Request]], None] | None = None
 ) -> None:
-    """Wait for every request; if one fails, cancel the others and raise its error.
+    """Wait for every request of a group; if one fails, cancel the others and raise its error.
 
-    Args:
-        requests: Requests of one group.
-        deadline: When to give up.
-        warn: Called once after a long wait, with the requests that are not done; see [Note: long waits].
-
-    Raises:
-        DistributedTimeoutError: The deadline passed; ``ranks`` are the stragglers among the peers of the requests that
-            were not done.
+    ``warn`` is called once after a long wait, with the requests that are not done; see [Note: long waits]. The
+    ``ranks`` of a DistributedTimeoutError are the stragglers among the peers of those.
     """
     pending = list(requests)
     warn_after = long_wait().timeout
@@ -198,7 +187,7 @@ class BaseRequest:
         return Stragglers(ranks=peers)
 
     def done(self) -> bool:
-        """Whether the transfer has ended, successfully or not."""
+        """Return whether the transfer has ended, successfully or not."""
         return self._done
 
     def ended_within(self, timeout: float) -> bool:
@@ -226,13 +215,9 @@ _EARLY = 0.8
 class ThreadedRequest(BaseRequest):
     """A request that repeats a blocking call with a short timeout in a thread until it succeeds or is cancelled.
 
-    Args:
-        attempt: ``attempt(timeout)`` returns the peer, or raises DistributedTimeoutError without an effect.
-        peer: The peer's rank, for error messages.
-        failure: Returns the group's failure or None; the failure may be a DistributedTimeoutError too.
-        after: Requests that could take each other's messages: this one begins once they have ended.
-        size_bytes: The size of the message. `cancel` waits for the attempt under way, which takes at most 0.5 s, and
-            0.1 s more for each MB.
+    ``attempt(timeout)`` returns the peer, or raises DistributedTimeoutError without an effect. It begins once the
+    requests ``after``, which could take its message, have ended. `cancel` waits for the attempt under way, which takes
+    at most 0.5 s, and 0.1 s more for each MB. The group's ``failure()`` may be a DistributedTimeoutError too.
     """
 
     __slots__ = ("_failure", "_is_cancel_requested", "_is_cancelled", "_longest")
@@ -294,9 +279,7 @@ class ThreadedRequest(BaseRequest):
 
 
 _MAX_BATCH = 64
-
-_INTERRUPTION_SECONDS = 0.2
-"""How long a signal may go unnoticed that came just before a thread fell asleep."""
+_INTERRUPTION_SECONDS = 0.2  # how long a signal may go unnoticed that came just before a thread fell asleep
 
 
 class PersistentRecv(Protocol):
@@ -341,22 +324,9 @@ class LockWaitEvent:
 
 
 class PostedPersistentRecv:
-    """A `PersistentRecv` of any backend: one receive at a time; see `Backend.listen`.
+    """A `PersistentRecv` of any backend: one receive at a time, started by ``post(buffer)``; see `Backend.listen`."""
 
-    Args:
-        post: ``post(buffer)`` starts a receive.
-        size_bytes: The size of every message.
-        heard: Called with messages.
-        ended: Called with the reason why no more messages come.
-    """
-
-    def __init__(
-        self,
-        post: Callable[[bytearray], Request],
-        size_bytes: int,
-        heard: Callable[[list[bytes]], None],
-        ended: Callable[[DistributedError], None],
-    ) -> None:
+    def __init__(self, post: Callable[[bytearray], Request], size_bytes: int, heard: OnMessages, ended: OnEnd) -> None:
         self._post_receive = post
         self._on_messages = heard
         self._on_end = ended

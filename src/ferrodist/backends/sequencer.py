@@ -19,10 +19,7 @@ class Sequencer:
     """Issues tickets, and lets their holders go one at a time, in the order of the tickets.
 
     A ticket is outstanding from `reserve` until it is released. Its turn comes when no smaller one is outstanding.
-
-    Args:
-        is_over: Whether the group has ended; then nobody waits for a turn. Polled.
-        first: The first ticket.
+    Nobody waits once ``is_over()``, which is polled.
     """
 
     def __init__(self, is_over: Callable[[], bool], first: int = 0) -> None:
@@ -38,11 +35,7 @@ class Sequencer:
         return self._position
 
     def reserve(self, draw: Callable[[], int] | None = None) -> int:
-        """Take the next ticket.
-
-        Args:
-            draw: Issues it in place of this sequencer, in ascending order; called under a lock.
-        """
+        """Take the next ticket; ``draw``, called under a lock, issues it in place of this sequencer, ascending."""
         with self._changed:
             ticket = self._next if draw is None else draw()
             self._next = ticket + 1

@@ -29,29 +29,16 @@ def _text(value: str, size: int) -> bytes:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CollectiveSignature:
-    """One rank's collective call.
+    """One rank's collective call. All fields but ``payload`` must be equal on all ranks."""
 
-    All fields but ``payload`` must be equal on all ranks.
-
-    Args:
-        operation: Name of the operation, at most 24 ASCII characters.
-        dtype: Name of the element type, at most 16 characters, or empty.
-        reduce_op: Name of the reduction, at most 18 characters, or empty.
-        root: The root rank, or -1.
-        dim: The dim that is joined or divided, counted from 0, or -1.
-        count: Number of elements that all ranks must agree on, or 0 if they may differ.
-        sequence: Position of the call among the group's collectives.
-        payload: At most `MAX_PAYLOAD` bytes of this rank that every rank receives.
-    """
-
-    operation: str
-    dtype: str = ""
-    reduce_op: str = ""
-    root: int = -1
-    dim: int = -1
-    count: int = 0
-    sequence: int = 0
-    payload: bytes = b""
+    operation: str  # its name, at most 24 ASCII characters
+    dtype: str = ""  # name of the element type, at most 16 characters, or empty
+    reduce_op: str = ""  # name of the reduction, at most 18 characters, or empty
+    root: int = -1  # -1: none
+    dim: int = -1  # that is joined or divided, counted from 0; -1: none
+    count: int = 0  # elements that all ranks must agree on; 0 if they may differ
+    sequence: int = 0  # position among the group's collectives
+    payload: bytes = b""  # at most `MAX_PAYLOAD` bytes that every rank receives
 
     def encode(self) -> bytes:
         """Encode the call in `CALL_SIZE` bytes."""

@@ -25,22 +25,14 @@ _log = logging.getLogger(__name__)
 
 
 def is_speaker(rank: int, late: Sequence[int]) -> bool:
-    """Whether a rank that waits for the late ranks is the first that does."""
+    """Return whether a rank that waits for the late ranks is the first that does."""
     return all(other in late for other in range(rank))
 
 
 def warn_about_stragglers(
     call: CollectiveSignature, late: Sequence[int], *, group: str, rank: int, elapsed: Elapsed
 ) -> None:
-    """Warn that a call waits for ranks that have not made it.
-
-    Args:
-        call: The call.
-        late: The ranks that have not made it.
-        group: The group's name.
-        rank: The rank that waits.
-        elapsed: The time since the call, and its timeout.
-    """
+    """Warn that a call waits for ranks that have not made it; ``rank`` is the one that waits."""
     have_not = "has not" if len(late) == 1 else "have not"
     _log.warning(
         "%s on group %r, operation %s: %s %s called it yet, and rank %s waits for that, after %s",
@@ -53,13 +45,8 @@ def warn_about_late_peers(
 ) -> None:
     """Warn that messages wait for ranks that have not made the matching calls; does nothing if they are unknown.
 
-    Args:
-        what: The call, in the words of errors.
-        late: The peers.
-        is_sent: Whether messages are sent to them; a large one may be on its way.
-        group: The group's name.
-        rank: The rank that waits.
-        elapsed: The time since the call, and its timeout.
+    ``what`` is the call in the words of errors; ``is_sent`` says whether messages are sent to them, which may be on
+    their way.
     """
     if late:
         have_not = "has not" if len(late) == 1 else "have not"

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
     from typing_extensions import Buffer
 
-    from ferrodist.backends.request import PersistentRecv, Request, WaitEvent
+    from ferrodist.backends.request import OnEnd, OnMessages, PersistentRecv, Request, WaitEvent
 
 _TAG_BITS = 64
 
@@ -154,15 +154,7 @@ class SubBackend(NonBlockingBackend):
         return self._root.try_send(data, self._root_ranks[dst], tag=group_tag(self.group_id, tag))
 
     @override
-    def listen(
-        self,
-        src: int,
-        size_bytes: int,
-        heard: Callable[[list[bytes]], None],
-        ended: Callable[[DistributedError], None],
-        *,
-        tag: int = 0,
-    ) -> PersistentRecv:
+    def listen(self, src: int, size_bytes: int, heard: OnMessages, ended: OnEnd, *, tag: int = 0) -> PersistentRecv:
         peer = self._root_ranks[check_peer(self, src)]
         self._check_open()
         self_ref = weakref.ref(self)  # the outermost group owns the receive, which must not keep a dropped group alive

@@ -20,20 +20,12 @@ if TYPE_CHECKING:
     from ferrodist.deadline import Deadline
     from ferrodist.rendezvous import Store
 
-_NAME = "ferrodist"
-"""Torch's name for our backend, and the name of our entry point for torch."""
-
-_LONGEST_SECONDS = 1e9
-"""The longest timeout that torch gets, which counts milliseconds in 64 bits."""
+_NAME = "ferrodist"  # torch's name for our backend, and the name of our entry point for torch
+_LONGEST_SECONDS = 1e9  # the longest timeout that torch gets, which counts milliseconds in 64 bits
 
 
 def check_torch_default() -> None:
-    """Raise unless torch can have a default group and has none.
-
-    Raises:
-        BackendUnavailable: This torch was built without torch.distributed.
-        ValueError: It has a default group.
-    """
+    """Raise BackendUnavailable if torch was built without torch.distributed, ValueError if it has a default group."""
     if not dist.is_available():
         raise BackendUnavailable("torch_default=True: this torch was built without torch.distributed")
     if dist.is_initialized():
@@ -45,18 +37,11 @@ def check_torch_default() -> None:
 
 
 def open_torch_default(group: Backend, store: Store | None, deadline: Deadline) -> Callable[[], None]:
-    """Make ``group`` torch's default group; all its ranks call.
+    """Make ``group`` torch's default group; all its ranks call. Torch's functions share its order of calls with ours.
 
-    Args:
-        group: The group. Torch's functions share its order of calls with ours.
-        store: The job's store, in which torch's groups of other backends meet; None if the job has none.
-        deadline: When it must be done.
-
-    Returns:
-        A function that destroys torch's default group if it is still this one.
-
-    Raises:
-        CollectiveMismatchError: On every rank, when others do not make theirs torch's.
+    Torch's groups of other backends meet in ``store``; None if the job has none. Returns a function that destroys
+    torch's default group if it is still this one. Raises CollectiveMismatchError on every rank when others do not make
+    theirs torch's.
     """
     if _NAME not in dist.Backend.backend_list:  # TORCH_DEVICE_BACKEND_AUTOLOAD=0
         for entry in entry_points(group="torch.backends", name=_NAME):

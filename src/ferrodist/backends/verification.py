@@ -59,14 +59,7 @@ _LOW_64 = (1 << 64) - 1
 class VerificationTags:
     """The authentication tags of one verification: one for each rank's call, and one for the table of all.
 
-    Args:
-        key: The group's key; empty if messages need no tags.
-        group_id: The group's id.
-        sequence: The call's position among the group's collectives.
-
-    Attributes:
-        size: Size of a tag in bytes; 0 without a key.
-        record_size: Size of a call with its tag in bytes.
+    ``size`` is that of a tag in bytes, 0 without a key; ``record_size`` that of a call with its tag.
     """
 
     __slots__ = ("_fields", "_key", "record_size", "size")
@@ -113,12 +106,8 @@ class VerificationTags:
 
 
 _COORDINATOR = 0
-
-_GIVES_UP, _ASKS = b"\0", b"\1"
-"""Messages to rank 0 on `Channel.LATE`: my deadline has passed; have you called, too?"""
-
-_ANSWER_GRACE_SECONDS = 0.5
-"""How long past its deadline a rank waits for rank 0 to name the late ranks."""
+_GIVES_UP, _ASKS = b"\0", b"\1"  # messages to rank 0 on `Channel.LATE`: my deadline has passed; have you called, too?
+_ANSWER_GRACE_SECONDS = 0.5  # how long past its deadline a rank waits for rank 0 to name the late ranks
 
 
 def left_reason(rank: int, call: object, error: BaseException) -> str:
@@ -168,11 +157,8 @@ def _has_ended(request: Request, seconds: float, deadline: Deadline) -> bool:
 class CollectiveVerifier:
     """Counts and compares the collectives of one group. See [Note: verification].
 
-    Args:
-        group: The group.
-        doubt: A sentence about another possible reason for a late rank, used until the ranks have agreed once.
-        first: The first sequence number.
-        sequencer: Runs the group's collectives one at a time and numbers them, where its engine needs that; or None.
+    ``doubt`` is a sentence about another possible reason for a late rank, used until the ranks have agreed once. The
+    ``sequencer`` runs collectives one at a time and numbers them, where an engine needs that.
     """
 
     def __init__(self, group: _Group, *, doubt: str = "", first: int = 0, sequencer: Sequencer | None = None) -> None:
@@ -186,19 +172,10 @@ class CollectiveVerifier:
         return next(self._counter) if self._sequencer is None else self._sequencer.reserve()
 
     def verify(self, call: CollectiveSignature, timeout: float, sequence: int | None = None) -> list[bytes]:
-        """Block until every rank has made the same call.
+        """Block until every rank has made the same call; returns every rank's payload, by rank.
 
-        Args:
-            call: This rank's call.
-            timeout: Seconds.
-            sequence: The position from `reserve`, or None to take the next one now.
-
-        Returns:
-            The payload of every rank, in rank order.
-
-        Raises:
-            CollectiveMismatchError: On all ranks, when two calls differ. The group has failed.
-            DistributedTimeoutError: On all ranks, when one is late. The group has failed.
+        ``sequence`` is from `reserve`; None takes the next one now. When two calls differ, or a rank is late, the group
+        has failed, and all ranks raise CollectiveMismatchError or DistributedTimeoutError.
         """
         deadline = Deadline(timeout)
         call = call.at(self.reserve() if sequence is None else sequence)
@@ -240,13 +217,7 @@ class CollectiveVerifier:
         return [payload_of(record) for record in records]
 
     def _gather_calls(self, call: CollectiveSignature, deadline: Deadline, pending: list[Request]) -> list[memoryview]:
-        """Every rank's encoded call, by rank: the one step that is a transport's own.
-
-        Args:
-            call: This rank's call.
-            deadline: The deadline for all ranks to call.
-            pending: Takes requests, which the caller cancels at the end.
-        """
+        """Every rank's encoded call, by rank; a transport may override this. The caller cancels what is ``pending``."""
         tags = VerificationTags(self._group.verification_key, self._group.group_id, call.sequence)
         table = memoryview(bytearray(tags.table_size(self._group.world_size)))
         if self._group.rank == _COORDINATOR:

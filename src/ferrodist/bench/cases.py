@@ -5,8 +5,7 @@ from __future__ import annotations
 import enum
 from dataclasses import dataclass
 
-MAX_RANKS = 32
-"""The most ranks for which a sum of the inputs is exact in every type; see `workload`."""
+MAX_RANKS = 32  # the most ranks for which a sum of the inputs is exact in every type; see `workload`
 
 
 class Operation(enum.Enum):
@@ -18,50 +17,45 @@ class Operation(enum.Enum):
     BROADCAST = "broadcast"
     ALL_TO_ALL = "all_to_all"
     BARRIER = "barrier"
-    SEND_RECV = "send_recv"
-    """A message one way: half of a round trip."""
-    SUBMIT = "submit"
-    """The call that starts an asynchronous allreduce, until it returns."""
-    OVERLAP = "overlap"
-    """An asynchronous allreduce beside a computation: the time of both, over the longer of the two."""
-    INIT = "init_process_group"
-    """Creating the default group, and its first allreduce."""
-    NEW_GROUP = "new_group"
-    """Creating another group of the same ranks, and its first allreduce."""
+    SEND_RECV = "send_recv"  # a message one way: half of a round trip
+    SUBMIT = "submit"  # the call that starts an asynchronous allreduce, until it returns
+    OVERLAP = "overlap"  # an asynchronous allreduce beside a computation: the time of both, over the longer of the two
+    INIT = "init_process_group"  # creating the default group, and its first allreduce
+    NEW_GROUP = "new_group"  # creating another group of the same ranks, and its first allreduce
 
     @property
     def is_allreduce(self) -> bool:
-        """Whether it does an allreduce of the case's size, at once or later."""
+        """Return whether the operation does an allreduce of the case's size, at once or later."""
         return self in {Operation.ALLREDUCE, Operation.SUBMIT, Operation.OVERLAP}
 
     @property
     def is_asynchronous(self) -> bool:
-        """Whether calls only start the operation."""
+        """Return whether calls only start the operation."""
         return self in {Operation.SUBMIT, Operation.OVERLAP}
 
     @property
     def makes_groups(self) -> bool:
-        """Whether it creates groups."""
+        """Return whether the operation creates groups."""
         return self in {Operation.INIT, Operation.NEW_GROUP}
 
     @property
     def has_size(self) -> bool:
-        """Whether its size in bytes can be chosen."""
+        """Return whether the size in bytes can be chosen."""
         return not self.makes_groups and self is not Operation.BARRIER
 
     @property
     def reduces(self) -> bool:
-        """Whether it adds; the others move bytes."""
+        """Return whether the operation adds; the others move bytes."""
         return self.is_allreduce or self is Operation.REDUCE_SCATTER
 
     @property
     def is_in_place(self) -> bool:
-        """Whether the result replaces the input."""
+        """Return whether the result replaces the input."""
         return self.is_allreduce or self is Operation.BROADCAST
 
     @property
     def has_parts(self) -> bool:
-        """Whether a tensor has equal parts, one for each rank."""
+        """Return whether a tensor has equal parts, one for each rank."""
         return self in {Operation.REDUCE_SCATTER, Operation.ALL_GATHER, Operation.ALL_TO_ALL}
 
 
@@ -95,15 +89,10 @@ class DataType(enum.Enum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Case:
-    """One point of the comparison.
+    """One point of the comparison; the first ranks are on the first host.
 
-    Args:
-        operation: The timed operation.
-        num_ranks: Number of ranks.
-        num_hosts: Number of hosts; the first ranks are on the first host.
-        dtype: Element type.
-        size_bytes: Size of a rank's larger tensor: the whole result of an all_gather, the whole input of a
-            reduce_scatter. 0 where the operation has no size.
+    ``size_bytes`` is the size of a rank's larger tensor: the whole result of an all_gather, the whole input of a
+    reduce_scatter. 0 where the operation has no size.
     """
 
     operation: Operation
@@ -173,7 +162,7 @@ class Peer(enum.Enum):
 
     @property
     def uses_own_mpi(self) -> bool:
-        """Whether it runs over the MPI that this interpreter's mpi4py loads."""
+        """Return whether the target runs over the MPI that this interpreter's mpi4py loads."""
         return self in {Peer.OVER_MPI, Peer.MPI4PY}
 
     @property

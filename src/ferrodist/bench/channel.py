@@ -16,8 +16,7 @@ if TYPE_CHECKING:
     import socket
     from pathlib import Path
 
-MAX_LINE_BYTES = 1 << 20
-"""A longer line is an error."""
+MAX_LINE_BYTES = 1 << 20  # a longer line is an error
 
 _CACHE_LINE_WORDS = 8  # of 8 bytes
 
@@ -27,11 +26,7 @@ class ChannelClosedError(Exception):
 
 
 class Channel:
-    """One end of a connection.
-
-    Args:
-        sock: A connected stream socket; the channel owns it.
-    """
+    """One end of a connection, which owns its connected stream socket."""
 
     def __init__(self, sock: socket.socket) -> None:
         self._sock = sock
@@ -42,11 +37,7 @@ class Channel:
         return self._sock.fileno()
 
     def send(self, message: dict[str, Any]) -> None:
-        """Send one message.
-
-        Raises:
-            ChannelClosedError: The other side has ended.
-        """
+        """Send one message; ChannelClosedError if the other side has ended."""
         self._sock.settimeout(None)
         try:
             self._sock.sendall(json.dumps(message).encode() + b"\n")
@@ -54,16 +45,7 @@ class Channel:
             raise ChannelClosedError(str(error)) from None
 
     def receive(self, timeout: float | None = None) -> dict[str, Any]:
-        """Wait for one message.
-
-        Args:
-            timeout: Seconds; None waits for ever.
-
-        Raises:
-            ChannelClosedError: The other side has ended.
-            TimeoutError: No message came.
-            ValueError: The line is not a message.
-        """
+        """Wait for one message, for ``timeout`` seconds or for ever; ValueError if the line is not a message."""
         end = None if timeout is None else time.monotonic() + timeout
         while b"\n" not in self._pending:
             if len(self._pending) > MAX_LINE_BYTES:
@@ -88,13 +70,7 @@ class Channel:
 
 
 class FileBarrier:
-    """A barrier of counters in a file that all ranks have mapped.
-
-    Args:
-        path: The file, for this barrier only; the first rank that comes creates it.
-        rank: This rank.
-        num_ranks: Number of ranks.
-    """
+    """A barrier of counters in a file that all ranks have mapped; the first rank that comes creates the file."""
 
     def __init__(self, path: Path, rank: int, num_ranks: int) -> None:
         self._rank, self._num_ranks, self._generation = rank, num_ranks, 0

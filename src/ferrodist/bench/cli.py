@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import re
 import sys
 from pathlib import Path
@@ -10,7 +9,7 @@ from typing import TYPE_CHECKING, TypeVar
 
 from ferrodist.bench.cases import BACKENDS, MAX_RANKS, DataType, Operation, Peer
 from ferrodist.bench.suites import SUITES, BenchOptions, Suite, SuitePlan, plan_stages
-from ferrodist.installation import how_to_install
+from ferrodist.installation import describe_missing
 from ferrodist.launch.output import print_warning
 from ferrodist.launch.spec import check_rank_count
 
@@ -60,11 +59,7 @@ def add_bench_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def bench_options(arguments: argparse.Namespace) -> BenchOptions:
-    """Turn parsed arguments into options.
-
-    Raises:
-        ValueError: For values that are unknown or out of range; the message names the option.
-    """
+    """Turn parsed arguments into options; a ValueError names an option whose value is unknown or out of range."""
     quick, num_rounds, seconds = arguments.quick, arguments.rounds, arguments.seconds
     options = BenchOptions(
         suites=_suite_plans(arguments),
@@ -83,11 +78,7 @@ def bench_options(arguments: argparse.Namespace) -> BenchOptions:
 
 
 def parse_sizes(text: str) -> tuple[int, ...]:
-    """Sizes in bytes of a list such as "8,16K,1M"; "8..1K" means the powers of two from 8 to 1024. Sorted, unique.
-
-    Raises:
-        ValueError: An item is not a size, or a range ends before it begins.
-    """
+    """Sizes in bytes of a list such as "8,16K,1M"; "8..1K" means the powers of two from 8 to 1024. Sorted, unique."""
     sizes: set[int] = set()
     for item in text.split(","):
         first, dots, last = item.partition("..")
@@ -101,17 +92,13 @@ def parse_sizes(text: str) -> tuple[int, ...]:
 
 
 def run_bench(options: BenchOptions) -> int:
-    """Measure, print and write.
+    """Measure, print and write; returns the exit code.
 
-    Returns:
-        0; 1 when a peer failed or gave a wrong result in a case, ferrodist or the backend that was asked for could not
-        be measured, or the extra ``bench`` is not installed; 130 for Ctrl-C, after the partial report is written.
+    1 when a peer failed or gave a wrong result in a case, ferrodist or the backend that was asked for could not be
+    measured, or the extra ``bench`` is not installed; 130 for Ctrl-C, after the partial report is written.
     """
-    missing = [package for module, package in _REQUIRED.items() if importlib.util.find_spec(module) is None]
-    if missing:
-        print_warning(
-            f"ferrodist: bench needs {', '.join(missing)}, which is not installed here: {how_to_install('bench')}\n"
-        )
+    if missing := describe_missing("bench", "bench", _REQUIRED):
+        print_warning(missing)
         return 1
     # Imported here: these need msgspec and the extra.
     from ferrodist.bench.display import RunDisplay  # noqa: PLC0415

@@ -7,26 +7,19 @@ from typing import TYPE_CHECKING, Any
 from rich.console import Console
 from rich.progress import BarColumn, TextColumn, TimeElapsedColumn
 
-from ferrodist.progress import open_bars
+from ferrodist.progress import BarDisplay, open_bars
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from typing_extensions import Self
 
-
-class RunDisplay:
-    """Lines that stay, and on a terminal a bar below them; a context.
-
-    Args:
-        num_cases: Number of cases of the run.
-        console: The console; default: standard output.
-    """
+class RunDisplay(BarDisplay):
+    """Lines that stay, and on a terminal a bar below them; a context. The console is standard output by default."""
 
     def __init__(self, num_cases: int, console: Console | None = None) -> None:
-        self._console = console or Console()
-        self._bars = open_bars(
-            self._console,
+        console = console or Console()
+        bars = open_bars(
+            console,
             TextColumn("{task.fields[title]}", markup=False),
             BarColumn(bar_width=24),
             TextColumn("case {task.fields[number]} of {task.fields[num_cases]}"),
@@ -34,18 +27,10 @@ class RunDisplay:
             # A thread that redraws would take a processor from the ranks while they are timed.
             auto_refresh=False,
         )
+        super().__init__(console, bars)
         self._num_begun, self._num_rounds = 0, 1
         if self._bars is not None:
             self._task = self._bars.add_task("", total=num_cases, title="starting", number=0, num_cases=num_cases)
-
-    def __enter__(self) -> Self:
-        if self._bars is not None:
-            self._bars.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        if self._bars is not None:
-            self._bars.stop()
 
     def begin_case(self, title: str, num_rounds: int) -> None:
         """Show the next case."""

@@ -38,8 +38,7 @@ if TYPE_CHECKING:
     from ferrodist.bench.suites import BenchOptions, Stage, Suite
     from ferrodist.bench.targets import BenchTarget, Runner
 
-MIN_ROUNDS = 5
-"""A case has at least this many rounds, whatever they take."""
+MIN_ROUNDS = 5  # a case has at least this many rounds, whatever they take
 
 _START_TIMEOUT_SECONDS = 90.0
 _MEMORY_SHARE = 0.7
@@ -65,16 +64,7 @@ def begin_report(options: BenchOptions) -> Report:
 
 
 def run_suites(options: BenchOptions, report: Report, display: RunDisplay) -> None:
-    """Measure all cases of the suites.
-
-    Args:
-        options: The suites, and how long to measure.
-        report: Receives the figures as they come, so that an interrupted run keeps them.
-        display: Shows the progress and the figures.
-
-    Raises:
-        RequiredPeerError: The required peer can't be started.
-    """
+    """Measure all cases of the suites; ``report`` receives the figures as they come."""
     begin = time.monotonic()
     run = _Run(options, report, display)
     try:
@@ -167,18 +157,7 @@ class _Run:
 def measure_case(
     suite: Suite, case: Case, targets: Sequence[BenchTarget], options: BenchOptions, on_round: Callable[[int], None]
 ) -> CaseReport:
-    """Measure all peers that support a case.
-
-    Args:
-        suite: The suite of the case.
-        case: The case.
-        targets: The peers.
-        options: The number of rounds, and the time.
-        on_round: Called with the number of finished rounds after each.
-
-    Returns:
-        The figures, and the reasons of peers without figures.
-    """
+    """Measure all peers that support a case, and note why others don't; ``on_round`` gets the finished rounds."""
     report = CaseReport(
         suite=suite.value,
         operation=case.operation.value,

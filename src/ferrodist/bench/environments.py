@@ -6,12 +6,12 @@ import contextlib
 import fcntl
 import os
 import shutil
-import subprocess
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ferrodist.bench.cases import MpiLibrary
+from ferrodist.bench.commands import run_command
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -33,15 +33,7 @@ def cache_folder() -> Path:
 
 
 def obtain_environment(library: MpiLibrary, log: Callable[[str], None]) -> Path:
-    """Find or create the virtual environment of an MPI and mpi4py; returns its folder.
-
-    Args:
-        library: The MPI.
-        log: Called before a long step, with a line for the user.
-
-    Raises:
-        EnvironmentUnavailableError: No wheel, no network, no room.
-    """
+    """Find or create the virtual environment of an MPI; ``log`` gets a line for the user before a long step."""
     name, version = _WHEELS[library]
     python = f"py{sys.version_info.major}.{sys.version_info.minor}"
     try:
@@ -70,21 +62,12 @@ def _create(folder: Path, name: str, version: str) -> None:
 
 def _run(command: Sequence[str]) -> None:
     """Run a command; if it fails, its last line is the reason."""
-    try:
-        done = subprocess.run(  # noqa: S603 - a fixed command
-            command,
-            stdin=subprocess.DEVNULL,
-            capture_output=True,
-            text=True,
-            timeout=_COMMAND_TIMEOUT_SECONDS,
-            check=False,
-        )
-    except subprocess.TimeoutExpired:
-        raise EnvironmentUnavailableError(f"{' '.join(command)} took more than {_COMMAND_TIMEOUT_SECONDS} s") from None
+    failure, timeout = EnvironmentUnavailableError, _COMMAND_TIMEOUT_SECONDS
+    done = run_command(command, title=" ".join(command), timeout=timeout, failure=failure)
     if done.returncode != 0:
         lines = [line for line in (done.stderr or done.stdout).splitlines() if line.strip()]
         errors = [line for line in lines if line.startswith("ERROR")] or lines or [f"exit code {done.returncode}"]
-        raise EnvironmentUnavailableError(f"{command[0]}: {errors[-1].strip()}")
+        raise failure(f"{command[0]}: {errors[-1].strip()}")
 
 
 @contextlib.contextmanager

@@ -10,10 +10,10 @@ import contextlib
 import os
 import shlex
 import shutil
-import subprocess
 from typing import TYPE_CHECKING
 
 from ferrodist.bench.cases import Peer
+from ferrodist.bench.commands import run_command
 from ferrodist.rendezvous.secret import make_secret
 
 if TYPE_CHECKING:
@@ -38,14 +38,9 @@ def host_index(rank: int, num_ranks: int) -> int:
 
 
 class EmulatedHosts:
-    """Two hosts and the cable between them; a context that removes them.
+    """Two hosts and the cable between them; a context; HostsUnavailableError if they can't be created."""
 
-    Raises:
-        HostsUnavailableError: The hosts can't be created.
-    """
-
-    device = _DEVICE
-    """The network device of either host."""
+    device = _DEVICE  # the network device of either host
 
     def __init__(self) -> None:
         if os.geteuid() != 0:
@@ -110,16 +105,6 @@ class EmulatedHosts:
 
 def _run(command: Sequence[str]) -> None:
     title = " ".join(command[:3])
-    try:
-        done = subprocess.run(  # noqa: S603 - a fixed command
-            command,
-            stdin=subprocess.DEVNULL,
-            capture_output=True,
-            text=True,
-            timeout=_COMMAND_TIMEOUT_SECONDS,
-            check=False,
-        )
-    except subprocess.TimeoutExpired:
-        raise HostsUnavailableError(f"{title} took more than {_COMMAND_TIMEOUT_SECONDS} s") from None
+    done = run_command(command, title=title, timeout=_COMMAND_TIMEOUT_SECONDS, failure=HostsUnavailableError)
     if done.returncode != 0:
         raise HostsUnavailableError(f"{title}: {done.stderr.strip()}")

@@ -45,10 +45,9 @@ _LABELS_PER_COLUMN = 2
 
 
 def save_plot(path: Path, report: Report) -> bool:
-    """Draw a report into a PNG file: a panel for each operation on each number of ranks and hosts, and type.
+    """Draw a panel for each operation, number of ranks and hosts, and dtype into a PNG file; False if there is none.
 
-    Returns:
-        Whether there was anything to draw: only some suites measure a time over a size, and a barrier has no size.
+    Only some suites measure a time over a size, and a barrier has no size.
     """
     groups: dict[tuple[int, int, str, str], list[CaseReport]] = {}
     for case in report.cases:

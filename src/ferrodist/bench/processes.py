@@ -43,16 +43,8 @@ class PeerFailedError(Exception):
 class RankGroup:
     """The ranks of one peer, each a process that serves requests; a context that ends them.
 
-    Args:
-        peer: The peer.
-        num_ranks: Number of ranks.
-        folder: An empty folder of its own.
-        timeout: Seconds in which all ranks must have joined, once they can start.
-        log: Called before a long step, with a line for the user.
-        hosts: The hosts of the ranks, the first ranks on the first; None is this host.
-
-    Raises:
-        PeerFailedError: The ranks have not joined.
+    ``folder`` is an empty one of its own. All ranks must have joined ``timeout`` seconds after they can start, else
+    PeerFailedError is raised. ``log`` gets a line for the user before a long step. ``hosts`` None is this host.
     """
 
     def __init__(
@@ -96,18 +88,13 @@ class RankGroup:
 
     @property
     def is_alive(self) -> bool:
-        """Whether it can serve requests."""
+        """Return whether the process can serve requests."""
         return bool(self._channels)
 
     def request(self, message: dict[str, Any], timeout: float) -> list[dict[str, Any]]:
-        """Send a message to all ranks, and return their answers by rank.
+        """Send a message to all ranks, and return their answers by rank, all due within ``timeout`` seconds.
 
-        Args:
-            message: The request.
-            timeout: Seconds in which all must have answered.
-
-        Raises:
-            PeerFailedError: One has failed, ended or not answered; none of them can be used any more.
+        PeerFailedError: one has failed, ended or not answered; none of them can be used any more.
         """
         if not self.is_alive:
             raise PeerFailedError("it has failed before")
@@ -227,11 +214,7 @@ def start_commands(
     log: Callable[[str], None],
     hosts: EmulatedHosts | None = None,
 ) -> list[list[str]]:
-    """The commands that start a peer's ranks: one for each, or one that starts all. Arguments as of `RankGroup`.
-
-    Raises:
-        EnvironmentUnavailableError: An MPI, or its launcher, is missing.
-    """
+    """The commands that start a peer's ranks: one for each, or one that starts all."""
     options = ["--socket", str(socket_path), "--folder", str(folder), "--peer", peer.value, "--ranks", str(num_ranks)]
     library = peer.mpi_library
     if library is None:

@@ -25,47 +25,34 @@ _WIDTHS = (22, 9, 9, 9, 9, 9)
 
 
 class Machine(msgspec.Struct, frozen=True, kw_only=True):
-    """A computer, as it was when the run began.
-
-    Args:
-        num_processors: Processors that this process may use.
-        caches: Size by name, such as "L3" and "32768K".
-        memory_bytes: Size of the main memory.
-        huge_pages: The kernel's policy for huge pages, such as "madvise".
-        system: Kernel and architecture.
-        load: Mean number of runnable processes over the minute before.
-    """
+    """A computer, as it was when the run began; ``load`` is the number of runnable processes over a minute."""
 
     processor: str
-    num_processors: int
-    caches: dict[str, str]
+    num_processors: int  # that this process may use
+    caches: dict[str, str]  # size by name, such as "L3" and "32768K"
     memory_bytes: int
-    huge_pages: str
-    system: str
+    huge_pages: str  # the kernel's policy, such as "madvise"
+    system: str  # kernel and architecture
     python: str
     load: float
 
     @property
     def is_busy(self) -> bool:
-        """Whether other processes took so much time that the figures can't be trusted."""
+        """Return whether other processes took so much time that the figures can't be trusted."""
         return self.load > 0.3 * self.num_processors
 
 
 class Measurement(msgspec.Struct, frozen=True, kw_only=True):
     """One peer in one case. Values are seconds for one call, or for an overlap a ratio of times.
 
-    Args:
-        p10: A tenth of the batches were below.
-        p99: A hundredth of the batches were above; with few batches, close to the highest.
-        calls_per_batch: Calls that were timed together; for an overlap, products of matrices.
-        batches: The batches' values, in order.
-        parts: By name: the components of each batch's value, in seconds.
+    With few batches ``p99`` is close to the highest. A call of an overlap is a product of matrices. ``parts`` has, by
+    name, the components of each batch's value, in seconds.
     """
 
     peer: str
     median: float
-    p10: float
-    p99: float
+    p10: float  # a tenth of the batches were below
+    p99: float  # a hundredth of the batches were above
     calls_per_batch: int
     batches: list[float]
     parts: dict[str, list[float]] = msgspec.field(default_factory=dict)
@@ -96,14 +83,10 @@ class Measurement(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class CaseReport(msgspec.Struct, kw_only=True):
-    """One case.
+    """One case; ``not_offered`` and ``failures`` say, by peer, why a peer has no figures.
 
-    Args:
-        size_bytes: Requested size of a rank's larger tensor; 0 where the operation has no size.
-        num_elements: Elements of that tensor, rounded up so that ranks have equal parts.
-        measurements: One for each peer that was measured.
-        not_offered: By peer: why it was not measured.
-        failures: By peer: the error.
+    ``size_bytes`` is the requested size of a rank's larger tensor, 0 where the operation has no size; ``num_elements``
+    are that tensor's elements, rounded up so that ranks have equal parts.
     """
 
     suite: str
@@ -152,47 +135,32 @@ class CaseReport(msgspec.Struct, kw_only=True):
 
 
 class PeerReport(msgspec.Struct, kw_only=True):
-    """A peer on a number of ranks.
+    """A peer on a number of ranks, and why it was not measured, if it was not.
 
-    Args:
-        peer: The peer's name on the command line.
-        versions: Versions of its components, and the thread level that an MPI gave.
-        command: The command that started it, or its first rank, without the paths and options of the run.
-        reason: Why it was not measured; None if it was.
+    ``command`` started it, or its first rank; the paths and options of the run are left out.
     """
 
-    peer: str
+    peer: str  # the name on the command line
     num_ranks: int
     num_hosts: int = 1
+    # of its components, and the thread level that an MPI gave
     versions: dict[str, str] = msgspec.field(default_factory=dict)
     command: str = ""
     reason: str | None = None
 
 
 class Report(msgspec.Struct, kw_only=True):
-    """A run.
+    """A run; ``settings`` are the options of the command that shape the figures."""
 
-    Args:
-        started: ISO date and time with the zone.
-        settings: The options of the command that shape the figures.
-        ferrodist: The measured version.
-        peers: The peers that were asked for.
-        cases: The cases that were measured.
-        left_out: The cases that were not, with the reasons.
-        seconds: Duration of the run.
-        is_complete: Whether the run was not interrupted.
-        format: Version of this file's format.
-    """
-
-    started: str
+    started: str  # ISO date and time with the zone
     machine: Machine
     settings: dict[str, str]
-    ferrodist: str
+    ferrodist: str  # the measured version
     peers: list[PeerReport] = msgspec.field(default_factory=list)
     cases: list[CaseReport] = msgspec.field(default_factory=list)
-    left_out: list[str] = msgspec.field(default_factory=list)
+    left_out: list[str] = msgspec.field(default_factory=list)  # the cases that were not measured, with the reasons
     seconds: float = 0.0
-    is_complete: bool = False
+    is_complete: bool = False  # whether the run was not interrupted
     format: int = FORMAT
 
     @property
@@ -212,11 +180,7 @@ def write_report(path: Path, report: Report) -> None:
 
 
 def read_report(path: Path) -> Report:
-    """Read a report.
-
-    Raises:
-        ValueError: The file holds something else.
-    """
+    """Read a report; ValueError if the file holds something else."""
     try:
         report = msgspec.json.decode(path.read_bytes(), type=Report)
     except msgspec.DecodeError as error:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import enum
+import itertools
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -119,30 +120,20 @@ class SuitePlan:
 
     def cases(self, num_ranks: int) -> list[Case]:
         """The cases on a number of ranks, in order."""
-        num_hosts = SUITES[self.suite].num_hosts
-        cases = []
-        for operation in self.operations:
-            if not operation.has_size:
-                cases.append(Case(operation=operation, num_ranks=num_ranks, num_hosts=num_hosts))
-                continue
-            cases += [
-                Case(operation=operation, num_ranks=num_ranks, num_hosts=num_hosts, dtype=dtype, size_bytes=size)
-                for dtype in self.dtypes
-                for size in self.sizes
-            ]
-        return cases
+        num_hosts, sizes = SUITES[self.suite].num_hosts, list(itertools.product(self.dtypes, self.sizes))
+        return [
+            Case(operation=operation, num_ranks=num_ranks, num_hosts=num_hosts, dtype=dtype, size_bytes=size)
+            for operation in self.operations
+            for dtype, size in (sizes if operation.has_size else [(DataType.FLOAT32, 0)])
+        ]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BenchOptions:
     """The options of a run.
 
-    Args:
-        suites: The suites, in order.
-        num_rounds: Batches of each peer in a case.
-        seconds: A case ends after this time, and at least `driver.MIN_ROUNDS` rounds.
-        required: The peer without which the run fails.
-        output: The folder for report and plot.
+    Each peer has ``num_rounds`` batches in a case, which ends after ``seconds`` and at least `driver.MIN_ROUNDS`
+    rounds. The run fails without the ``required`` peer.
     """
 
     suites: Sequence[SuitePlan]

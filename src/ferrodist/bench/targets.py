@@ -18,6 +18,7 @@ from typing_extensions import override
 
 from ferrodist.bench.adapters import UnsupportedError
 from ferrodist.bench.cases import Operation, Peer
+from ferrodist.bench.commands import run_command
 from ferrodist.bench.netns import NUM_HOSTS
 from ferrodist.bench.processes import PeerFailedError
 from ferrodist.bench.report import format_bytes, format_seconds
@@ -61,10 +62,8 @@ class BenchTarget(Protocol):
     def open_runner(self, case: Case) -> Runner:
         """Prepare a case, and run the batches that don't count, which determine the calls of a batch.
 
-        Raises:
-            UnsupportedError: The peer has no such operation, or takes too long for it.
-            PeerFailedError: The peer has ended.
-            WrongResultError: The result is wrong.
+        UnsupportedError: the peer has no such operation, or takes too long for it; for other errors see
+        `Runner.measure`.
         """
 
     def release(self) -> None:
@@ -72,13 +71,7 @@ class BenchTarget(Protocol):
 
 
 class Runner:
-    """One peer in one case.
-
-    Attributes:
-        num_calls: Calls of a batch.
-        values: The batches' values, in order.
-        parts: The components of the values by name, in seconds.
-    """
+    """One peer in one case: the calls of a batch, the batches' values, and their components by name, in seconds."""
 
     def __init__(self) -> None:
         self.num_calls = 1
@@ -86,12 +79,7 @@ class Runner:
         self.parts: dict[str, list[float]] = {}
 
     def measure(self) -> None:
-        """Run a batch that counts.
-
-        Raises:
-            PeerFailedError: The peer has ended.
-            WrongResultError: The result is wrong.
-        """
+        """Run a batch that counts; PeerFailedError if the peer has ended, WrongResultError if the result is wrong."""
         self.values.append(self.run(self.num_calls))
 
     def run(self, num_calls: int) -> float:
@@ -100,11 +88,9 @@ class Runner:
 
 
 class RankTarget(BenchTarget):
-    """The ranks of a library as a `BenchTarget`.
+    """The ranks of a library as a `BenchTarget`, which does not own them.
 
-    Args:
-        group: The ranks; not owned.
-        max_seconds: A call that takes longer is not repeated, and larger sizes are not tried.
+    A call that takes longer than ``max_seconds`` is not repeated, and larger sizes are not tried.
     """
 
     def __init__(self, group: RankGroup, max_seconds: float) -> None:
@@ -161,15 +147,7 @@ class CallRunner(Runner):
         self._num_batches = 0
 
     def calibrate(self, max_seconds: float, *, is_fresh: bool) -> None:
-        """Determine how many calls a batch has.
-
-        Args:
-            max_seconds: The time that a call may take.
-            is_fresh: Whether the ranks have not yet run side by side for a while.
-
-        Raises:
-            TooSlowError: A call takes longer.
-        """
+        """Determine how many calls a batch has; ``is_fresh``: the ranks have not yet run side by side for a while."""
         seconds = self.run(1)
         is_slow = seconds > _SLOW_SECONDS
         seconds = self.run(1 if is_slow else min(_FIRST_CALLS, self._max_calls))
@@ -255,14 +233,7 @@ def _span(answers: Sequence[dict[str, Any]]) -> float:
 
 
 class Iperf3Target(BenchTarget):
-    """The limit of two hosts: iperf3, in one direction or both at once; a context that ends its server.
-
-    Args:
-        hosts: The two hosts; not owned.
-
-    Raises:
-        PeerFailedError: iperf3 is not installed.
-    """
+    """The limit of two hosts: iperf3, in one direction or both at once; a context that ends its server."""
 
     peer = Peer.IPERF3
 
@@ -323,26 +294,12 @@ class Iperf3Runner(Runner):
 
     def run(self, num_calls: int) -> float:  # noqa: ARG002 - the command has it
         """Run a transfer; returns the seconds of the case's bytes."""
-        try:
-            done = subprocess.run(  # noqa: S603 - a fixed command
-                self._command,
-                stdin=subprocess.DEVNULL,
-                capture_output=True,
-                text=True,
-                timeout=_IPERF3_TIMEOUT_SECONDS,
-                check=False,
-            )
-        except subprocess.TimeoutExpired:
-            raise PeerFailedError(f"iperf3 took more than {_IPERF3_TIMEOUT_SECONDS} s") from None
+        done = run_command(self._command, title="iperf3", timeout=_IPERF3_TIMEOUT_SECONDS, failure=PeerFailedError)
         return self._case.size_bytes / parse_iperf3_rate(done.stdout)
 
 
 def parse_iperf3_rate(text: str) -> float:
-    """The bytes per second that arrived, from iperf3's JSON; of two directions, the slower one's.
-
-    Raises:
-        PeerFailedError: The JSON reports a failure, or no rate.
-    """
+    """The bytes per second that arrived, from iperf3's JSON; of two directions, the slower one's."""
     try:
         report: dict[str, Any] = json.loads(text)
         if "error" in report:

@@ -68,12 +68,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 class Worker:
-    """The requests of the driver.
-
-    Args:
-        adapter: This rank of the library's group.
-        barrier: A barrier for the time in which the ranks have no group.
-    """
+    """The requests of the driver; ``barrier`` is for the time in which the ranks have no group."""
 
     def __init__(self, adapter: Adapter, barrier: FileBarrier) -> None:
         self._adapter, self._barrier = adapter, barrier
@@ -120,11 +115,7 @@ class Worker:
 def open_timer(
     adapter: Adapter, case: Case, barrier: FileBarrier
 ) -> CallTimer | SubmitTimer | OverlapTimer | GroupTimer:
-    """Prepare a case on this rank.
-
-    Raises:
-        UnsupportedError: The library can't.
-    """
+    """Prepare a case on this rank; UnsupportedError if the library can't."""
     reason = adapter.unsupported.get(case.operation)
     if reason is not None:
         raise UnsupportedError(reason)

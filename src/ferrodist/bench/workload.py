@@ -47,15 +47,7 @@ def max_calls_in_place(dtype: DataType, num_ranks: int) -> int:
 
 
 class Workload:
-    """One rank's share of a case.
-
-    Args:
-        adapter: This rank of the library.
-        case: The case.
-
-    Raises:
-        UnsupportedError: The library has no such operation.
-    """
+    """One rank's share of a case; UnsupportedError if the library has no such operation."""
 
     def __init__(self, adapter: Adapter, case: Case) -> None:
         self._case, self._adapter, self._arrays = case, adapter, adapter.arrays
@@ -162,11 +154,7 @@ class Workload:
 
 
 class MatmulLoad:
-    """A computation in a core's cache, on one thread: a 64 x 512 matrix times a 512 x 512 one that rotates its columns.
-
-    Args:
-        arrays: The library's arrays and multiplication.
-    """
+    """A computation in a core's cache, on one thread: a 64 x 512 matrix times one that rotates its 512 columns."""
 
     def __init__(self, arrays: Arrays) -> None:
         self._arrays = arrays

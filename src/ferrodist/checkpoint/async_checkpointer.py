@@ -89,7 +89,7 @@ class CheckpointFuture:
         self.path = path
         self._future = future
         self._was_reported = False
-        """Whether the outcome was asked for."""
+        """Return whether the outcome was asked for."""
 
     def wait(self, timeout: float | None = None) -> str:
         """Wait until the checkpoint is committed.
@@ -321,11 +321,7 @@ class AsyncCheckpointer:
 
 
 def _run_without_references(write: Callable[..., None], *arguments: Any) -> None:
-    """Call a function whose error must not keep its arguments alive.
-
-    A future keeps its error, an error its frames, and frames their variables: the checkpointer that has the future, and
-    the memory of the copy.
-    """
+    """Call a function whose error must not, through its frames, keep the checkpointer and the copy's memory alive."""
     try:
         write(*arguments)
     except BaseException as error:

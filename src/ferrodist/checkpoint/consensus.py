@@ -91,7 +91,7 @@ class Rank0Exchange:
         self._group = group
         self._deadline = deadline
         self.may_be_answered = False
-        """Whether rank 0 may have called ``answer``, as far as this rank knows."""
+        """Return whether rank 0 may have called ``answer``, as far as this rank knows."""
 
     def run(
         self,

@@ -20,6 +20,7 @@ from ferrodist.checkpoint.format.manifest import MANIFEST_NAME, Manifest, decode
 from ferrodist.checkpoint.load_plan import LoadPlanner
 from ferrodist.checkpoint.reader import CheckpointReader, put_elements
 from ferrodist.checkpoint.retention import read_manifest
+from ferrodist.checkpoint.save_plan import Span
 from ferrodist.checkpoint.shard_metadata import ShardMetadata
 from ferrodist.checkpoint.state import bump_version
 from ferrodist.collectives.objects import all_gather_object, gather_object
@@ -38,14 +39,6 @@ if TYPE_CHECKING:
 _MESSAGE_BYTES = 32 << 20
 
 
-class ReadRequest(msgspec.Struct, frozen=True, array_like=True):
-    """A box of a saved tensor that a rank needs."""
-
-    key: str
-    offsets: tuple[int, ...]
-    shape: tuple[int, ...]
-
-
 def read_on_rank0(
     reader: CheckpointReader,
     manifest: Manifest,
@@ -56,65 +49,48 @@ def read_on_rank0(
     deadline: Deadline,
 ) -> None:
     """Fill tensors on all ranks with data that rank 0 reads; every rank calls this."""
-    own: dict[ReadRequest, list[torch.Tensor]] = {}
+    own: dict[Span, list[torch.Tensor]] = {}
     for key, box, view in wanted:
         if box.numel:
-            own.setdefault(ReadRequest(key, box.offsets, box.shape), []).append(view)
+            own.setdefault(Span(key, box.offsets, box.shape), []).append(view)
     gathered = gather_object(msgspec.msgpack.encode(list(own)), group=group, timeout=deadline.remaining())
     with all_or_none("make room to read a checkpoint", where, group, deadline):
         receivers = _receivers(own, gathered or [])
         buffer = torch.empty(_max_message_bytes(receivers, manifest), dtype=torch.uint8, device="cpu")
-    if group.rank == 0:
-        failure = _read_and_send(reader, manifest, own, receivers, buffer, group=group, deadline=deadline)
-    else:
-        failure = _receive(own, manifest, buffer, group=group, deadline=deadline)
+    failure = _transfer(reader, manifest, own, receivers, buffer, group=group, deadline=deadline)
     if failure is not None:
         raise failure
 
 
-def _receivers(own: Iterable[ReadRequest], gathered: Sequence[bytes]) -> dict[ReadRequest, list[int]]:
+def _receivers(own: Iterable[Span], gathered: Sequence[bytes]) -> dict[Span, list[int]]:
     """Return the other ranks that need each box, on rank 0; elsewhere this rank's boxes, without receivers."""
-    receivers: dict[ReadRequest, list[int]] = {request: [] for request in own}
+    receivers: dict[Span, list[int]] = {request: [] for request in own}
     for rank, encoded in enumerate(gathered):
-        for request in msgspec.msgpack.decode(encoded, type=list[ReadRequest]) if rank else ():
+        for request in msgspec.msgpack.decode(encoded, type=list[Span]) if rank else ():
             receivers.setdefault(request, []).append(rank)
     return receivers
 
 
-def _receive(
-    own: Mapping[ReadRequest, Sequence[torch.Tensor]],
-    manifest: Manifest,
-    buffer: torch.Tensor,
-    *,
-    group: Backend,
-    deadline: Deadline,
-) -> Exception | None:
-    """Fill this rank's tensors; return the first error."""
-    failure: Exception | None = None
-    for request, chunk, inner in _chunks(own, manifest):
-        data = _buffer_view(buffer, request, chunk, manifest)
-        recv_into(data, 0, group=group, timeout=deadline.remaining())
-        failure = failure or _catch(partial(_copy_to_targets, request, data, inner, own[request]))
-    return failure
-
-
-def _read_and_send(
+def _transfer(
     reader: CheckpointReader,
     manifest: Manifest,
-    own: Mapping[ReadRequest, Sequence[torch.Tensor]],
-    receivers: Mapping[ReadRequest, Sequence[int]],
+    own: Mapping[Span, Sequence[torch.Tensor]],
+    receivers: Mapping[Span, Sequence[int]],
     buffer: torch.Tensor,
     *,
     group: Backend,
     deadline: Deadline,
 ) -> Exception | None:
-    """Read the boxes of all ranks; return the first error."""
+    """Read and send the boxes of all ranks on rank 0, receive this rank's elsewhere; return the first error."""
     failure: Exception | None = None
     for request, chunk, inner in _chunks(receivers, manifest):
         data = _buffer_view(buffer, request, chunk, manifest)
-        failure = failure or _catch(partial(reader.read_box, request.key, chunk, data))
-        for rank in receivers[request]:
-            send(data, rank, group=group, timeout=deadline.remaining())
+        if group.rank == 0:
+            failure = failure or _catch(partial(reader.read_box, request.key, chunk, data))
+            for rank in receivers[request]:
+                send(data, rank, group=group, timeout=deadline.remaining())
+        else:
+            recv_into(data, 0, group=group, timeout=deadline.remaining())
         failure = failure or _catch(partial(_copy_to_targets, request, data, inner, own.get(request, ())))
     return failure
 
@@ -128,35 +104,35 @@ def _catch(act: Callable[[], None]) -> Exception | None:
     return None
 
 
-def _max_message_bytes(requests: Iterable[ReadRequest], manifest: Manifest) -> int:
+def _max_message_bytes(requests: Iterable[Span], manifest: Manifest) -> int:
     """The size of the longest message, one or more rows."""
     sizes = [chunk.numel * _dtype(request, manifest).itemsize for request, chunk, _ in _chunks(requests, manifest)]
     return max(sizes, default=0)
 
 
-def _dtype(request: ReadRequest, manifest: Manifest) -> torch.dtype:
+def _dtype(request: Span, manifest: Manifest) -> torch.dtype:
     return dtype_from_name(manifest.tensors[request.key].dtype)
 
 
-def _buffer_view(buffer: torch.Tensor, request: ReadRequest, box: Box, manifest: Manifest) -> torch.Tensor:
+def _buffer_view(buffer: torch.Tensor, request: Span, box: Box, manifest: Manifest) -> torch.Tensor:
     """View the beginning of the buffer as a tensor of a box's shape."""
     dtype = _dtype(request, manifest)
     return buffer[: box.numel * dtype.itemsize].view(dtype).view(box.shape)
 
 
-def _copy_to_targets(request: ReadRequest, data: torch.Tensor, inner: Box, views: Iterable[torch.Tensor]) -> None:
+def _copy_to_targets(request: Span, data: torch.Tensor, inner: Box, views: Iterable[torch.Tensor]) -> None:
     for view in views:
         put_elements(inner.take(view), data, request.key)
 
 
-def _sorted_requests(requests: Iterable[ReadRequest], manifest: Manifest) -> list[ReadRequest]:
+def _sorted_requests(requests: Iterable[Span], manifest: Manifest) -> list[Span]:
     """Sort by position in the files, the same way on all ranks."""
     return sorted(
         requests, key=lambda request: (*manifest.position(request.key), request.key, request.offsets, request.shape)
     )
 
 
-def _chunks(requests: Iterable[ReadRequest], manifest: Manifest) -> Iterator[tuple[ReadRequest, Box, Box]]:
+def _chunks(requests: Iterable[Span], manifest: Manifest) -> Iterator[tuple[Span, Box, Box]]:
     """Split all requests into chunks of some rows: as boxes of the saved tensor, and of the request."""
     for request in _sorted_requests(requests, manifest):
         whole = Box(request.offsets, request.shape)

@@ -72,7 +72,7 @@ def _make_on_cpu(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
 
 @dataclass
 class LoadPlanner:
-    """Matches a saved tree with what it is loaded into."""
+    """Matches a saved tree with the objects that are loaded."""
 
     manifest: Manifest
     rank: int

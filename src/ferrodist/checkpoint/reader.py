@@ -20,7 +20,7 @@ from ferrodist.tensor.local_shards import Box
 from ferrodist.wording import counted
 
 if TYPE_CHECKING:
-    from ferrodist.checkpoint.format.manifest import Manifest, ShardEntry, TensorEntry
+    from ferrodist.checkpoint.format.manifest import Manifest, ShardEntry
     from ferrodist.checkpoint.storage.base import Storage
 
 _READ_BYTES = 32 << 20
@@ -54,24 +54,20 @@ class CheckpointReader:
     def read_box(self, key: str, box: Box, target: torch.Tensor) -> None:
         """Fill a tensor with a box of a saved one."""
         tensor = self._manifest.tensors[key]
-        missing = box.numel
+        dtype, missing = dtype_from_name(tensor.dtype), box.numel
         for shard in tensor.shards:
             saved = Box(shard.offsets, shard.shape)
             common = saved.intersect(box)
             if common is None:
                 continue
             missing -= common.numel
-            self._read_shard(key, tensor, shard, common.within(saved), common.within(box).take(target))
+            run = _RowMajorRange(key, shard, dtype, 0, tuple(shard.shape))
+            self._read_range(run, common.within(saved), common.within(box).take(target))
         if missing:
             raise DistCheckpointError(
                 f"{self._storage.url} lacks {counted(missing, 'element')} of tensor {key!r}, though its"
                 " manifest says it is whole"
             )
-
-    def _read_shard(self, key: str, tensor: TensorEntry, shard: ShardEntry, box: Box, target: torch.Tensor) -> None:
-        """Fill ``target`` with a box of a shard."""
-        dtype = dtype_from_name(tensor.dtype)
-        self._read_range(_RowMajorRange(key, shard, dtype, 0, tuple(shard.shape)), box, target)
 
     def _read_range(self, run: _RowMajorRange, box: Box, target: torch.Tensor) -> None:
         """Fill ``target`` with a box of a row-major range."""

@@ -120,10 +120,7 @@ def stale_files(storage: Storage) -> set[str]:
 
 
 def next_commit_time_ns(storage: Storage) -> int:
-    """Return the time of a commit now, later than that of every checkpoint in the folder and beside it.
-
-    Clocks are set back, and those of hosts differ; the last checkpoint saved is the newest all the same.
-    """
+    """Return now, but later than every checkpoint in and beside the folder: clocks differ, and are set back."""
     now = time.time_ns()
     if not is_time(now):  # the clock was never set
         now = 0
@@ -151,12 +148,9 @@ _POLL_INTERVAL_SECONDS = 0.01
 
 
 def remove_dead_saves(storage: Storage, save_id: str) -> bool:
-    """Remove the leftovers of saves whose rank 0 has died; return whether nothing is left of one.
+    """Remove the leftovers of saves whose rank 0 has died; return whether nothing is left of ``save_id``.
 
-    Args:
-        storage: The folder.
-        save_id: The save to report on, whose published files are removed too unless it was committed. Empty if its id
-            is unknown.
+    Published files of ``save_id`` are removed too, unless it was committed. It is empty if unknown.
     """
     deadline = Deadline(_EXIT_TIMEOUT_SECONDS)
     try:
@@ -230,13 +224,9 @@ def remove_old(
     storage_options: Mapping[str, Any] | None,
     names: re.Pattern[str] | None = None,
 ) -> None:
-    """Remove older checkpoints beside one that was just saved; failures are logged.
+    """Remove all but the newest ``keep_last`` checkpoints beside, and including, a new one; failures are logged.
 
-    Args:
-        saved: The path of the new checkpoint.
-        keep_last: The number of checkpoints to keep, including the new one. Damaged ones neither count nor are removed.
-        storage_options: Options of fsspec's file system, if ``saved`` is a URL.
-        names: The pattern of names of folders that count; None is any name.
+    Damaged ones neither count nor are removed, nor are folders whose names don't match ``names``.
     """
     try:
         newest = read_manifest(open_storage(saved, storage_options)).save_id  # by whatever path it was saved

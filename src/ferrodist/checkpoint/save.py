@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import importlib.metadata
 import logging
 import uuid
 from math import prod
@@ -18,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from ferrodist.arguments import check_int
-from ferrodist.checkpoint.consensus import Rank0Exchange, all_or_none
+from ferrodist.checkpoint.consensus import Rank0Exchange, all_or_none, call_on_all
 from ferrodist.checkpoint.format.dtypes import dtype_from_name, dtype_name
 from ferrodist.checkpoint.format.manifest import (
     INDEX_NAME,
@@ -45,6 +44,7 @@ from ferrodist.checkpoint.state import collect_state, reduce_partials
 from ferrodist.checkpoint.storage.base import MAX_SMALL_FILE_BYTES
 from ferrodist.checkpoint.writer import BLOCK_BYTES, FileReport, bytes_of, hash_blocks, write_file
 from ferrodist.errors import DistCheckpointError, DistributedError
+from ferrodist.installation import installed_version
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -118,10 +118,7 @@ def _publish(storage: Storage, manifest: Manifest, names: Sequence[str], index: 
 
 
 def _rename_single(storage: Storage, manifest: Manifest, name: str, stale: set[str]) -> set[str]:
-    """Rename the only file of a committed save, also over a file of the previous save; return the stale names.
-
-    At each moment the manifest names a file that is complete.
-    """
+    """Rename the only file of a committed save, also over one of the previous save; return the stale names."""
     (file,) = manifest.files
     storage.copy(file.name, name)
     named = msgspec.structs.replace(manifest, files=[msgspec.structs.replace(file, name=name)])
@@ -197,10 +194,11 @@ def make_manifest(
         )
         for key, tensor in plan.tensors.items()
     }
+    version = installed_version()
     return Manifest(
         save_id=save_id,
         created_ns=0,
-        producer=_producer_version(),
+        producer="ferrodist" if version is None else f"ferrodist {version}",
         world_size=world_size,
         block_bytes=BLOCK_BYTES,
         files=files,
@@ -228,13 +226,6 @@ def make_index(manifest: Manifest) -> bytes | None:
     return msgspec.json.format(msgspec.json.encode({"metadata": {"total_size": total}, "weight_map": file_of_key}))
 
 
-def _producer_version() -> str:
-    try:
-        return f"ferrodist {importlib.metadata.version('ferrodist')}"
-    except importlib.metadata.PackageNotFoundError:  # from its source tree
-        return "ferrodist"
-
-
 DEFAULT_FILE_BYTES = 5 * 10**9
 """The file size limit of Hugging Face's tools."""
 
@@ -242,10 +233,7 @@ DEFAULT_FILE_BYTES = 5 * 10**9
 def open_and_collect(
     action: str, open_checked: Callable[[], Storage], state: Any, path: str, *, group: Backend, deadline: Deadline
 ) -> tuple[Storage, Any]:
-    """Open the storage and collect the state, on all ranks or on none.
-
-    Partial sums are reduced after this, by collectives that all ranks must reach.
-    """
+    """Open the storage and collect the state, on all ranks or on none; afterwards all ranks reduce partial sums."""
     with all_or_none(action, path, group, deadline) as phase:
         storage = open_checked()
         phase.action, phase.path = "prepare a checkpoint", storage.url
@@ -341,14 +329,18 @@ class Save:
     ) -> None:
         """Write this rank's files and commit with the other ranks."""
         self._deadline = deadline or self._deadline
-        exchange = Rank0Exchange(self._storage.url, group or self._group, self._deadline)
+        group = group or self._group
+        exchange = Rank0Exchange(self._storage.url, group, self._deadline)
         try:
-            exchange.run(
-                "write a checkpoint",
+            # A step of its own: a rank that sees it fail knows that rank 0 can't commit, and removes its files.
+            reports = call_on_all(
                 lambda: msgspec.msgpack.encode(self.write(get_data)),
-                "commit a checkpoint",
-                self._commit,
+                "write a checkpoint",
+                self._storage.url,
+                group,
+                self._deadline,
             )
+            exchange.run("commit a checkpoint", lambda: reports, "commit a checkpoint", self._commit)
         except BaseException as error:
             # Once rank 0 may have all reports it may commit at any moment, whatever becomes of the group: as long as it
             # lives the files are not for other ranks to remove.

@@ -136,7 +136,7 @@ class StateReport(msgspec.Struct, array_like=True):
 
 
 class Span(msgspec.Struct, frozen=True, array_like=True):
-    """A box of a tensor that is written to one file."""
+    """A box of a tensor, as it is written to one file or requested by a rank that loads."""
 
     key: str
     offsets: tuple[int, ...]

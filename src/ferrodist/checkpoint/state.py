@@ -175,12 +175,7 @@ class OptimizerState:
 
 
 def collect_state(value: Any, path: tuple[object, ...] = ()) -> Any:
-    """Replace each object in a state by its own state: nested dicts, lists and tuples of values.
-
-    Raises:
-        TypeError: An optimizer outside of `OptimizerState`.
-        ValueError: The state is nested too deeply.
-    """
+    """Replace the objects in a state by their states; TypeError for a bare optimizer, ValueError if too deep."""
     check_depth(path)
     if isinstance(value, torch.optim.Optimizer):
         refuse_optimizer(path)

@@ -135,7 +135,7 @@ def write_file(
     tensors: Mapping[str, TensorReport],
     find: Callable[[Span], torch.Tensor],
 ) -> FileReport:
-    """Write a file durably; ``get_data`` returns a span's elements on the CPU. On an error the file is removed."""
+    """Write a file durably; ``find`` returns a span's elements on the CPU. On an error the file is removed."""
     stream = FileStream(storage, save_id, plan, tensors)
     try:
         for span in plan.spans:

@@ -25,6 +25,12 @@ if TYPE_CHECKING:
 
 
 _FORMATS = ("ferrodist", "dcp", "torch", "hf")
+_SIZE_OPTIONS = (
+    ("ranks", "num_ranks", 1, 0),
+    ("max_file_mib", "max_file_bytes", 1, 20),
+    ("max_memory_mib", "max_memory_bytes", 16, 20),
+)
+"""Options, their names in `RewriteOptions`, their minimums, and the shifts from their units."""
 
 
 def add_ckpt_arguments(parser: argparse.ArgumentParser) -> list[argparse.ArgumentParser]:
@@ -73,15 +79,7 @@ def _add(
 
 
 def run_ckpt(arguments: argparse.Namespace) -> int:
-    """Run one of the commands.
-
-    Returns:
-        0; 1 if a checkpoint is damaged or two differ.
-
-    Raises:
-        ValueError: An argument is wrong.
-        DistributedError: A checkpoint is missing or damaged, or something can't be written.
-    """
+    """Run one of the commands; return 1 if a checkpoint is damaged or two differ, else 0."""
     code: int = arguments.run(arguments)
     return code
 
@@ -223,20 +221,13 @@ def _rewrite_options(arguments: argparse.Namespace, progress: Progress | None) -
     from ferrodist.checkpoint.tools.reshard import RewriteOptions  # noqa: PLC0415 - needs torch
 
     given = {"dim": arguments.dim, "progress": progress}
-    for option, field, minimum in (("ranks", "num_ranks", 1), ("max_file_mib", "max_file_bytes", 1)):
+    for option, field, minimum, shift in _SIZE_OPTIONS:
         value = getattr(arguments, option)
         if value is not None:
-            _check_minimum(option, value, minimum)
-            given[field] = value if option == "ranks" else value << 20
-    if arguments.max_memory_mib is not None:
-        _check_minimum("max_memory_mib", arguments.max_memory_mib, 16)
-        given["max_memory_bytes"] = arguments.max_memory_mib << 20
+            if value < minimum:
+                raise ValueError(f"--{option.replace('_', '-')} must be {minimum} or more, not {value}")
+            given[field] = value << shift
     return RewriteOptions(**given)
-
-
-def _check_minimum(option: str, value: int, minimum: int) -> None:
-    if value < minimum:
-        raise ValueError(f"--{option.replace('_', '-')} must be {minimum} or more, not {value}")
 
 
 def _options(arguments: argparse.Namespace, path: str) -> dict[str, Any] | None:

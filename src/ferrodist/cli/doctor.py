@@ -7,7 +7,6 @@ started: no MPI is initialized.
 
 from __future__ import annotations
 
-import importlib.metadata
 import json
 import os
 import platform
@@ -18,7 +17,9 @@ from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING
 
 from ferrodist.errors import BackendUnavailable, describe_error
+from ferrodist.installation import installed_version
 from ferrodist.launch.output import write_stdout
+from ferrodist.launch.spec import usable_cores
 from ferrodist.wording import counted
 
 if TYPE_CHECKING:
@@ -33,17 +34,11 @@ _MIN_COLUMNS = 30  # for what is found, in a narrow terminal
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Finding:
-    """The result of a probe.
-
-    Args:
-        name: The name of the component.
-        is_there: Whether the component can be used.
-        detail: Versions and the like; for a missing component the reason and the remedy.
-    """
+    """The result of a probe."""
 
     name: str
     is_there: bool
-    detail: str
+    detail: str  # versions and the like; for a missing component the reason and the remedy
 
 
 def add_doctor_arguments(parser: argparse.ArgumentParser) -> None:
@@ -52,11 +47,7 @@ def add_doctor_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run_doctor(arguments: argparse.Namespace) -> int:
-    """Print one line per finding, wrapped to the width of a terminal.
-
-    Returns:
-        0, also with missing components.
-    """
+    """Print one line per finding, wrapped to the width of a terminal; return 0, also with missing components."""
     found = findings()
     if arguments.json:
         write_stdout(json.dumps([asdict(finding) for finding in found], indent=2) + "\n")
@@ -95,9 +86,9 @@ def _run_probe(name: str, probe: Probe) -> Finding:
 
 
 def _ferrodist() -> tuple[bool, str]:
-    version = _version("ferrodist") or "run from its source tree"
+    version = installed_version() or "run from its source tree"
     system = f"{platform.system()} {platform.machine()}"
-    processors = counted(_num_processors(), "processor")
+    processors = counted(usable_cores(), "processor")
     return (
         True,
         f"{version}, Python {platform.python_version()}, {system}, {processors} for this process",
@@ -183,15 +174,3 @@ PROBES: Mapping[str, Probe] = {
     "chosen": _choice,
 }
 """Probes by component, in printing order."""
-
-
-def _version(distribution: str) -> str | None:
-    try:
-        return importlib.metadata.version(distribution)
-    except importlib.metadata.PackageNotFoundError:
-        return None
-
-
-def _num_processors() -> int:
-    affinity = getattr(os, "sched_getaffinity", None)
-    return len(affinity(0)) if affinity is not None else os.cpu_count() or 1

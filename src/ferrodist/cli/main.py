@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import argparse
 import difflib
-import importlib.metadata
 import sys
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NoReturn, TypeVar
@@ -18,6 +17,7 @@ from ferrodist.cli.checkpoint import add_ckpt_arguments, run_ckpt
 from ferrodist.cli.doctor import add_doctor_arguments, run_doctor
 from ferrodist.demo import add_demo_arguments, demo_options, run_demo
 from ferrodist.errors import DistributedError
+from ferrodist.installation import installed_version
 from ferrodist.launch.launcher import add_run_arguments, launch, spec_from_arguments
 from ferrodist.launch.output import discard_buffer, print_warning, write_stdout
 from ferrodist.rendezvous.secret import make_secret
@@ -48,11 +48,10 @@ class _Parser(argparse.ArgumentParser):
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command.
+    """Run one command and return the process's exit code.
 
-    Returns:
-        The process's exit code: the command's own; 1 for a failure, also to write (quietly, if the reader of the output
-        has left); 2 for wrong usage; 130 for Ctrl-C.
+    It is the command's own; 1 for a failure, also to write (quietly, if the reader of the output has left); 2 for wrong
+    usage; 130 for Ctrl-C.
     """
     try:
         try:
@@ -100,7 +99,8 @@ def build_parser() -> argparse.ArgumentParser:
     """Build the parser with all subcommands."""
     # No abbreviations: they would claim a script's own options, and break scripts when an option is added.
     parser = _Parser(prog="ferrodist", description="Distributed training for PyTorch.", allow_abbrev=False)
-    parser.add_argument("--version", action="version", version=f"ferrodist {_version()}")
+    version = installed_version() or "(not installed: run from its source tree)"
+    parser.add_argument("--version", action="version", version=f"ferrodist {version}")
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True, parser_class=_Parser)
     for command in _COMMANDS:
         subparser = commands.add_parser(
@@ -113,13 +113,6 @@ def build_parser() -> argparse.ArgumentParser:
         for leaf in command.add_arguments(subparser) or [subparser]:
             leaf.set_defaults(handler=command.run, parser=leaf)
     return parser
-
-
-def _version() -> str:
-    try:
-        return importlib.metadata.version("ferrodist")
-    except importlib.metadata.PackageNotFoundError:
-        return "(not installed: run from its source tree)"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

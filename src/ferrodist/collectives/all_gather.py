@@ -9,16 +9,15 @@ from typing import TYPE_CHECKING
 
 from ferrodist.backends.collective_op import CollectiveKind, CollectiveOp
 from ferrodist.collectives.arguments import (
-    attach,
     check_dim,
     check_out,
     check_tensor,
     compute_shard_sizes,
+    finish_with,
     flatten,
     group_and_timeout,
     prepare_late_out,
     prepare_out,
-    records_history,
 )
 from ferrodist.collectives.engines.host import share_bytes
 from ferrodist.collectives.engines.select import engine_of
@@ -179,18 +178,11 @@ def _all_gather(  # noqa: PLR0917 - the public signature
     source = flatten(tensor.detach().movedim(dim, 0))
     concat = ConcatSpec(tensor, dim, sizes)
     target = prepare(out, concat.shape, tensor.dtype, tensor, dim=dim)
-    recorded = records_history(tensor) and out is None
-
-    def finish() -> torch.Tensor:
-        result = target.finish()
-        if not recorded:
-            return result
-        return attach(tensor, result, partial(reduce_scatter_with_sizes, sizes=sizes, dim=dim, group=chosen))
-
+    backward = partial(reduce_scatter_with_sizes, sizes=sizes, dim=dim, group=chosen)
     call = CollectiveOp(
         kind=CollectiveKind.ALL_GATHER, source=source, out=target.flat, counts=concat.counts, dim=dim, timeout=limit
     )
-    return PreparedCall(op=call, group=chosen, engine=engine, finish=finish)
+    return PreparedCall(op=call, group=chosen, engine=engine, finish=finish_with(target, tensor, out, backward))
 
 
 class ConcatSpec:
@@ -299,12 +291,7 @@ def _reduce_scatter(  # noqa: PLR0917 - the public signature
     source = flatten(moved)
     shape = (*tensor.shape[:dim], sizes[chosen.rank], *tensor.shape[dim + 1 :])
     target = prepare_out(out, shape, tensor.dtype, tensor, dim=dim)
-    recorded = records_history(tensor) and out is None
-
-    def finish() -> torch.Tensor:
-        result = target.finish()
-        return attach(tensor, result, partial(_reduce_scatter_backward, op, sizes, dim, chosen)) if recorded else result
-
+    finish = finish_with(target, tensor, out, partial(_reduce_scatter_backward, op, sizes, dim, chosen))
     call = CollectiveOp(
         kind=CollectiveKind.REDUCE_SCATTER,
         source=source,

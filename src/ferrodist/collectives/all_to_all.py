@@ -11,15 +11,14 @@ from ferrodist.arguments import check_int
 from ferrodist.backends.collective_op import CollectiveKind, CollectiveOp
 from ferrodist.backends.cuda import record_use_on_streams
 from ferrodist.collectives.arguments import (
-    attach,
     check_dim,
     check_out,
     check_tensor,
     elements_overlap,
+    finish_with,
     flatten,
     group_and_timeout,
     prepare_out,
-    records_history,
     writing_to,
 )
 from ferrodist.collectives.engines.host import host_engine_of
@@ -287,16 +286,11 @@ def _all_to_all_rows(
     engine = engine_of(group, tensor.device)
     source = flatten(tensor)
     target = prepare_out(out, (sum(receive_rows), *tensor.shape[1:]), tensor.dtype, tensor)
-    recorded = records_history(tensor) and out is None
 
     def backward(grad: torch.Tensor) -> torch.Tensor:
         return execute(
             _all_to_all_rows(grad, receive_rows, send_rows, unit=unit, group=group, out=None, timeout=group.timeout)
         )
-
-    def finish() -> torch.Tensor:
-        result = target.finish()
-        return attach(tensor, result, backward) if recorded else result
 
     op = CollectiveOp(
         kind=CollectiveKind.ALL_TO_ALL,
@@ -307,4 +301,4 @@ def _all_to_all_rows(
         unit=unit,
         timeout=timeout,
     )
-    return PreparedCall(op=op, group=group, engine=engine, finish=finish)
+    return PreparedCall(op=op, group=group, engine=engine, finish=finish_with(target, tensor, out, backward))

@@ -43,7 +43,6 @@ if TYPE_CHECKING:
 
     from ferrodist.backends.base import Backend
 
-if TYPE_CHECKING:
     Backward = Callable[..., torch.Tensor]
 
 
@@ -86,20 +85,28 @@ def records_history(source: torch.Tensor | None) -> bool:
 def attach(
     source: torch.Tensor, result: torch.Tensor, backward: Backward, *saved: torch.Tensor, once: bool = False
 ) -> torch.Tensor:
-    """Give a result its autograd history.
+    """Give a result its history: ``backward(gradient of result, *saved)`` is the gradient of ``source``.
 
-    Args:
-        source: The input of the collective.
-        result: The result.
-        backward: ``backward(gradient of result, *saved)`` returns the gradient of ``source``.
-        saved: The tensors that ``backward`` needs; autograd detects later writes to them.
-        once: Whether a second derivative is refused: of collectives with a root it would have a history on the root
-            only, and the other ranks would not take part.
+    Autograd detects later writes to ``saved``. ``once`` refuses a second derivative: of collectives with a root it
+    would have a history on the root only, and the other ranks would not take part.
     """
     function = _AttachedOnce if once else _Attached
     attached = function.apply(source, [result], backward, saved)  # type: ignore[no-untyped-call]
     assert isinstance(attached, torch.Tensor)
     return attached
+
+
+def finish_with(
+    target: OutputBuffer, source: torch.Tensor, out: torch.Tensor | None, backward: Backward, *, once: bool = False
+) -> Callable[[], torch.Tensor]:
+    """Make the function that finishes a call: it returns the result, with a history if ``source`` records one."""
+    recorded = records_history(source) and out is None
+
+    def finish() -> torch.Tensor:
+        result = target.finish()
+        return attach(source, result, backward, once=once) if recorded else result
+
+    return finish
 
 
 def compute_shard_sizes(total: int, world_size: int) -> list[int]:
@@ -224,13 +231,9 @@ def check_layout(tensor: torch.Tensor, name: str = "tensor") -> None:
 
 
 def check_tensor(tensor: torch.Tensor, name: str = "tensor") -> None:
-    """Raise unless collectives can carry ``tensor``.
+    """Raise TypeError or NotImplementedError unless collectives carry ``tensor``.
 
-    Raises:
-        TypeError: ``tensor`` is not a dense tensor of a supported dtype on the CPU or a GPU. `engine_of` checks whether
-            the group supports the device.
-        NotImplementedError: ``tensor`` carries a forward-mode tangent, or the call is inside a functorch transform or
-            make_fx.
+    `engine_of` checks whether the group supports the device.
     """
     if not isinstance(tensor, torch.Tensor):
         raise TypeError(f"{name} must be a torch.Tensor, not {type(tensor).__name__}")
@@ -288,19 +291,12 @@ def writing_to(tensor: torch.Tensor) -> AbstractContextManager[object]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OutputBuffer:
-    """The output of a call.
+    """The output of a call."""
 
-    Args:
-        flat: The tensor that the engine writes: the elements in order, with the joined or divided dim first.
-        result: The user's result.
-        view: ``result`` with that dim first, if ``flat`` is not its memory.
-        refusal: An error to raise in place of returning the result.
-    """
-
-    flat: torch.Tensor
-    result: torch.Tensor
-    view: torch.Tensor | None = None
-    refusal: Exception | None = None
+    flat: torch.Tensor  # which the engine writes: the elements in order, with the joined or divided dim first
+    result: torch.Tensor  # the user's
+    view: torch.Tensor | None = None  # the result with that dim first, if `flat` is not its memory
+    refusal: Exception | None = None  # raised in place of returning the result
 
     def finish(self) -> torch.Tensor:
         """Copy the engine's output to the user's tensor if needed, and return that."""
@@ -348,26 +344,13 @@ def prepare_out(
     dtype: torch.dtype,
     source: torch.Tensor | None = None,
     *,
-    device: torch.device | None = None,
-    dim: int = 0,
+    device: torch.device | None = None,  # of a fresh tensor; None is that of the source, or the CPU
+    dim: int = 0,  # the joined or divided one, counted from 0
     in_place: bool = False,
 ) -> OutputBuffer:
-    """Make or check the tensor a result goes to.
+    """Make or check the tensor a result goes to; raises as `check_out`.
 
-    Args:
-        out: The user's tensor, or None for a fresh one.
-        shape: The result's shape.
-        dtype: The result's dtype.
-        source: The call's input, if any.
-        device: The device of a fresh tensor; None is ``source``'s, or the CPU.
-        dim: The joined or divided dim, counted from 0.
-        in_place: Whether the engine may write to its input, when that is ``out``.
-
-    Raises:
-        ValueError: ``out`` has another shape, is on another device than ``source``, or has elements that share memory,
-            as those of an expanded tensor do.
-        TypeError: ``out`` has another dtype.
-        RuntimeError: Gradients would be lost: an input or ``out`` requires grad while grad mode is on.
+    ``in_place`` says whether the engine may write to its input, when that is ``out``.
     """
     check_out(out, source, shape=shape, dtype=dtype)
     if device is None:

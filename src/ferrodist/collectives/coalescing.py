@@ -25,7 +25,6 @@ if TYPE_CHECKING:
 
     from ferrodist.backends.base import Backend
 
-if TYPE_CHECKING:
     _Collected: TypeAlias = tuple[PreparedCall[object], QueuedCollective[object]]
 
 
@@ -64,7 +63,7 @@ def coalesce(group: Backend | None = None) -> Iterator[None]:
         yield
     except BaseException as error:
         for _, pending in block.end():
-            pending.start()
+            pending.is_started = True
             pending.fail(error)
         raise
     finally:
@@ -93,7 +92,8 @@ class _Block:
         pending: QueuedCollective[object] = QueuedCollective(name, self._group.name)
         with self._lock:  # another thread, in a copy of the context, may call while the block ends
             self.check_open(name)
-            self._collected.append((call, pending.hold()))
+            pending.is_started = False
+            self._collected.append((call, pending))
         return pending
 
     def check_open(self, name: str) -> None:
@@ -117,8 +117,8 @@ def _start(collected: list[_Collected], group: Backend) -> None:
     for members in runs:
         joined = submit(_fused(members))
         for _, pending in members:
-            pending.follow(joined)  # which is done only when it is done on the GPU, too
-            pending.start()
+            pending.leader = joined  # which is done only when it is done on the GPU, too
+            pending.is_started = True
 
 
 def _runs(collected: list[_Collected]) -> list[list[_Collected]]:

@@ -47,23 +47,14 @@ class NotReachedError(Exception):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Segment:
-    """A part of an operation that passes through a slot.
+    """A part of an operation that passes through a slot."""
 
-    Args:
-        inputs: Tensors on the device that are copied to the ``host_in`` buffer, concatenated.
-        in_count: The number of elements of ``host_in``.
-        out_count: The number of elements of ``host_out``.
-        work: Called on the host with the two buffers, ``work(host_in, host_out)``.
-        outputs: Tensors on the device to which the result is copied, concatenated in a buffer.
-        in_place: Whether the result is in ``host_in``, and not in ``host_out``.
-    """
-
-    inputs: Sequence[torch.Tensor]
-    in_count: int
-    out_count: int
-    work: Callable[[torch.Tensor, torch.Tensor], None]
-    outputs: Sequence[torch.Tensor]
-    in_place: bool
+    inputs: Sequence[torch.Tensor]  # on the device, copied to the `host_in` buffer, concatenated
+    in_count: int  # elements of `host_in`
+    out_count: int  # elements of `host_out`
+    work: Callable[[torch.Tensor, torch.Tensor], None]  # called on the host with `host_in` and `host_out`
+    outputs: Sequence[torch.Tensor]  # on the device, to which the result is copied
+    in_place: bool  # whether the result is in `host_in`
 
 
 class _PinnedSlot:
@@ -72,7 +63,7 @@ class _PinnedSlot:
     def __init__(self, streams: Streams, size_bytes: int) -> None:
         self._streams = streams
         self.size_bytes = size_bytes
-        self._buffers: list[torch.Tensor | None] = [None, None]
+        self.buffers: list[torch.Tensor | None] = [None, None]  # of `host_in` and `host_out`
         self.host_in = self.host_out = torch.empty(0, device="cpu")
         self.filled: Any = None
         self.emptied: Any = None
@@ -82,27 +73,18 @@ class _PinnedSlot:
         self.host_in = self._view(0, dtype, in_count)
         self.host_out = self._view(1, dtype, out_count)
 
-    def adopt(self, memory: torch.Tensor) -> None:
-        """Use this memory for ``host_in``."""
-        self._buffers[0] = memory
-
     def _view(self, which: int, dtype: torch.dtype, count: int) -> torch.Tensor:
         if not count:
             return torch.empty(0, dtype=dtype, device="cpu")
         size_bytes = count * dtype.itemsize
-        memory = self._buffers[which]
+        memory = self.buffers[which]
         if memory is None or memory.numel() < size_bytes:
-            memory = self._buffers[which] = self._streams.pinned(max(size_bytes, self.size_bytes))
+            memory = self.buffers[which] = self._streams.pinned(max(size_bytes, self.size_bytes))
         return memory[:size_bytes].view(dtype)
 
 
 class CopyPipeline:
-    """The streams and slots of one device, for one operation at a time; see [Note: staging].
-
-    Args:
-        streams: The device.
-        size_bytes: The size of a slot's buffers, which grow with larger segments.
-    """
+    """The streams and slots of one device, for one operation at a time; see [Note: staging]."""
 
     def __init__(self, streams: Streams, size_bytes: int = SEGMENT_BYTES) -> None:
         self._streams = streams
@@ -119,16 +101,14 @@ class CopyPipeline:
     def share(self, memory: torch.Tensor) -> Callable[[], None] | None:
         """Use memory that other ranks can read as the ``host_in`` buffers of all slots, if the device can copy to it.
 
+        Returns a function to call before the memory is freed, when this is not used any more; None if it is not used.
         torch keeps the former buffers until copies from them are done.
-
-        Returns:
-            A function to call before the memory is freed, when this is not used any more; None if it is not used.
         """
         if not self._streams.pin(memory):
             return None
         start = 0
         for slot in self._slots:
-            slot.adopt(memory[start : start + slot.size_bytes])
+            slot.buffers[0] = memory[start : start + slot.size_bytes]
             start += slot.size_bytes
         return partial(self._streams.unpin, memory)
 
@@ -139,17 +119,10 @@ class CopyPipeline:
         deadline: Deadline,
         check: Callable[[], None] = lambda: None,
     ) -> None:
-        """Run segments in order; the caller's current stream is ordered after their copies to the device.
+        """Run segments in order; the caller's current stream is ordered after their copies, whatever ``work`` raises.
 
-        Args:
-            segments: The segments.
-            dtype: The elements' dtype.
-            deadline: The deadline for all segments.
-            check: Called from time to time while waiting for the device; its error ends the wait.
-
-        Raises:
-            NotReachedError: The device has not passed an event in time.
-            Exception: An error of ``work``; the caller's stream is ordered after the copies all the same.
+        ``check`` is called while waiting for the device; its error ends the wait. Raises NotReachedError at the
+        deadline.
         """
         streams = self._streams
         start = streams.record(streams.current())
@@ -209,10 +182,7 @@ class CopyPipeline:
 def wait_until_passed(
     streams: Streams, event: Any, deadline: Deadline, check: Callable[[], None] = lambda: None
 ) -> None:
-    """Wait until the device has passed an event; raises NotReachedError when the deadline passes first.
-
-    After a short spin, ``check()`` is called between polls.
-    """
+    """Wait until the device has passed an event, with ``check()`` after a short spin; raises NotReachedError."""
     num_polls, pause = 0, _MIN_POLL_SECONDS
     while not streams.has_passed(event):
         if deadline.expired:
@@ -237,11 +207,7 @@ _own = _OwnStreams()
 
 
 class StreamHandoff:
-    """Orders work on a device that one thread starts, another runs, and any thread waits for.
-
-    Args:
-        streams: The device.
-    """
+    """Orders work on a device that one thread starts, another runs, and any thread waits for."""
 
     def __init__(self, streams: Streams) -> None:
         self._streams = streams

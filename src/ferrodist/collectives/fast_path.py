@@ -44,11 +44,7 @@ def start_allreduce(tensor: torch.Tensor, op: Any, group: Backend | None, out: t
     if path is None or target is None:
         return None
     started = path.communicator.start_allreduce(tensor, target, getattr(op, "number", -1), path.timeout)
-    return started and _NativeWork(
-        path,
-        started,
-        CollectiveOp(kind=CollectiveKind.ALLREDUCE, source=tensor, out=target, op=op, timeout=path.timeout),
-    )
+    return started and _NativeWork(path, started, CollectiveKind.ALLREDUCE, tensor, target, op=op)
 
 
 def start_broadcast(tensor: torch.Tensor, root: int, group: Backend | None, out: torch.Tensor | None) -> Any:
@@ -57,11 +53,7 @@ def start_broadcast(tensor: torch.Tensor, root: int, group: Backend | None, out:
     if path is None or out is not tensor or type(root) is not int:
         return None
     started = path.communicator.start_broadcast(tensor, tensor, root, path.timeout)
-    return started and _NativeWork(
-        path,
-        started,
-        CollectiveOp(kind=CollectiveKind.BROADCAST, source=tensor, out=tensor, root=root, timeout=path.timeout),
-    )
+    return started and _NativeWork(path, started, CollectiveKind.BROADCAST, tensor, tensor, root=root)
 
 
 def start_all_gather(tensor: torch.Tensor, dim: int, group: Backend | None, out: torch.Tensor | None) -> Any:
@@ -73,11 +65,7 @@ def start_all_gather(tensor: torch.Tensor, dim: int, group: Backend | None, out:
     if target is None:
         return None
     started = path.communicator.start_all_gather(tensor, target, path.timeout)
-    return started and _NativeWork(
-        path,
-        started,
-        CollectiveOp(kind=CollectiveKind.ALL_GATHER, source=tensor, out=target, dim=0, timeout=path.timeout),
-    )
+    return started and _NativeWork(path, started, CollectiveKind.ALL_GATHER, tensor, target, dim=0)
 
 
 def start_reduce_scatter(
@@ -91,11 +79,7 @@ def start_reduce_scatter(
     if target is None:
         return None
     started = path.communicator.start_reduce_scatter(tensor, target, getattr(op, "number", -1), path.timeout)
-    return started and _NativeWork(
-        path,
-        started,
-        CollectiveOp(kind=CollectiveKind.REDUCE_SCATTER, source=tensor, out=target, op=op, dim=0, timeout=path.timeout),
-    )
+    return started and _NativeWork(path, started, CollectiveKind.REDUCE_SCATTER, tensor, target, op=op, dim=0)
 
 
 def start_all_to_all(tensor: torch.Tensor, group: Backend | None, out: torch.Tensor | None) -> Any:
@@ -106,11 +90,7 @@ def start_all_to_all(tensor: torch.Tensor, group: Backend | None, out: torch.Ten
         return None
     started = path.communicator.start_all_to_all(tensor, target, path.timeout)
     unit = tensor.numel() // path.engine.num_ranks
-    return started and _NativeWork(
-        path,
-        started,
-        CollectiveOp(kind=CollectiveKind.ALL_TO_ALL, source=tensor, out=target, unit=unit, timeout=path.timeout),
-    )
+    return started and _NativeWork(path, started, CollectiveKind.ALL_TO_ALL, tensor, target, unit=unit)
 
 
 def _path_of(group: Backend | None) -> Any:
@@ -145,16 +125,15 @@ def _is_plain(tensor: torch.Tensor) -> bool:
 
 
 class _NativeWork(PendingCollective[torch.Tensor]):
-    """A collective that the compiled engine runs, in its own thread or in one that waits for it.
+    """A collective that the compiled engine runs; keeps alive the tensors, whose addresses the engine has."""
 
-    The call keeps the tensors alive, whose addresses the engine has.
-    """
-
-    def __init__(self, path: Any, started: Any, op: CollectiveOp) -> None:
+    def __init__(
+        self, path: Any, started: Any, kind: CollectiveKind, tensor: torch.Tensor, out: torch.Tensor, **fields: Any
+    ) -> None:
         self._engine = path.engine
-        super().__init__(op.kind, self._engine.group_name)
+        super().__init__(kind, self._engine.group_name)
         self._started = started
-        self._op = op
+        self._op = CollectiveOp(kind=kind, source=tensor, out=out, timeout=path.timeout, **fields)
         self._has_result = False
 
     @override
@@ -200,17 +179,11 @@ else:
 
 
 class Progress(NamedTuple):
-    """How far a point-to-point call has come on the fast path.
+    """The progress of a point-to-point call on the fast path."""
 
-    Args:
-        seconds: The time it took.
-        payload_id: The id of a send's payload, if its header has been sent and the payload has not.
-        is_sent: Whether the send of a `sendrecv` is done.
-    """
-
-    seconds: float = 0.0
-    payload_id: int | None = None
-    is_sent: bool = False
+    seconds: float = 0.0  # it took so far
+    payload_id: int | None = None  # of a send whose header has been sent and the payload has not
+    is_sent: bool = False  # the send of a `sendrecv`
 
 
 NOT_STARTED = Progress()
@@ -315,7 +288,7 @@ def _unfinished(group: Backend, tag: int, rest: Any) -> Progress:
 
 
 def _is_plain_description(shape: Sequence[int] | None, dtype: torch.dtype | None) -> bool:
-    """Whether these are certainly valid."""
+    """Return whether these are certainly valid."""
     if dtype is not None and dtype not in DTYPES:
         return False
     if shape is None:

@@ -13,13 +13,13 @@ from ferrodist.backends.collective_op import CollectiveKind, CollectiveOp
 from ferrodist.collectives.all_gather import ConcatSpec, share_sizes
 from ferrodist.collectives.arguments import (
     OutputBuffer,
-    attach,
     check_dim,
     check_out,
     check_out_of_root,
     check_root,
     check_tensor,
     compute_shard_sizes,
+    finish_with,
     flatten,
     group_and_timeout,
     prepare_late_out,
@@ -110,16 +110,11 @@ def gather_with_sizes(
         target = prepare_late_out(out, concat.shape, part.dtype, part, dim=dim)
     else:
         target = prepare_out(None, (0,), part.dtype, device=part.device)
-    recorded = records_history(part) and out is None
 
     def backward(grad: torch.Tensor) -> torch.Tensor:
         fresh = prepare_out(None, part.shape, part.dtype, device=part.device, dim=dim)
         whole = grad if is_root else None
         return scatter_with_sizes(whole, fresh, sizes, dst, dim=dim, group=group, timeout=group.timeout)
-
-    def finish() -> torch.Tensor:
-        result = target.finish()
-        return attach(part, result, backward, once=True) if recorded else result
 
     call = CollectiveOp(
         kind=CollectiveKind.GATHER,
@@ -129,6 +124,7 @@ def gather_with_sizes(
         root=dst,
         timeout=timeout,
     )
+    finish = finish_with(target, part, out, backward, once=True)
     return execute(PreparedCall(op=call, group=group, engine=engine, finish=finish))
 
 
@@ -276,11 +272,8 @@ def scatter_with_sizes(
         joined = gather_with_sizes(grad, sizes, src, dim=dim, group=group, timeout=group.timeout)
         return joined if is_root else torch.zeros_like(whole)
 
-    def finish() -> torch.Tensor:
-        result = target.finish()
-        return attach(whole, result, backward, once=True) if records_history(whole) else result
-
     call = CollectiveOp(
         kind=CollectiveKind.SCATTER, source=source, out=target.flat, counts=counts, root=src, timeout=timeout
     )
+    finish = finish_with(target, whole, None, backward, once=True)
     return execute(PreparedCall(op=call, group=group, engine=engine, finish=finish))

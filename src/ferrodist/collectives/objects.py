@@ -49,11 +49,9 @@ _PLAIN = {type(None), bool, int, float, str, bytes, msgspec.UnsetType}
 
 
 def encode_plain(value: Any) -> bytes:
-    """Encode plain data as msgpack.
+    """Encode plain data as msgpack; raises TypeError for data outside of the module's table.
 
-    Raises:
-        TypeError: A part of the value would not arrive as in the module's table.
-        RecursionError: The value is nested too deeply, or contains itself.
+    Raises RecursionError for a value that is nested too deeply, or contains itself.
     """
     try:
         # First: the walk below ends only for values that are not nested in themselves.
@@ -284,12 +282,9 @@ def _no_object() -> torch.Tensor:
 def _sizes_of_root(
     operation: str, sizes: Sequence[int], root: int, group: Backend, deadline: Deadline, *, root_name: str = "root"
 ) -> tuple[int, ...]:
-    """Share the root's sizes; the other ranks pass as many, which are not read.
+    """Share the root's sizes, in the payload of a `share` if they fit, else in a broadcast.
 
-    They travel in the payload of a `share` if they fit, else in a broadcast.
-
-    Raises:
-        CollectiveMismatchError: On all ranks, when they name different roots. The group has failed.
+    The other ranks pass as many, which are not read.
     """
     refuse_in_coalesce(operation)
     numbers = struct.Struct(f"<{len(sizes)}q")

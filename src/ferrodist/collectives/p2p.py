@@ -354,10 +354,7 @@ def _check(operation: Send | Recv, group: Backend) -> None:
 
 
 def start_tensor_send(tensor: torch.Tensor, dst: int, *, tag: int = 0, group: Backend) -> list[Request]:
-    """Start `send` of a checked tensor; returns the requests to wait for, often none.
-
-    ``tensor`` must not be changed until all of them are done.
-    """
+    """Start `send` of a checked tensor, which must not change until the requests, often none, are done."""
     progress = fast_send(tensor, dst, tag, group, 0.0)
     return [] if progress is None else _continue_send(group, Send(tensor, dst, tag), progress)
 

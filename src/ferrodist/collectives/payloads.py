@@ -15,21 +15,13 @@ if TYPE_CHECKING:
 
     from ferrodist.backends.base import Backend
 
-_MAX_SIZE = 1 << 47
-"""Elements; more than the bytes of any machine's memory."""
+_MAX_SIZE = 1 << 47  # elements; more than the bytes of any machine's memory
 
 
 def unpack_payloads(
     form: struct.Struct, payloads: Sequence[bytes], group: Backend, operation: str
 ) -> list[tuple[Any, ...]]:
-    """Unpack a struct from the start of each rank's payload.
-
-    Returns:
-        The fields, by rank.
-
-    Raises:
-        ProtocolError: A rank sent too few bytes. The group has failed.
-    """
+    """Unpack a struct from the start of each rank's payload; aborts the group if one is too short."""
     for rank, payload in enumerate(payloads):
         if len(payload) < form.size:
             raise protocol_error(
@@ -53,11 +45,7 @@ def protocol_error(group: Backend, rank: int, what: str) -> ProtocolError:
 
 
 def dtype_at(index: int, group: Backend, rank: int, operation: str) -> torch.dtype:
-    """The dtype that a rank sent as its index in `DTYPES`.
-
-    Raises:
-        ProtocolError: There is no such dtype. The group has failed.
-    """
+    """The dtype that a rank sent as its index in `DTYPES`; aborts the group if there is none."""
     if not 0 <= index < len(DTYPES):
         raise protocol_error(group, rank, f"named dtype number {index} with its {operation}, which is unknown here")
     return DTYPES[index]

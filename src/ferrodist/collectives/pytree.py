@@ -38,19 +38,13 @@ _LEAST_INT, _MOST_INT = -(1 << 63), (1 << 64) - 1
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LeafCodec:
-    """An additional type of leaf.
+    """An additional type of leaf."""
 
-    Args:
-        tag: The type's name in specs, the same on all ranks.
-        encode: Called with a leaf of a type that is not in the table; returns a nested value that represents it, or
-            None for leaves of other types. Raises TypeError for a leaf that can't travel, with a message that follows
-            the leaf's path: "is ...".
-        decode: The inverse of ``encode``. Raises ValueError for a value that ``encode`` never returns.
-    """
-
-    tag: str
+    tag: str  # the type's name in specs, the same on all ranks
+    # From a leaf of a type that is not in the table to a nested value; None for other types. Raises TypeError for a
+    # leaf that can't travel, with a message that follows the leaf's path: "is ...".
     encode: Callable[[Any], Any]
-    decode: Callable[[Any], Any]
+    decode: Callable[[Any], Any]  # raises ValueError for what `encode` never returns
 
 
 class _MisfitError(TypeError):
@@ -131,20 +125,10 @@ def flatten(
     check: Callable[[torch.Tensor], None] | None = None,
     tags: set[str] | None = None,
 ) -> tuple[TreeSpec, list[torch.Tensor]]:
-    """Flatten a nested value.
+    """Flatten a nested value; returns the spec, and the tensors in order of their indices.
 
-    Args:
-        value: A value as in the module's table.
-        what: The value's name, for errors.
-        codecs: Additional types of leaves.
-        check: Called with each tensor; raises TypeError as `LeafCodec.encode` does.
-        tags: A set to which the tags of the codecs that were used are added.
-
-    Returns:
-        The spec, and the tensors in order of their indices.
-
-    Raises:
-        TypeError: The value has a leaf of another type; the message names its path.
+    Raises TypeError for a leaf that is not in the table, with its path after ``what``. ``check`` is called with each
+    tensor, and raises as `LeafCodec.encode` does. The tags of the codecs that were used are added to ``tags``.
     """
     flattening = _Flattening(codecs, check)
     try:
@@ -157,7 +141,7 @@ def flatten(
 
 
 def is_encodable(text: str) -> bool:
-    """Whether a text can be encoded as UTF-8: it has no lone surrogates."""
+    """Return whether a text can be encoded as UTF-8: it has no lone surrogates."""
     try:
         text.encode()
     except UnicodeEncodeError:
@@ -190,17 +174,7 @@ def _plain(value: Any) -> Any:
 
 
 def check_spec(spec: Any, num_tensors: int, tags: Sequence[str] = (), *, levels: int = MAX_LEVELS) -> None:
-    """Check that `unflatten` can follow a spec from another rank.
-
-    Args:
-        spec: The spec.
-        num_tensors: The number of tensors that come with it.
-        tags: The tags of the codecs that may occur.
-        levels: The maximum depth.
-
-    Raises:
-        ValueError: The spec is malformed.
-    """
+    """Raise ValueError unless `unflatten` can follow a spec from another rank, with these codecs' tags."""
     if not (isinstance(spec, list) and len(spec) == 2 and levels >= 0):
         raise ValueError("a tree spec has no two parts, or is nested too deeply")
     tag, content = spec
@@ -223,12 +197,9 @@ def check_spec(spec: Any, num_tensors: int, tags: Sequence[str] = (), *, levels:
 
 
 def unflatten(spec: TreeSpec, tensors: Sequence[Any], codecs: Sequence[LeafCodec] = ()) -> Any:
-    """Rebuild a value from its spec, with ``tensors[i]`` in the place of tensor i.
+    """Rebuild a value from its spec, with ``tensors[i]`` in the place of tensor i; a codec may raise ValueError.
 
     Each encoded leaf is decoded once, also after another has raised: decoding may count references.
-
-    Raises:
-        ValueError: A codec can't decode a leaf.
     """
     tag, content = spec
     match tag:

@@ -17,6 +17,7 @@ from ferrodist.collectives.arguments import (
     check_out_of_root,
     check_root,
     check_tensor,
+    finish_with,
     flatten,
     group_and_timeout,
     prepare_out,
@@ -270,16 +271,12 @@ def _broadcast(
     engine = engine_of(chosen, tensor.device)
     target = prepare_out(out, tensor.shape, tensor.dtype, tensor, in_place=True)
     source = flatten(tensor) if chosen.rank == root else target.flat
-    recorded = records_history(tensor) and out is None
 
     def backward(grad: torch.Tensor) -> torch.Tensor:
         total = reduce(grad, root, group=chosen)
         return total if chosen.rank == root else torch.zeros_like(grad)
 
-    def finish() -> torch.Tensor:
-        result = target.finish()
-        return attach(tensor, result, backward, once=True) if recorded else result
-
+    finish = finish_with(target, tensor, out, backward, once=True)
     call = CollectiveOp(kind=CollectiveKind.BROADCAST, source=source, out=target.flat, root=root, timeout=limit)
     return PreparedCall(op=call, group=chosen, engine=engine, finish=finish)
 

@@ -24,6 +24,7 @@ import math
 import numbers
 from dataclasses import dataclass
 from enum import Enum
+from functools import partial
 from typing import TYPE_CHECKING, SupportsFloat
 
 import torch
@@ -99,12 +100,6 @@ DTYPES = (*_FLOATS, *_INTEGERS, torch.bool, *_COMPLEX)
 """Every dtype a collective carries."""
 
 _BITWISE = (ReduceOp.BAND, ReduceOp.BOR, ReduceOp.BXOR)
-_REASONS = {
-    "no order": "complex numbers have no order",
-    "bits": "bitwise operations are for integers and bool",
-    "mean": "the mean of {kind} is not one of them; convert to a float first",
-    "factor": "a factor is a real number; convert to a float first",
-}
 
 
 def check_dtype(dtype: torch.dtype) -> None:
@@ -121,15 +116,15 @@ def check_reduction(dtype: torch.dtype, op: Op) -> None:
         raise TypeError(f"op must be a ReduceOp or premultiplied_sum(factor), not {op!r}")
     reason = None
     if op in _BITWISE and dtype not in (*_INTEGERS, torch.bool):
-        reason = _REASONS["bits"]
+        reason = "bitwise operations are for integers and bool"
     elif op in (ReduceOp.MIN, ReduceOp.MAX) and dtype in _COMPLEX:
-        reason = _REASONS["no order"]
+        reason = "complex numbers have no order"
     elif dtype in (*_INTEGERS, torch.bool):
         kind = "bools" if dtype is torch.bool else "integers"
         if op is ReduceOp.MEAN:
-            reason = _REASONS["mean"].format(kind=kind)
+            reason = f"the mean of {kind} is not one of them; convert to a float first"
         elif isinstance(op, PremultipliedSum):
-            reason = _REASONS["factor"]
+            reason = "a factor is a real number; convert to a float first"
     if reason is not None:
         raise TypeError(f"{op} of {dtype} is not defined: {reason}")
 
@@ -150,16 +145,7 @@ def widen(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def fold(op: Op, inputs: Sequence[torch.Tensor], factors: Sequence[float] | None = None) -> torch.Tensor:
-    """Fold one tensor a rank, in rank order.
-
-    Args:
-        op: A reduction that is defined for their dtype.
-        inputs: Tensors of equal shape and dtype, by rank. They are not changed.
-        factors: Each rank's factor, for a premultiplied sum.
-
-    Returns:
-        A fresh tensor in the inputs' dtype.
-    """
+    """Fold one tensor a rank, in rank order, into a fresh one; ``factors`` of a premultiplied sum are by rank."""
     dtype = inputs[0].dtype
     if dtype.is_complex and op is not ReduceOp.PRODUCT:
         # torch adds complex numbers as a + (1 + 0i) * b, and scales by (factor + 0i): with infinities both give NaN.
@@ -219,17 +205,14 @@ def _step(op: Op, dtype: torch.dtype) -> Callable[[torch.Tensor, torch.Tensor], 
     if op is ReduceOp.PRODUCT and dtype.is_complex:
         return _multiply_complex
     if dtype.is_floating_point and op in (ReduceOp.MIN, ReduceOp.MAX):
-        return _float_min if op is ReduceOp.MIN else _float_max
+        return partial(_float_extremum, torch.lt if op is ReduceOp.MIN else torch.gt)
     return _STEPS[op]
 
 
-def _float_min(accumulator: torch.Tensor, tensor: torch.Tensor) -> None:
-    wins = (tensor < accumulator) | (tensor.isnan() & ~accumulator.isnan())
-    torch.where(wins, tensor, accumulator, out=accumulator)
-
-
-def _float_max(accumulator: torch.Tensor, tensor: torch.Tensor) -> None:
-    wins = (tensor > accumulator) | (tensor.isnan() & ~accumulator.isnan())
+def _float_extremum(
+    beats: Callable[[torch.Tensor, torch.Tensor], torch.Tensor], accumulator: torch.Tensor, tensor: torch.Tensor
+) -> None:
+    wins = beats(tensor, accumulator) | (tensor.isnan() & ~accumulator.isnan())
     torch.where(wins, tensor, accumulator, out=accumulator)
 
 

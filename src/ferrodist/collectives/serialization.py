@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 import torch
 
-from ferrodist.collectives.arguments import bytes_of, check_tensor
+from ferrodist.collectives.arguments import check_tensor
 from ferrodist.collectives.pytree import LeafCodec, TreeSpec, check_spec, flatten, unflatten
 from ferrodist.collectives.reduce_op import DTYPES
 
@@ -33,8 +33,7 @@ _MAX_INBAND_BYTES = 240 << 10
 _ALIGNMENT = 64
 _LENGTH = struct.Struct("<Q")
 _OUT_OF_BAND = -1
-_MAX_MEMCPY_BYTES = 4096
-"""Up to here copying a tensor's bytes is faster than making a tensor at their offset."""
+_MAX_MEMCPY_BYTES = 4096  # up to here copying a tensor's bytes is faster than making a tensor at their offset
 
 _MAX_TENSOR_BYTES = 1 << 62
 _MAX_DIMS_IN_ERROR = 64
@@ -44,21 +43,13 @@ _DTYPE_INDICES = {dtype: index for index, dtype in enumerate(DTYPES)}
 
 @dataclass(frozen=True, slots=True)
 class PackedValue:
-    """A flattened value.
-
-    Args:
-        spec: How the value is nested.
-        tensors: The value's tensors; those that were received have no autograd history.
-        wants_gradient: For each tensor, whether it requires grad on the sender.
-        is_on_gpu: For each tensor, whether it is on a GPU on the sender; a received tensor is on the CPU.
-        tags: The tags of the codecs that encoded leaves; empty for a received value.
-    """
+    """A flattened value."""
 
     spec: TreeSpec
-    tensors: list[torch.Tensor]
-    wants_gradient: list[bool]
-    is_on_gpu: list[bool]
-    tags: frozenset[str] = frozenset()
+    tensors: list[torch.Tensor]  # without autograd history, if received
+    wants_gradient: list[bool]  # whether each requires grad on the sender
+    is_on_gpu: list[bool]  # whether each is on a GPU on the sender; received ones are on the CPU
+    tags: frozenset[str] = frozenset()  # of the codecs that encoded leaves; empty for a received value
 
     @classmethod
     def of(
@@ -85,21 +76,13 @@ class PackedValue:
 
 
 class _TensorEntry(msgspec.Struct, frozen=True, array_like=True):
-    """A tensor in the header.
+    """A tensor in the header."""
 
-    Args:
-        dtype: The dtype's index in `DTYPES`.
-        shape: The shape.
-        wants_gradient: As in `PackedValue`.
-        is_on_gpu: As in `PackedValue`.
-        start: The offset among the in-band tensors, in bytes, or `_OUT_OF_BAND`.
-    """
-
-    dtype: int
+    dtype: int  # its index in `DTYPES`
     shape: tuple[int, ...]
     wants_gradient: bool
     is_on_gpu: bool
-    start: int
+    start: int  # the offset among the in-band tensors, in bytes, or `_OUT_OF_BAND`
 
 
 class _Header(msgspec.Struct, frozen=True, array_like=True):
@@ -112,15 +95,9 @@ _HEADER_DECODER = msgspec.msgpack.Decoder(_Header)
 
 @dataclass(frozen=True, slots=True)
 class OutOfBandTensor:
-    """A tensor that comes in a message of its own.
+    """A tensor that comes in a message of its own."""
 
-    Args:
-        index: The tensor's index in `PackedValue.tensors`.
-        dtype: The dtype.
-        shape: The shape.
-    """
-
-    index: int
+    index: int  # in `PackedValue.tensors`
     dtype: torch.dtype
     shape: tuple[int, ...]
 
@@ -130,11 +107,7 @@ class OutOfBandTensor:
         return prod(self.shape) * self.dtype.itemsize
 
     def check(self) -> int:
-        """Return the size in bytes.
-
-        Raises:
-            ValueError: No tensor has such a shape.
-        """
+        """Return the size in bytes; raises ValueError if no tensor has such a shape."""
         size = self.dtype.itemsize
         for dim in self.shape:
             size *= max(dim, 1)  # as torch does: a dim of size 0 does not make up for the others
@@ -144,12 +117,7 @@ class OutOfBandTensor:
 
 
 class UnreadableError(ValueError):
-    """A message that is not an encoded value.
-
-    Args:
-        problem: The problem.
-        out_of_band: The tensors that follow the message, or None where they are unknown.
-    """
+    """A message that is not an encoded value; ``out_of_band`` follow it, or None where they are unknown."""
 
     def __init__(self, problem: str, out_of_band: list[OutOfBandTensor] | None) -> None:
         super().__init__(problem)
@@ -158,28 +126,11 @@ class UnreadableError(ValueError):
 
 def encode_value(
     value: PackedValue, what: str, max_inband_bytes: int = _MAX_INBAND_BYTES
-) -> tuple[torch.Tensor, list[torch.Tensor]]:
-    """Encode a value: [Note: in-band and out-of-band].
-
-    Args:
-        value: The value.
-        what: The value's name, for errors.
-        max_inband_bytes: Bytes of in-band tensors at most; the first tensors that have room are in-band.
-
-    Returns:
-        The encoded value, and the out-of-band tensors in their order, contiguous and on the host.
-
-    Raises:
-        TypeError: A tensor can't travel.
-    """
-    memory, out_of_band = encode_value_to_bytes(value, what, max_inband_bytes)
-    return torch.frombuffer(memory, dtype=torch.uint8), out_of_band
-
-
-def encode_value_to_bytes(
-    value: PackedValue, what: str, max_inband_bytes: int = _MAX_INBAND_BYTES
 ) -> tuple[bytearray, list[torch.Tensor]]:
-    """`encode_value` into bytes."""
+    """Encode a value: [Note: in-band and out-of-band]; raises TypeError, with ``what``, for a tensor that can't travel.
+
+    The first tensors that have room are in-band. The out-of-band ones are returned contiguous and on the host.
+    """
     entries, in_band, out_of_band = [], [], []
     end = 0  # of the in-band tensors, from where they begin
     for given, wants, is_on_gpu in zip(value.tensors, value.wants_gradient, value.is_on_gpu, strict=True):
@@ -208,25 +159,11 @@ def encode_value_to_bytes(
     return memory, out_of_band
 
 
-def decode_value(encoded: torch.Tensor, tags: Sequence[str] = ()) -> tuple[PackedValue, list[OutOfBandTensor]]:
-    """Decode a value; nothing in the message is trusted.
+def decode_value(memory: memoryview, tags: Sequence[str] = ()) -> tuple[PackedValue, list[OutOfBandTensor]]:
+    """Decode a value from writable bytes; nothing in them is trusted. Raises UnreadableError.
 
-    Args:
-        encoded: The encoded value.
-        tags: The tags of the codecs that may occur.
-
-    Returns:
-        The value, whose in-band tensors use the message's memory, with None in place of out-of-band tensors; and
-        these, in the order in which they come.
-
-    Raises:
-        UnreadableError: The message is malformed, or has other tags.
+    In-band tensors use the message's memory. Out-of-band ones are None in the value, and come in the order of the list.
     """
-    return decode_value_from_bytes(bytes_of(encoded), tags)
-
-
-def decode_value_from_bytes(memory: memoryview, tags: Sequence[str] = ()) -> tuple[PackedValue, list[OutOfBandTensor]]:
-    """`decode_value` from writable bytes."""
     try:
         (length,) = _LENGTH.unpack_from(memory)
         header = _HEADER_DECODER.decode(memory[_LENGTH.size : _LENGTH.size + length])

@@ -76,17 +76,9 @@ def empty_joined(
 ) -> tuple[torch.Tensor, list[ContiguousSharedView]]:
     """Make symmetric memory with concatenated views of the ranks' parts; a collective with equal arguments.
 
-    Args:
-        size_bytes: The size of each rank's memory.
-        joined: Offset and size of each part to view, in bytes, in whole pages, not empty.
-        group: The group.
-
-    Returns:
-        This rank's memory, as bytes; and for each part a view of all ranks' parts in rank order. A view shows what the
-        ranks write to their memory; writes to the view are private. No views where ranks share no memory.
-
-    Raises:
-        DistributedError: As for `empty_symmetric`.
+    ``joined`` has offset and size of each part to view, in bytes, in whole pages, not empty. Returns this rank's
+    memory, as bytes, and for each part a view of all ranks' parts in rank order. A view shows what the ranks write to
+    their memory; writes to the view are private. No views where ranks share no memory. Raises as `empty_symmetric`.
     """
     call = CollectiveSignature(operation="empty_joined", dtype="uint8", count=size_bytes)
     return _make(group, call, size_bytes, joined, group.timeout)

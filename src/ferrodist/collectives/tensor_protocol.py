@@ -43,11 +43,9 @@ if TYPE_CHECKING:
 MAX_DIMS = 12
 """The payload_id of dims that a header has room for."""
 
-_MAX_BYTES = 1 << 47
-"""More than any machine's memory: no tensor is as large."""
+_MAX_BYTES = 1 << 47  # more than any machine's memory: no tensor is as large
 
-_MAX_INT64 = (1 << 63) - 1
-"""The limit of torch's arithmetic of sizes."""
+_MAX_INT64 = (1 << 63) - 1  # the limit of torch's arithmetic of sizes
 
 _HEADER = struct.Struct(f"<QBB{MAX_DIMS}q")  # payload id, dtype's index in DTYPES, payload_id of dims, shape
 
@@ -99,7 +97,7 @@ class UnclaimedHeaders:
         self._headers: dict[int, list[tuple[int, bytes]]] = {}
 
     def may_contain(self, tag: int) -> bool:
-        """Whether there may be a header of a user's tag; for an invalid tag, whether there is any header."""
+        """Return whether there may be a header of a user's tag; for an invalid tag, whether there is any header."""
         headers = self._headers
         return bool(headers) and (type(tag) is not int or channel_tag(Channel.TENSOR_HEAD, tag) in headers)
 
@@ -234,7 +232,7 @@ class TensorReceive(BaseRequest):
 
     @property
     def is_coming(self) -> bool:
-        """Whether the other side has started to send: the header has come."""
+        """Return whether the other side has started to send: the header has come."""
         return self._payload is not None
 
     def finish(self) -> torch.Tensor:

@@ -84,7 +84,7 @@ class PendingCollective(ABC, Generic[T_co]):
 
     @abstractmethod
     def done(self) -> bool:
-        """Whether it has ended, successfully or not; `wait` then returns or raises at once."""
+        """Return whether the collective has ended, successfully or not; `wait` then returns or raises at once."""
 
     @abstractmethod
     def wait(self, timeout: float | None = None) -> T_co:
@@ -98,7 +98,7 @@ class PendingCollective(ABC, Generic[T_co]):
             DistributedTimeoutError: ``timeout`` passed; the collective goes on and may be waited for again.
             DistributedError: The collective failed.
             GroupClosedError: This process was forked after the start: only the parent can wait.
-            RuntimeError: It was started in a `coalesce` block that has not ended.
+            RuntimeError: The collective was started in a `coalesce` block that has not ended.
         """
 
     def _check_process(self) -> None:
@@ -147,50 +147,32 @@ class QueuedCollective(_StartedCollective[T_co]):
     def __init__(self, op_name: str, group_name: str) -> None:
         super().__init__(op_name, group_name)
         self._ended = threading.Event()
-        self._is_started = True
-        self._leader: PendingCollective[object] | None = None
+        self.is_started = True  # False inside a `coalesce` block
+        self.leader: PendingCollective[object] | None = None  # with which it ends, and fails
         self._order: Callable[[], None] | None = None
 
     @override
     def done(self) -> bool:
-        return self._ended.is_set() and (self._leader is None or self._leader.done())
+        return self._ended.is_set() and (self.leader is None or self.leader.done())
 
     @override
     def wait(self, timeout: float | None = None) -> T_co:
         self._check_process()
-        if not self._is_started:
+        if not self.is_started:
             raise RuntimeError(f"{self._op_name} starts when the coalesce() block ends: wait for it after the block")
         if not self._ended.wait(None if timeout is None else Deadline(timeout).remaining()):
             raise self._still_running(timeout)
         if self._error is not None:
             raise self._error.fresh() if isinstance(self._error, DistributedError) else self._error
-        if self._leader is not None:
-            self._leader.wait(timeout)
+        if self.leader is not None:
+            self.leader.wait(timeout)
         return self._get_result(self._order)
 
-    def hold(self) -> QueuedCollective[T_co]:
-        """Mark it as not started, until `start`."""
-        self._is_started = False
-        return self
-
-    def start(self) -> None:
-        """Mark it as started after `hold`."""
-        self._is_started = True
-
     def succeed(self, finish: Callable[[], T_co], *, order: Callable[[], None] | None = None) -> None:
-        """End it successfully.
-
-        Args:
-            finish: Makes the result; called by the first `wait`.
-            order: Orders the waiting thread's stream after the work on a GPU; called by each `wait`.
-        """
+        """End it: the first `wait` calls ``finish`` for the result; each one calls ``order``, for its stream."""
         self._order = order
         self._finish = finish
         self._ended.set()
-
-    def follow(self, leader: PendingCollective[object]) -> None:
-        """Make it end only when ``leader`` has ended, and fail if that fails."""
-        self._leader = leader
 
     @override
     def fail(self, error: BaseException) -> None:
@@ -199,10 +181,7 @@ class QueuedCollective(_StartedCollective[T_co]):
 
 
 class EnqueuedCollective(_StartedCollective[T_co]):
-    """A collective that is on a GPU stream: `wait` orders the current stream after it, and the host does not wait.
-
-    With a ``timeout`` the host waits, too.
-    """
+    """A collective on a GPU stream: `wait` orders the current stream after it, and with a timeout the host waits."""
 
     _work: StreamWork | None = None
 
@@ -313,22 +292,13 @@ T = TypeVar("T")
 
 
 class PreparedCall(msgspec.Struct, Generic[T], frozen=True, kw_only=True, eq=False):
-    """A collective call, ready to run.
-
-    Args:
-        op: The call.
-        group: The group that it runs in.
-        engine: The group's engine for the call's device.
-        run: Runs the call at a position among the group's collectives; returns when it is done, or with some engines
-            when it is on a stream. None runs ``op`` as it is.
-        finish: Makes the user's result after that, in the thread that waits for it.
-    """
+    """A collective call, ready to run."""
 
     op: CollectiveOp
     group: Backend
     engine: CollectiveEngine
-    run: Callable[[int], object] | None = None
-    finish: Callable[[], T]
+    run: Callable[[int], object] | None = None  # at a position among the group's collectives; None runs `op` as it is
+    finish: Callable[[], T]  # makes the user's result, in the thread that waits for it
 
 
 class CoalescingContext(Protocol):
@@ -368,10 +338,7 @@ def run_at(call: PreparedCall[T], sequence: int) -> None:
 
 
 def _run(call: PreparedCall[T], sequence: int) -> None:
-    """Run a call in inference mode, where it may write to any tensor.
-
-    Inference tensors can only be written to inside `torch.inference_mode`, other tensors everywhere.
-    """
+    """Run a call in inference mode: inference tensors can only be written to there, other tensors everywhere."""
     try:
         with torch.inference_mode():
             run_at(call, sequence)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import os
 import sys
 import tempfile
@@ -10,7 +9,7 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ferrodist.installation import how_to_install
+from ferrodist.installation import describe_missing
 from ferrodist.launch import LaunchSpec, ProgramKind, launch
 from ferrodist.launch.output import print_warning
 from ferrodist.launch.spec import check_rank_count
@@ -30,17 +29,7 @@ _REQUIRED = {"sklearn": "scikit-learn", "matplotlib": "matplotlib", "rich": "ric
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DemoOptions:
-    """The options of the demo.
-
-    Args:
-        ranks: Number of ranks to compare with one.
-        epochs: Passes over the training images.
-        seed: Seed of the weights and of the order of the images.
-        plot: Path of the plot.
-
-    Raises:
-        ValueError: A value is out of range; the message names the option.
-    """
+    """The options of the demo; a ValueError names an option that is out of range."""
 
     ranks: int = 2
     epochs: int = 12
@@ -76,28 +65,20 @@ def add_demo_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def demo_options(arguments: argparse.Namespace) -> DemoOptions:
-    """Turn parsed arguments into options.
-
-    Raises:
-        ValueError: For values that are out of range, or more ranks than this host allows.
-    """
+    """Turn parsed arguments into options; ValueError also for more ranks than this host allows."""
     options = DemoOptions(ranks=arguments.ranks, epochs=arguments.epochs, seed=arguments.seed, plot=arguments.plot)
     check_rank_count("--ranks", options.ranks)
     return options
 
 
 def run_demo(options: DemoOptions) -> int:
-    """Train on one rank and on several, compare, and check both.
+    """Train on one rank and on several, compare, and check both; returns the exit code.
 
-    Returns:
-        0; 1 when the accuracy is below 97%, the weights differ by more than rounding explains, or the extra ``demo``
-        is not installed; the launcher's exit code when a run failed.
+    1 when the accuracy is below 97%, the weights differ by more than rounding explains, or the extra ``demo`` is not
+    installed; the launcher's exit code when a run failed.
     """
-    missing = [package for module, package in _REQUIRED.items() if importlib.util.find_spec(module) is None]
-    if missing:
-        print_warning(
-            f"ferrodist: the demo needs {', '.join(missing)}, which is not installed here: {how_to_install('demo')}\n"
-        )
+    if missing := describe_missing("the demo", "demo", _REQUIRED):
+        print_warning(missing)
         return 1
     from ferrodist.demo.display import TrainingDisplay, save_plot  # noqa: PLC0415 - needs the extra
     from ferrodist.demo.results import compare_weights  # noqa: PLC0415 - needs NumPy

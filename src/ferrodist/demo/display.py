@@ -11,48 +11,35 @@ from matplotlib.ticker import MaxNLocator, PercentFormatter
 from rich.console import Console
 from rich.progress import BarColumn, TextColumn, TimeElapsedColumn
 
-from ferrodist.progress import open_bars
+from ferrodist.progress import BarDisplay, open_bars
 
 if TYPE_CHECKING:
     from pathlib import Path
 
     from matplotlib.axes import Axes
     from rich.progress import TaskID
-    from typing_extensions import Self
 
     from ferrodist.demo.results import History, Progress
 
 _ONE, _SEVERAL, _QUIET = "#9ecae1", "#08519c", "#888888"
 
 
-class TrainingDisplay:
-    """The state of runs, one after the other: a bar for each on a terminal, else a line for each epoch. A context.
-
-    Args:
-        console: The console; default: standard output.
-    """
+class TrainingDisplay(BarDisplay):
+    """The state of runs, one after the other: a bar for each on a terminal, else a line for each epoch. A context."""
 
     def __init__(self, console: Console | None = None) -> None:
-        self._console = console or Console()
-        self._bars = open_bars(
-            self._console,
+        console = console or Console()
+        bars = open_bars(
+            console,
             TextColumn("{task.description}"),
             BarColumn(bar_width=16),
             TextColumn("{task.completed:.0f} of {task.total:.0f} steps"),
             TextColumn("loss {task.fields[loss]}  accuracy {task.fields[accuracy]}"),
             TimeElapsedColumn(),
         )
+        super().__init__(console, bars)
         self._task: TaskID | None = None
         self._title, self._accuracy = "", "-"
-
-    def __enter__(self) -> Self:
-        if self._bars is not None:
-            self._bars.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        if self._bars is not None:
-            self._bars.stop()
 
     def begin(self, title: str) -> None:
         """Show the next run."""

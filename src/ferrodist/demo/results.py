@@ -16,6 +16,7 @@ import numpy as np
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
+    from io import RawIOBase
     from pathlib import Path
 
     from typing_extensions import Self
@@ -33,27 +34,15 @@ class Progress(msgspec.Struct, frozen=True, kw_only=True):
     accuracy: float | None = None
 
 
-class ProgressWriter:
-    """Rank 0's end of the pipe."""
-
-    def __init__(self, path: Path) -> None:
-        self._file = path.open("wb", buffering=0)
-
-    def __call__(self, progress: Progress) -> None:
-        """Send the state to the command."""
-        self._file.write(msgspec.json.encode(progress) + b"\n")
-
-    def close(self) -> None:
-        """Close the pipe."""
-        self._file.close()
+def write_progress(pipe: RawIOBase, progress: Progress) -> None:
+    """Send the state from rank 0 to the command."""
+    pipe.write(msgspec.json.encode(progress) + b"\n")
 
 
 class ProgressPipe:
-    """The command's end of the pipe, open inside the ``with`` block.
+    """The command's end of the pipe, which it creates; open inside the ``with`` block.
 
-    Args:
-        path: Path of the pipe to create.
-        show: Called with each state in a thread. An error that it raises is raised when the block ends.
+    ``show`` is called with each state in a thread; an error that it raises is raised when the block ends.
     """
 
     def __init__(self, path: Path, show: Callable[[Progress], None]) -> None:
@@ -92,23 +81,14 @@ class ProgressPipe:
 
 
 class History(msgspec.Struct, frozen=True, kw_only=True):
-    """The history of a training.
+    """The history of a training; ``seconds`` are without the start of processes."""
 
-    Args:
-        losses: Loss of the global batch at each step, before the step.
-        accuracies: Accuracy on the test images after each epoch.
-        seconds: Duration of the training, without the start of processes.
-        num_train: Training images.
-        num_test: Test images.
-        batch_size: Images of a step, over all ranks.
-    """
-
-    losses: list[float]
-    accuracies: list[float]
+    losses: list[float]  # of the global batch at each step, before the step
+    accuracies: list[float]  # on the test images after each epoch
     seconds: float
     num_train: int
     num_test: int
-    batch_size: int
+    batch_size: int  # over all ranks
 
 
 class RunResult(msgspec.Struct, frozen=True, kw_only=True):
@@ -155,26 +135,18 @@ class Comparison:
     differences. Over 40 trainings (seeds 0 to 19, 5 to 20 epochs) on 2, 3 and 4 ranks the difference was 0.2% to 1.3%
     of the bound. Mistakes are far outside: a loss that is 0.1% off by 15 times, 2 missing images of each 48 by 1,400
     times, a sum of the gradients in place of their mean by 15,000 times.
-
-    Args:
-        absolute: The largest difference of two weights.
-        relative: The largest difference within a tensor, divided by its largest weight; the largest of all tensors.
-        bound: The allowed value of ``absolute``.
-        eps: The distance from 1 to the next larger float32.
-        num_steps: Steps of each run.
-        largest_weight: The largest absolute value of a weight.
     """
 
-    absolute: float
-    relative: float
-    bound: float
-    eps: float
+    absolute: float  # the largest difference of two weights
+    relative: float  # the largest difference within a tensor, divided by its largest weight; the largest of all tensors
+    bound: float  # the allowed value of `absolute`
+    eps: float  # the distance from 1 to the next larger float32
     num_steps: int
-    largest_weight: float
+    largest_weight: float  # the largest absolute value of a weight
 
     @property
     def is_within_bound(self) -> bool:
-        """Whether rounding explains the difference; not for NaN."""
+        """Return whether rounding explains the difference; not for NaN."""
         return self.absolute <= self.bound
 
 
@@ -195,7 +167,7 @@ def compare_weights(one: Mapping[str, Any], other: Mapping[str, Any], num_steps:
 
 
 def are_identical(weights: Sequence[Mapping[str, Any]]) -> bool:
-    """Whether all ranks hold the same weights, bit for bit."""
+    """Return whether all ranks hold the same weights, bit for bit."""
     first = weights[0]
     return all(
         other.keys() == first.keys() and all(other[name].tobytes() == first[name].tobytes() for name in first)

@@ -26,8 +26,7 @@ if TYPE_CHECKING:
 
     from ferrodist.backends.base import Backend
 
-BATCH_SIZE = 48
-"""Images in a step, over all ranks."""
+BATCH_SIZE = 48  # images in a step, over all ranks
 
 _LEARNING_RATE = 0.05
 _SPLIT_SEED = 0  # the test images are the same whatever --seed says
@@ -35,13 +34,9 @@ _SPLIT_SEED = 0  # the test images are the same whatever --seed says
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Digits:
-    """Scikit-learn's 1797 handwritten digits, 8 by 8 pixels each, which come with the package.
+    """Scikit-learn's 1797 handwritten digits, which come with the package; training never sees the fifth for the test.
 
-    Args:
-        train_images: Shape (N, 1, 8, 8), from -1 to 1.
-        train_labels: Shape (N,), 0 to 9.
-        test_images: A fifth of all images, which training never sees.
-        test_labels: The labels of the test images.
+    Images have shape (N, 1, 8, 8) and values from -1 to 1, labels shape (N,) and values 0 to 9.
     """
 
     train_images: torch.Tensor
@@ -91,17 +86,7 @@ def make_model(seed: int) -> torch.nn.Module:
 def train(
     group: Backend, *, num_epochs: int, seed: int, on_progress: Callable[[Progress], None]
 ) -> tuple[dict[str, torch.Tensor], History]:
-    """Train on the ranks of ``group``; every rank calls this with the same arguments.
-
-    Args:
-        group: The ranks.
-        num_epochs: Passes over the training images.
-        seed: Seed of the weights and of the order of the images.
-        on_progress: Called after each step.
-
-    Returns:
-        The model's parameters by name, the same on every rank, and the history of the training.
-    """
+    """Train on the ranks of ``group``, which all call this alike; returns the parameters by name, and the history."""
     digits = Digits.load()
     ddp = DDP(make_model(seed), group)
     optimizer = torch.optim.SGD(ddp.parameters(), lr=_LEARNING_RATE, momentum=0.9, nesterov=True)

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import argparse
 import signal
+from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
-
-    from ferrodist.demo.results import Progress
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -26,23 +26,20 @@ def main(arguments: Sequence[str] | None = None) -> None:
     import torch  # noqa: PLC0415
 
     from ferrodist.backends.process_group import destroy_process_group, init_process_group  # noqa: PLC0415
-    from ferrodist.demo.results import ProgressWriter, write_history, write_weights  # noqa: PLC0415
+    from ferrodist.demo.results import write_history, write_progress, write_weights  # noqa: PLC0415
     from ferrodist.demo.training import train  # noqa: PLC0415
 
     # Images of 8 by 8 pixels leave a second thread nothing to do, and on busy cores threads wait for each other.
     torch.set_num_threads(1)
     group = init_process_group("tcp")
-    writer = ProgressWriter(options.progress) if group.rank == 0 else None
-    weights, history = train(group, num_epochs=options.epochs, seed=options.seed, on_progress=writer or _ignore)
+    # The other ranks are as far as rank 0, which reports for all.
+    with options.progress.open("wb", buffering=0) if group.rank == 0 else nullcontext() as pipe:
+        report = (lambda _: None) if pipe is None else partial(write_progress, pipe)
+        weights, history = train(group, num_epochs=options.epochs, seed=options.seed, on_progress=report)
     write_weights(options.folder, group.rank, {name: tensor.numpy() for name, tensor in weights.items()})
-    if writer is not None:
+    if group.rank == 0:
         write_history(options.folder, history)
-        writer.close()
     destroy_process_group()
-
-
-def _ignore(_: Progress) -> None:
-    """The other ranks are as far as rank 0, which reports for all."""
 
 
 if __name__ == "__main__":

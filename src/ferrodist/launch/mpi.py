@@ -23,7 +23,6 @@ from ferrodist.launch.spec import with_stack_dumps
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
-    from types import TracebackType
 
     from typing_extensions import Self
 
@@ -136,9 +135,7 @@ class PmiServer:
         self._thread.start()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_exception: object) -> None:
         self._wakeup_writer.close()  # which the thread reads as an end
         self._thread.join()
         self._selector.close()

@@ -146,7 +146,7 @@ class LinePrefixer:
         return max(0.0, self._last_fed + PROMPT_DELAY - self._clock())
 
     def take_prompt(self) -> bytes:
-        """Return the new text of an unfinished line, if nothing followed it for a while.
+        """Return the new text of an unfinished line if nothing followed it for a while.
 
         Text after it gets a prefix again: usually a user has typed an answer, which ended the line.
         """
@@ -207,10 +207,7 @@ class OutputPump:
         """The error for which a sink was dropped, unless its reader had closed it."""
 
     def add(self, source: int, sink: int, prefixer: LinePrefixer, *, prompts: bool = False) -> None:
-        """Forward ``source`` to ``sink``, and take ownership of ``source``.
-
-        With ``prompts`` the sink is a terminal at which a user answers the source's writer.
-        """
+        """Own and forward ``source`` to ``sink``: with ``prompts``, a terminal where a user answers its writer."""
         self._routes[source] = _Route(prefixer, sink, prompts)
 
     @property
@@ -250,7 +247,7 @@ class OutputPump:
         while self._queue:
             sink, data = self._queue[0]
             if sink not in self._closed_sinks:
-                if not _is_writable(sink):
+                if not _is_ready(sink, select.POLLOUT):
                     return
                 try:
                     data = data[os.write(sink, data[:_WRITE_SIZE]) :]
@@ -288,7 +285,7 @@ class OutputPump:
     def _read_available(self, source: int) -> None:
         # A pipe holds no more, so that an escaped process that never stops writing can't block the launcher.
         for _ in range(_LARGEST_PIPE // _READ_SIZE):
-            if source in self._routes and _is_readable(source):
+            if source in self._routes and _is_ready(source, select.POLLIN):
                 self._read_one(source)
 
     def _read_one(self, source: int) -> None:
@@ -323,13 +320,7 @@ class OutputPump:
                 self._queue.append((self._prompter.sink, memoryview(end)))
 
 
-def _is_writable(descriptor: int) -> bool:
+def _is_ready(descriptor: int, event: int) -> bool:
     poller = select.poll()
-    poller.register(descriptor, select.POLLOUT)
-    return bool(poller.poll(0))
-
-
-def _is_readable(descriptor: int) -> bool:
-    poller = select.poll()
-    poller.register(descriptor, select.POLLIN)
+    poller.register(descriptor, event)
     return bool(poller.poll(0))

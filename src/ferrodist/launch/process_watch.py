@@ -32,7 +32,6 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
-    from types import TracebackType
 
     from typing_extensions import Self
 
@@ -75,23 +74,14 @@ ROOT_CAUSE_TIMEOUT = 6.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankExit:
-    """The exit of one rank's process.
-
-    Args:
-        rank: The rank in the job.
-        pid: The process id.
-        code: The exit code, or the negative number of the signal that ended it.
-        elapsed: Seconds from the start of the group until the launcher noticed the exit.
-        stopped: Whether the launcher had asked the rank to end, and it exited accordingly.
-        is_secondary: Whether the failure is secondary, according to the rank's standard error.
-    """
+    """The exit of one rank's process."""
 
     rank: int
     pid: int
-    code: int
-    elapsed: float
-    stopped: bool = False
-    is_secondary: bool = False
+    code: int  # exit code, or the negative number of the signal that ended it
+    elapsed: float  # seconds from the group's start until the launcher noticed the exit
+    stopped: bool = False  # the launcher had asked the rank to end, and it exited accordingly
+    is_secondary: bool = False  # according to the rank's standard error
 
 
 def _has_pidfd() -> bool:
@@ -182,10 +172,7 @@ def signal_name(signum: int) -> str:
 
 
 def surviving_members(groups: Iterable[int], signum: signal.Signals) -> list[int]:
-    """Return the processes of process groups that a signal does not kill: they catch, ignore or block it.
-
-    On systems other than Linux that is unknown, and all the group leaders are returned.
-    """
+    """Return the processes of groups that a signal does not kill (off Linux that is unknown: all group leaders)."""
     wanted = set(groups)
     if not _PROC.is_dir():
         return sorted(wanted)
@@ -244,9 +231,7 @@ class SignalInbox:
                 self._previous[signal.SIGCHLD] = signal.signal(signal.SIGCHLD, signal.SIG_DFL)
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_exception: object) -> None:
         for signum, handler in self._previous.items():
             signal.signal(signum, handler)
         if self._previous_wakeup is not None:

@@ -31,21 +31,13 @@ _RANK_SITE = str(Path(__file__).with_name("rank_site"))
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Attempt:
-    """The settings that all ranks of one start share; a restart has new ones.
-
-    Args:
-        master_addr: The address at which rank 0 listens.
-        master_port: Rank 0's port.
-        run_id: The name of the job.
-        secret: The shared secret of the ranks.
-        restart_count: 0 for the first start.
-    """
+    """The settings that all ranks of one start share; a restart has new ones."""
 
     master_addr: str
     master_port: int
     run_id: str
     secret: str = field(repr=False)
-    restart_count: int = 0
+    restart_count: int = 0  # 0 for the first start
 
 
 def usable_cores() -> int:
@@ -82,10 +74,7 @@ def with_stack_dumps(environment: Mapping[str, str]) -> dict[str, str]:
 def rank_environment(
     spec: LaunchSpec, attempt: Attempt, local_rank: int, *, base: Mapping[str, str], cores: int
 ) -> dict[str, str]:
-    """Return the environment of one rank: ``base`` with the rank's variables.
-
-    ``OMP_NUM_THREADS`` is an even share of the host's cores, unless the user has set it.
-    """
+    """Return ``base`` with a rank's variables; OMP_NUM_THREADS shares the cores evenly unless the user has set it."""
     rank = str(spec.global_rank(local_rank))
     world_size = str(spec.world_size)
     environment = {
@@ -124,15 +113,10 @@ _DESCRIPTORS_RESERVED = 32
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankLimit:
-    """The most ranks that can be started.
+    """The most ranks that can be started."""
 
-    Args:
-        num_ranks: The number; ``math.inf`` without a limit.
-        reason: The limit, and how to see it.
-    """
-
-    num_ranks: float
-    reason: str
+    num_ranks: float  # math.inf without a limit
+    reason: str  # the limit, and how to see it
 
 
 def rank_limit() -> RankLimit:

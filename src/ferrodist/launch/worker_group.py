@@ -37,7 +37,6 @@ from ferrodist.launch.process_watch import (
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
-    from types import TracebackType
 
     from typing_extensions import Self
 
@@ -55,61 +54,37 @@ _STOPPED_CODES = frozenset(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankProcess:
-    """The process of one rank.
-
-    Args:
-        rank: The rank in the job.
-        command: The program and its arguments.
-        environment: The full environment.
-        owns_stdin: Whether it reads the user's input, which one rank may. On a terminal its unfinished lines are shown
-            after a delay, as prompts.
-        descriptors: The descriptors it inherits beside its standard streams.
-    """
+    """The process of one rank."""
 
     rank: int
     command: Sequence[str]
-    environment: Mapping[str, str]
+    environment: Mapping[str, str]  # the full one
+    # One rank may read the user's input. On a terminal its unfinished lines are shown after a delay, as prompts.
     owns_stdin: bool = False
-    descriptors: tuple[int, ...] = ()
+    descriptors: tuple[int, ...] = ()  # inherited beside its standard streams
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sinks:
-    """The destinations of the ranks' output.
-
-    Args:
-        stdout: The descriptor for their standard output.
-        stderr: The descriptor for their standard error.
-        prefixed: False lets the only rank write to the launcher's own streams itself.
-    """
+    """The descriptors to which the ranks' output goes."""
 
     stdout: int
     stderr: int
-    prefixed: bool = True
+    prefixed: bool = True  # False lets the only rank write to the launcher's own streams itself
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GroupOutcome:
-    """The outcome of an attempt.
+    """The outcome of an attempt."""
 
-    Args:
-        exits: All ranks' exits, in order.
-        first_failure: The first rank that failed by itself before anything else ended the group; if all failures are
-            secondary, the first of them.
-        stopped_by: The signal that asked the launcher to stop, if any.
-        killed: The ranks that were still alive when SIGKILL was sent.
-        elapsed: Seconds the attempt took.
-        tail: The last lines of the first failure's standard error, without newlines.
-        output_error: The error of writing the ranks' output, other than a closed pipe.
-    """
-
-    exits: tuple[RankExit, ...]
+    exits: tuple[RankExit, ...]  # all ranks', in order
+    # the first that failed by itself before anything else ended the group, or was secondary if all were
     first_failure: RankExit | None
-    stopped_by: signal.Signals | None
-    killed: frozenset[int]
+    stopped_by: signal.Signals | None  # the signal that asked the launcher to stop
+    killed: frozenset[int]  # still alive when SIGKILL was sent
     elapsed: float
-    tail: tuple[bytes, ...] = ()
-    output_error: OSError | None = None
+    tail: tuple[bytes, ...] = ()  # last lines of the first failure's standard error, without newlines
+    output_error: OSError | None = None  # of writing the ranks' output, other than a closed pipe
 
     @property
     def exit_code(self) -> int:
@@ -169,9 +144,7 @@ class WorkerGroup:
             raise
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_exception: object) -> None:
         self._close()
 
     def run(self) -> GroupOutcome:

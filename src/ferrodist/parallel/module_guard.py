@@ -24,6 +24,8 @@ from ferrodist.torch_private.modules import own_modules, own_parameters
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
 
+    from ferrodist.backends.base import Backend
+
 
 def current_backward_id() -> int:
     """Autograd's id of the backward that this thread runs, or -1."""
@@ -35,15 +37,8 @@ def find_outputs(result: object) -> list[torch.Tensor]:
     return [tensor for tensor in find_tensors(result) if tensor.requires_grad]
 
 
-def find_tensors(result: object) -> list[torch.Tensor]:
-    """The tensors in a module's result.
-
-    Tuples, lists, sets, mappings and dataclasses are searched to any depth, and attributes of other objects.
-    """
-    return list(_tensors_in(result, frozenset()))
-
-
-def _tensors_in(result: object, ancestors: frozenset[int]) -> Iterator[torch.Tensor]:
+def find_tensors(result: object, ancestors: frozenset[int] = frozenset()) -> Iterator[torch.Tensor]:
+    """The tensors in a module's result: in containers, dataclasses and attributes of objects, at any depth."""
     children: Iterable[object]
     if isinstance(result, torch.Tensor):
         yield result
@@ -61,7 +56,7 @@ def _tensors_in(result: object, ancestors: frozenset[int]) -> Iterator[torch.Ten
     if id(result) in ancestors:  # it contains itself
         return
     for child in children:
-        yield from _tensors_in(child, ancestors | {id(result)})
+        yield from find_tensors(child, ancestors | {id(result)})
 
 
 def hook_gradients(outputs: Sequence[torch.Tensor], hook: Callable[[torch.Tensor], None]) -> None:
@@ -88,6 +83,19 @@ def weak_method(owner: object, method: Callable[..., None], *bound: object) -> C
     return call
 
 
+def check_dense(
+    names: Sequence[str], parameters: Sequence[torch.nn.Parameter], group: Backend, *, wrapper: str
+) -> None:
+    """Raise for a gradient that is not dense."""
+    for name, parameter in zip(names, parameters, strict=True):
+        if parameter.grad is not None and parameter.grad.layout is not torch.strided:
+            raise UnsupportedOpError(
+                f"the gradient of {name!r} on rank {group.rank} of group {group.name!r} has layout"
+                f" {parameter.grad.layout}: {wrapper} averages dense gradients, as of an embedding with sparse=False",
+                ranks=(group.rank,),
+            )
+
+
 _owners = WeakIdKeyDictionary()
 
 
@@ -108,11 +116,7 @@ def describe_owner(parameters: Iterable[tuple[str, torch.Tensor]]) -> str | None
 class ModuleGuard:
     """Notices changes of a module's sub-modules and parameters, cheaply enough to look in every step.
 
-    Args:
-        module: The wrapped module.
-        wrapper: The wrapper's class for error messages, such as "DDP".
-        exchanges_parameters: The wrapper itself puts other `Parameter` objects into the module, as FSDP does, so that
-            only their names must stay.
+    Of a wrapper that ``exchanges_parameters`` itself, as FSDP does, only their names must stay.
     """
 
     def __init__(self, module: torch.nn.Module, wrapper: str, *, exchanges_parameters: bool = False) -> None:

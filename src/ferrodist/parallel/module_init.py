@@ -16,40 +16,41 @@ from ferrodist.torch_private.modules import own_buffers, own_parameters
 from ferrodist.wording import with_article
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Iterable, Sequence
+    from typing import TypeAlias
 
     from ferrodist.backends.base import Backend
     from ferrodist.deadline import Deadline
 
+    Initialiser: TypeAlias = Callable[[torch.nn.Module], object]
+
 
 def verify_across_ranks(
-    lines: Sequence[str], group: Backend, deadline: Deadline, *, maker: str, module: str, refusal: str | None = None
+    lines: Sequence[str],
+    group: Backend,
+    deadline: Deadline,
+    *,
+    maker: str,
+    module: str,
+    refusal: str | None = None,
+    failure: Exception | None = None,
 ) -> None:
     """Compare the ranks' descriptions of their modules with rank 0's; every rank of the group calls this.
 
-    Each rank receives rank 0's list and then a sentence from each rank, so that lists don't travel from all ranks to
-    all.
-
-    Args:
-        lines: This rank's description, one item a line, such as "parameter 'weight' of shape ...".
-        group: The group.
-        deadline: Deadline of all messages together.
-        maker: The wrapper, such as "DDP".
-        module: The module's class.
-        refusal: Reason why the wrapper can't take this rank's module.
-
-    Raises:
-        CollectiveMismatchError: On every rank, naming the first difference. The group stays usable.
-        UnsupportedOpError: On every rank, with the first rank's refusal. The group stays usable.
+    Each rank receives rank 0's lines (one for an item) and then a sentence from each rank. All raise
+    CollectiveMismatchError at the first difference, or UnsupportedOpError with the first rank's ``refusal`` or
+    ``failure``, which the rank itself raises as it is. The group stays usable.
     """
     with add_error_context(
         lambda: f"Rank {group.rank} was giving {with_article(module)} to {maker}.",
         "Every rank of the group must make it, at the same point of its program.",
     ):
         expected = broadcast_object(list(lines), group=group, timeout=deadline.remaining())
-        answer = [_first_difference(lines, expected, group.rank), refusal]
+        answer = [_first_difference(lines, expected, group.rank), refusal if failure is None else str(failure)]
         answers = all_gather_object(answer, group=group, timeout=deadline.remaining())
     refused = {rank: reason for rank, (_, reason) in enumerate(answers) if reason is not None}
+    if failure is not None:
+        raise failure from failure.__cause__
     if refused:
         rank, reason = next(iter(refused.items()))
         raise UnsupportedOpError(f"{maker} can't take the module of rank {rank}: {reason}", ranks=tuple(refused))
@@ -83,6 +84,16 @@ def describe(name: str, tensor: torch.Tensor) -> str:
     return f"{name!r} of shape {tuple(tensor.shape)} and {tensor.dtype}{layout}{device}"
 
 
+def describe_tensors(
+    parameters: Iterable[tuple[str, torch.nn.Parameter]],
+    buffers: Iterable[tuple[str, torch.Tensor]],
+    describe_one: Callable[[str, torch.Tensor], str],
+) -> list[str]:
+    """The lines about parameters and buffers for `verify_across_ranks`."""
+    lines = [f"{'' if one.requires_grad else 'frozen '}parameter {describe_one(name, one)}" for name, one in parameters]
+    return lines + [f"buffer {describe_one(name, one)}" for name, one in buffers]
+
+
 def write_obstacle(tensor: torch.Tensor) -> str:
     """The reason why nothing can be written to a tensor, or an empty string."""
     if tensor.is_inference():
@@ -95,10 +106,7 @@ def write_obstacle(tensor: torch.Tensor) -> str:
 
 
 def find_unsynchronised_batch_norm(module: torch.nn.Module, group: Backend) -> str | None:
-    """A sentence about the first `torch.nn.SyncBatchNorm` that would be a plain batch norm here, or None.
-
-    torch's layer synchronises over process groups of torch's only, and not on CPUs.
-    """
+    """A sentence about the first `torch.nn.SyncBatchNorm` that wouldn't synchronise over this group, or None."""
     for name, layer in module.named_modules():
         if isinstance(layer, torch.nn.SyncBatchNorm) and group.world_size > 1 and not _is_synchronised(layer):
             return (
@@ -125,9 +133,7 @@ def has_meta_tensors(module: torch.nn.Module) -> bool:
     return any(tensor is not None and tensor.is_meta for tensor in tensors)
 
 
-def find_initialiser(
-    name: str, module: torch.nn.Module, init: Callable[[torch.nn.Module], object] | None
-) -> Callable[[torch.nn.Module], object]:
+def find_initialiser(name: str, module: torch.nn.Module, init: Initialiser | None) -> Initialiser:
     """The function that initialises a module's own tensors: ``init``, or its ``reset_parameters``."""
     initialise = init if init is not None else getattr(type(module), "reset_parameters", None)
     if initialise is None:
@@ -139,10 +145,7 @@ def find_initialiser(
 
 
 def materialise(
-    name: str,
-    module: torch.nn.Module,
-    init: Callable[[torch.nn.Module], object] | None,
-    device: torch.device | str = "cpu",
+    name: str, module: torch.nn.Module, init: Initialiser | None, device: torch.device | str = "cpu"
 ) -> None:
     """Allocate and initialise a module's own tensors that are on the meta device; others keep their values."""
     if not has_meta_tensors(module):

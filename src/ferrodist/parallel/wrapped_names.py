@@ -20,10 +20,7 @@ _MODULE_PREFIX = "module."
 
 
 class TransparentWrapper(torch.nn.Module):
-    """A wrapper whose parameters, buffers and modules have the names of its ``checkpoint_module()``, without a prefix.
-
-    Names are those of the wrapper's state dict, also in every module that contains the wrapper.
-    """
+    """A wrapper whose state dict, also inside other modules, has the names of its ``checkpoint_module()``."""
 
     def checkpoint_module(self) -> torch.nn.Module:
         """The module that defines the names."""

@@ -68,11 +68,7 @@ if TYPE_CHECKING:
 
 
 class JoinReply(msgspec.Struct, frozen=True, array_like=True):
-    """The reply to a Hello, or the outcome of a rendezvous.
-
-    Args:
-        error: The refusal as `error_to_wire` gives it; None accepts.
-    """
+    """The reply to a Hello, or the outcome of a rendezvous; ``error`` is `error_to_wire`'s, and None accepts."""
 
     error: tuple[str, str, tuple[int, ...]] | None = None
 
@@ -82,13 +78,7 @@ class JoinReply(msgspec.Struct, frozen=True, array_like=True):
             raise error_from_wire(*self.error)
 
 
-_DECODER = msgspec.msgpack.Decoder(JoinReply)
-
-
-def decode_reply(data: bytes) -> JoinReply:
-    """Decode a JoinReply; msgspec.MsgspecError if the data is invalid."""
-    return _DECODER.decode(data)
-
+JOIN_REPLY_DECODER = msgspec.msgpack.Decoder(JoinReply)
 
 _log = logging.getLogger(__name__)
 
@@ -212,11 +202,7 @@ def check_hello(hello: Hello) -> None:
 
 
 def check_address(hello: Hello, address: str) -> None:
-    """Check that the client has the address that the server has published, through whichever proxies it connects.
-
-    Raises:
-        AuthenticationError: The address was changed in between.
-    """
+    """Raise AuthenticationError if the client was given another address than the server has published."""
     if hello.address and hello.address != address:
         raise AuthenticationError(
             f"rank {hello.rank} was told that this {hello.purpose} is at {hello.address}, but it is at {address}:"
@@ -358,7 +344,7 @@ def _exchange_hello(sock: Connection, where: str, key: bytes, hello: Hello, dead
     """Send the Hello and check the reply."""
     _send_sealed(sock, key, b"hello", hello, deadline)
     try:
-        reply = decode_reply(_unseal(key, b"verdict", read_frame(sock, _MAX_REPLY_BYTES, deadline)))
+        reply = JOIN_REPLY_DECODER.decode(_unseal(key, b"verdict", read_frame(sock, _MAX_REPLY_BYTES, deadline)))
     except msgspec.MsgspecError as error:
         raise ProtocolError(f"the server at {where} sent a malformed verdict: {error}") from error
     reply.check()

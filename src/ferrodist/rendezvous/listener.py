@@ -69,15 +69,6 @@ class _Handshake:
     progress: HandshakeProgress = HandshakeProgress.SILENT
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _ServeCallbacks:
-    """The arguments of `Listener.serve`."""
-
-    admit: Callable[[Hello], None]
-    on_connection: Callable[[Connection, Hello], None]
-    dismiss: Callable[[Hello], None] | None
-
-
 class Listener:
     """Binds an address and hands over connections of peers that have proved the job secret.
 
@@ -168,12 +159,8 @@ class Listener:
         """
         if self._acceptor is not None:
             raise RuntimeError("serve was called before")
-        self._acceptor = threading.Thread(
-            target=self._accept,
-            args=(_ServeCallbacks(admit=admit, on_connection=on_connection, dismiss=dismiss),),
-            name="ferrodist-accept",
-            daemon=True,
-        )
+        self._admit, self._on_connection, self._dismiss = admit, on_connection, dismiss
+        self._acceptor = threading.Thread(target=self._accept, name="ferrodist-accept", daemon=True)
         self._acceptor.start()
 
     def close(self) -> None:
@@ -202,7 +189,7 @@ class Listener:
         if self._spare is not None:
             self._spare.close()
 
-    def _accept(self, callbacks: _ServeCallbacks) -> None:
+    def _accept(self) -> None:
         with selectors.PollSelector() as selector:  # needs no descriptor
             for sock in (*self._sockets, self._wakeup_reader):
                 selector.register(sock, selectors.EVENT_READ)
@@ -213,9 +200,9 @@ class Listener:
                         and key.fileobj is not self._wakeup_reader
                         and self._await_slot()
                     ):
-                        self._accept_one(key.fileobj, callbacks)
+                        self._accept_one(key.fileobj)
 
-    def _accept_one(self, listening: socket.socket, callbacks: _ServeCallbacks) -> None:
+    def _accept_one(self, listening: socket.socket) -> None:
         """Accept one connection and start its handshake."""
         try:
             accepted, address = listening.accept()
@@ -229,7 +216,7 @@ class Listener:
         sock = close_in_child(Connection.take_over(accepted))
         thread = threading.Thread(
             target=self._handshake,
-            args=(sock, format_address(*address[:2]), callbacks),
+            args=(sock, format_address(*address[:2])),
             name="ferrodist-handshake",
             daemon=True,
         )
@@ -318,7 +305,7 @@ class Listener:
 
         return min(unproven, key=rank_key, default=None)  # of equals the first, which is the oldest
 
-    def _handshake(self, sock: Connection, peer: str, callbacks: _ServeCallbacks) -> None:
+    def _handshake(self, sock: Connection, peer: str) -> None:
         def on_progress(progress: HandshakeProgress) -> None:
             with self._changed:
                 if sock in self._handshakes:
@@ -326,7 +313,7 @@ class Listener:
 
         def admit(hello: Hello) -> None:
             check_address(hello, self.address)
-            callbacks.admit(hello)
+            self._admit(hello)
 
         try:
             with self._changed:
@@ -337,11 +324,11 @@ class Listener:
                 secret=self._secret,
                 admit=admit,
                 deadline=deadline,
-                dismiss=callbacks.dismiss,
+                dismiss=self._dismiss,
                 progress=on_progress,
             )
             self._remove_handshake(sock)
-            callbacks.on_connection(sock, hello)
+            self._on_connection(sock, hello)
         except (DistributedError, OSError) as error:
             disconnect(sock)
             self._reject(f"{peer}: {_reason(error)}")

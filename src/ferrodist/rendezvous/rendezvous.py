@@ -296,7 +296,7 @@ def _join_tcp(address: str, request: JoinRequest, *, shared_port: bool) -> Membe
 
 
 def _leave(name: bytes, close: Callable[[], None]) -> None:
-    rounds.mark_left(name)
+    rounds.left_stores.add(name)
     close()
 
 
@@ -306,12 +306,12 @@ def _connect_to_this_round(address: str, request: JoinRequest, where: str) -> tu
         client = _connect(address, request)
         try:
             name = client.get(rounds.NAME_KEY, timeout=request.deadline.remaining())
-            if not rounds.has_left(name):
+            if name not in rounds.left_stores:
                 return client, name
             client.get(rounds.OVER_KEY, timeout=request.deadline.remaining())
         except RendezvousError:  # it went away
             client.close()
-            if not rounds.has_left_any():
+            if not rounds.left_stores:
                 raise
         except BaseException:
             client.close()
@@ -359,7 +359,7 @@ def _open_server(
     if port == 0 and request.world_size > 1 and sock is None:
         raise ValueError(f"{where}: port 0 is a different one on every rank; choose a free port")
     attempt_deadline = Deadline(
-        min(_PREVIOUS_SERVER_TIMEOUT if rounds.has_left_any() else 0.0, request.deadline.remaining())
+        min(_PREVIOUS_SERVER_TIMEOUT if rounds.left_stores else 0.0, request.deadline.remaining())
     )
     try:
         while True:

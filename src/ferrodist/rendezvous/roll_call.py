@@ -21,7 +21,7 @@ import msgspec
 
 from ferrodist.deadline import Elapsed, long_wait
 from ferrodist.errors import DistributedTimeoutError, RendezvousError, error_to_wire, ranks_text
-from ferrodist.rendezvous.auth import JoinReply, decode_reply
+from ferrodist.rendezvous.auth import JOIN_REPLY_DECODER, JoinReply
 from ferrodist.rendezvous.store import PrefixStore, Store
 from ferrodist.wording import counted
 
@@ -189,7 +189,7 @@ def _publish(view: Store, verdict: JoinReply, timeout: float) -> bytes:
 
 def _raise_failure(verdict: bytes) -> None:
     if verdict:
-        decode_reply(verdict).check()
+        JOIN_REPLY_DECODER.decode(verdict).check()
 
 
 def _get_if_present(store: Store, key: str) -> bytes:

@@ -24,22 +24,8 @@ OVER_KEY = "ferrodist/round over"
 
 _POLL_INTERVAL_SECONDS = 0.02
 
-_left: set[bytes] = set()  # of stores that this process met in, and has left
-
-
-def mark_left(name: bytes) -> None:
-    """Record that this process has left a store."""
-    _left.add(name)
-
-
-def has_left(name: bytes) -> bool:
-    """Return whether this process has left the store of this name."""
-    return name in _left
-
-
-def has_left_any() -> bool:
-    """Return whether this process has left any store."""
-    return bool(_left)
+left_stores: set[bytes] = set()
+"""The names of the stores that this process met in, and has left."""
 
 
 def wait_for_next_round(what: str, deadline: Deadline) -> None:

@@ -12,12 +12,8 @@ import pwd
 import secrets
 import stat
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from ferrodist.errors import AuthenticationError
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
 
 SECRET_VARIABLE = "FERRODIST_SECRET"  # noqa: S105 - the name of a variable, not a secret
 
@@ -74,21 +70,15 @@ def user_secret() -> bytes:
         with contextlib.suppress(OSError):
             return _read_or_create(folder, may_create=False)
     for folder in folders:
-        with _recording_errors(problems, folder):
+        try:
             return _read_or_create(folder, may_create=True)
+        except OSError as error:  # noqa: PERF203 - of a few folders
+            problems.append(f"{folder}: {error.strerror or error}")
     raise AuthenticationError(
         "no FERRODIST_SECRET is set, and the secret that processes of one user share without it can't be kept in any"
         f" of its places ({'; '.join(problems)}). Set FERRODIST_SECRET to the same value on every rank (`python -m"
         " ferrodist secret` prints a new one)."
     )
-
-
-@contextlib.contextmanager
-def _recording_errors(problems: list[str], folder: Path) -> Iterator[None]:
-    try:
-        yield
-    except OSError as error:
-        problems.append(f"{folder}: {error.strerror or error}")
 
 
 def _folders() -> list[Path]:

@@ -67,11 +67,7 @@ class Session:
 
 
 class Connection(socket.socket):
-    """A TCP connection that is to be, or has been, authenticated.
-
-    Attributes:
-        session: The session keys, after the handshake.
-    """
+    """A TCP connection; it has a session once it is authenticated."""
 
     session: Session
 

@@ -59,32 +59,24 @@ def join_through_store(
     where: str,
     advice: str,
     *,
+    # called once with a timeout in seconds, on leaving the store, or at once if ranks are missing
     on_leave: Callable[[float], None],
-    server: str | None = None,
+    server: str | None = None,  # a host that all ranks have reached; None if unknown
+    # only this user can access the store: rank 0 of ranks without a secret writes a new one there; else they prove that
+    # they know their user's
     is_private: bool,
 ) -> Membership:
-    """Meet the other ranks in a store; every rank calls this, and all of them return or all raise.
+    """Meet the other ranks in a store that no other job has used; all ranks call this, and all return or all raise.
 
-    Args:
-        store: The store; no other job has used it.
-        request: This rank's request.
-        where: The job and its address, for messages.
-        advice: The advice if the store was used before, or a rank was started twice.
-        on_leave: Called once with a timeout in seconds, when the rank leaves the store, or at once if ranks are
-            missing.
-        server: The name or address of a host that all ranks have reached; None if unknown.
-        is_private: Whether only this user can read and write the store. Then rank 0 of ranks without a secret generates
-            one and writes it there; otherwise they prove that they know their user's secret.
-
-    Raises:
-        RendezvousError, AuthenticationError, InvalidWorldSizeError: As `rendezvous` does.
+    Errors are those of `rendezvous`. ``where`` and ``advice`` (for a store used before, a rank started twice) are for
+    messages.
     """
     secret, name = (_create_job if request.rank == 0 else _join_job)(
         store, request, where, advice, is_private=is_private
     )
 
     def leave(linger: float) -> None:
-        rounds.mark_left(name)
+        rounds.left_stores.add(name)
         on_leave(linger)
 
     claim_rank(store, rank=request.rank, where=where, advice=advice, deadline=request.deadline)
@@ -116,7 +108,7 @@ def _create_job(
         current = store.compare_set(_JOB_INFO_KEY, b"", info, timeout=request.deadline.remaining())
         if current == info:
             return secret, nonce
-        if rounds.has_left(_decode_job_info(current).nonce) and not request.deadline.expired:
+        if _decode_job_info(current).nonce in rounds.left_stores and not request.deadline.expired:
             rounds.wait_for_next_round(where, request.deadline)
             continue
         message = f"{where}: another rank 0 has begun a rendezvous there; {advice}"
@@ -128,7 +120,7 @@ def _join_job(store: Store, request: JoinRequest, where: str, advice: str, *, is
     """Check this rank's request against the job's description, and return the job secret and the store's name."""
     while True:
         info = _decode_job_info(store.get(_JOB_INFO_KEY, timeout=request.deadline.remaining()))
-        if not rounds.has_left(info.nonce):
+        if info.nonce not in rounds.left_stores:
             break
         rounds.wait_for_next_round(where, request.deadline)
     who = f"{where}: rank {request.rank}"

@@ -83,16 +83,8 @@ def resolve(
 ) -> list[tuple[Any, ...]]:
     """Call `socket.getaddrinfo` with a deadline: an unresponsive name server can block it for minutes.
 
-    Args:
-        host: The name or address; an address is parsed at once, in this thread.
-        port: The port in the results.
-        deadline: When to give up. The thread that waits for the answer continues up to the system's own limit.
-        kind: The socket type.
-        flags: getaddrinfo's flags.
-
-    Raises:
-        TimeoutError: No answer arrived in time.
-        OSError: The name has no address.
+    An address is parsed at once; a name in another thread, which continues up to the system's own limit. TimeoutError:
+    no answer arrived in time. OSError: the name has no address.
     """
     numeric = socket.AI_NUMERICHOST | socket.AI_NUMERICSERV
     try:
@@ -124,11 +116,7 @@ _Socket = TypeVar("_Socket", bound="socket.socket")
 
 
 def close_in_child(sock: _Socket) -> _Socket:
-    """Close ``sock`` in every child that this process forks from now on; returns ``sock``.
-
-    The child closes its descriptors only: the connections of the parent stay open. A socket whose descriptor was
-    detached (handed to someone else) is left alone.
-    """
+    """Close ``sock``, which is returned, in later forked children only; a detached one is left alone."""
     global _hooked  # noqa: PLW0603 - a process can never unregister a fork hook, so it is registered once
     if not _hooked and hasattr(os, "register_at_fork"):
         os.register_at_fork(after_in_child=_close_all)

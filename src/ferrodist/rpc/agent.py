@@ -48,8 +48,7 @@ _Function = TypeVar("_Function", bound="Callable[..., Any]")
 DEFAULT_MESSAGE_LIMIT = 1 << 30
 """Default limit in bytes of a call's arguments, or its result."""
 
-_MIN_MESSAGE_LIMIT = 8 << 10
-"""Internal calls fit into that."""
+_MIN_MESSAGE_LIMIT = 8 << 10  # internal calls fit into that
 
 _MAX_NAME_BYTES = 255
 
@@ -262,7 +261,7 @@ class RpcAgent:
             InvalidRankError: The rank does not exist; or no rank has the name, in time or once all are there.
         """
         deadline = Deadline(self._seconds(timeout))
-        peer = self._names.wait_for(rank, deadline) if isinstance(rank, str) else self._rank_of(rank)
+        peer = self._names.find(rank, deadline, among_lost=False) if isinstance(rank, str) else self._rank_of(rank)
         if peer != self.rank:
             self._peers.wait_for(peer, deadline)
 
@@ -316,7 +315,7 @@ class RpcAgent:
             steps.callback(self._rrefs.close)
             steps.callback(self._executor.close)
             steps.callback(self._peers.close)
-            steps.callback(self._client.close)
+            steps.callback(self._client.pending.close)
             steps.callback(self._rrefs.refuse)
             steps.callback(self._shutdown.close)
             steps.callback(self._names.close)

@@ -36,8 +36,7 @@ if TYPE_CHECKING:
     from ferrodist.rpc.metrics import RpcMetrics
     from ferrodist.rpc.peer import Peer
 
-_MAX_ENDED_TIMEOUTS = 1000
-"""Timeouts of calls that have ended which may be in the heap."""
+_MAX_ENDED_TIMEOUTS = 1000  # timeouts of calls that have ended which may be in the heap
 
 
 class PendingCall:
@@ -75,21 +74,12 @@ class PendingCall:
         if self.transfer is not None:
             self.transfer.forget()
 
-    def succeed(self, value: Any) -> None:
-        """Give the caller the result."""
+    def end(self, value: Any, error: BaseException | None = None) -> None:
+        """Give the caller the result, or the error."""
         if self.future is not None:
-            self.future.settle(value)
+            self.future.settle(value, None if error is None else _without_frames(error))
         elif self.event is not None:
-            self.value = value
-            self.has_ended = True
-            self.event.set()
-
-    def fail(self, error: BaseException) -> None:
-        """Give the caller an error."""
-        if self.future is not None:
-            self.future.settle(None, _without_frames(error))
-        elif self.event is not None:
-            self.error = error
+            self.value, self.error = value, error
             self.has_ended = True
             self.event.set()
 
@@ -118,15 +108,15 @@ class PendingCalls:
         self._changed = threading.Condition(self._lock)
         self._timeouts: list[tuple[float, int]] = []  # a heap of times and numbers
         self._next_timeout = float("inf")  # until which the thread sleeps
-        self._closed: DistributedError | None = None
+        self.closed: DistributedError | None = None  # the error of further calls, once the agent is closed
         self._thread = threading.Thread(target=self._watch, name=name, daemon=True)
         self._thread.start()
 
     def add(self, pending: PendingCall) -> int:
         """Wait for a call's result; returns the call's number."""
         with self._lock:
-            if self._closed is not None:
-                raise self._closed.fresh()
+            if self.closed is not None:
+                raise self.closed.fresh()
             self._last_number += 1
             number = self._last_number
             self.num_made += pending.peer is not None
@@ -158,11 +148,6 @@ class PendingCalls:
         return pending
 
     @property
-    def is_closed(self) -> bool:
-        """True once the agent is closed."""
-        return self._closed is not None
-
-    @property
     def num_in_flight(self) -> int:
         """The number of users' calls without a result."""
         with self._lock:
@@ -178,14 +163,14 @@ class PendingCalls:
                 if pending is not None:
                     pending.release()
                     if not pending.is_given_up:
-                        pending.fail(error.fresh())
+                        pending.end(None, error.fresh())
 
     def close(self) -> None:
         """Fail all calls, and end the thread."""
         with self._changed:
-            self._closed = GroupClosedError("the agent was closed")
+            self.closed = GroupClosedError("the agent was closed")
             self._changed.notify()
-        self.fail(None, self._closed)
+        self.fail(None, self.closed)
         if threading.current_thread() is not self._thread:
             self._thread.join()
 
@@ -201,7 +186,7 @@ class PendingCalls:
     def _watch(self) -> None:
         while True:
             with self._changed:
-                if self._closed is not None:
+                if self.closed is not None:
                     return
                 now = time.monotonic()
                 expired = []
@@ -217,7 +202,7 @@ class PendingCalls:
         # A function of its own, so that no local of the loop keeps the call alive: it may hold references.
         pending = self.give_up(number)
         if pending is not None:
-            pending.fail(_timeout_error(pending))
+            pending.end(None, _timeout_error(pending))
 
 
 def _timeout_error(pending: PendingCall) -> DistributedTimeoutError:
@@ -228,12 +213,10 @@ def _timeout_error(pending: PendingCall) -> DistributedTimeoutError:
     )
 
 
-_POLL_INTERVAL_SECONDS = 1.0
-"""How long a thread sleeps whose wake-up may be lost, when an interruption came between."""
+_POLL_INTERVAL_SECONDS = 1.0  # how long a thread sleeps whose wake-up may be lost, when an interruption came between
 
 _RESULT_POLL_SECONDS = 0.01
-_RESULT_TIMEOUT_SECONDS = 10.0
-"""How long another thread that has received a call's result may take to hand it over."""
+_RESULT_TIMEOUT_SECONDS = 10.0  # how long another thread that has received a call's result may take to hand it over
 
 
 class RpcClient:
@@ -316,12 +299,12 @@ class RpcClient:
         try:
             value = self._unpack(pending, kind, content)
         except Exception as error:  # noqa: BLE001 - it is the caller's
-            pending.fail(error)
+            pending.end(None, error)
         except BaseException:  # the handler of an interruption raised it in this thread, which need not be the caller's
-            pending.fail(RpcError(f"the result of {pending.title!r} was lost by an interruption", ranks=(rank,)))
+            pending.end(None, RpcError(f"the result of {pending.title!r} was lost by an interruption", ranks=(rank,)))
             raise
         else:
-            pending.succeed(value)
+            pending.end(value)
 
     def on_joined(self, rank: int, incarnation: int) -> None:
         """Note that a peer is there; see `PeerListener`."""
@@ -329,10 +312,6 @@ class RpcClient:
     def on_lost(self, rank: int, error: PeerLostError) -> None:
         """Fail the calls to a peer; see `PeerListener`."""
         self.pending.fail(rank, error)
-
-    def close(self) -> None:
-        """End all calls."""
-        self.pending.close()
 
     def _start_in_window(self, pending: PendingCall, call: Call) -> int:
         """Send a call once there is a slot for it; errors are raised, not given to the pending call."""
@@ -369,7 +348,7 @@ class RpcClient:
                 return number
             pending.release()
             is_wrong_argument = isinstance(error, (TypeError, ValueError))
-            if isinstance(error, DistributedError) and not is_wrong_argument and not self.pending.is_closed:
+            if isinstance(error, DistributedError) and not is_wrong_argument and self.pending.closed is None:
                 raise lost_error(pending.rank, error) from error
             raise
         return number
@@ -379,7 +358,7 @@ class RpcClient:
             if self.pending.pop(number) is not None:
                 pending.release()
                 if not pending.is_given_up:
-                    pending.fail(error)
+                    pending.end(None, error)
 
         assert pending.transfer is not None
         sent = pending.transfer.send(send, on_error, Deadline(pending.remaining))

@@ -11,7 +11,7 @@ import threading
 from typing import TYPE_CHECKING
 
 from ferrodist.collectives.arguments import bytes_of
-from ferrodist.collectives.serialization import UnreadableError, decode_value_from_bytes, encode_value_to_bytes
+from ferrodist.collectives.serialization import UnreadableError, decode_value, encode_value
 from ferrodist.errors import (
     DistributedError,
     GroupClosedError,
@@ -95,7 +95,7 @@ class RemotePeer(Peer):
                 raise UnsupportedOpError(
                     "what is sent has a tensor on a GPU: calls carry those on the CPU, pass tensor.cpu()"
                 )
-            in_band, out_of_band = encode_value_to_bytes(content, "what is sent")
+            in_band, out_of_band = encode_value(content, "what is sent")
             form, memory = Form.ENCODED, memoryview(in_band)
             has_references = REFERENCE_TAG in content.tags
         size = memory.nbytes
@@ -127,7 +127,7 @@ class RemotePeer(Peer):
             raise ValueError(f"a message of {size:,} bytes has more than 4 GiB beside its tensors: send it in parts")
 
     def _send_payload(self, memory: memoryview, kind: MessageKind, number: int) -> None:
-        self._retain(self.group.isend(memory, self._group_rank, tag=payload_tag(kind, number)), _nothing)
+        self._retain(self.group.isend(memory, self._group_rank, tag=payload_tag(kind, number)), lambda: None)
 
     def _retain(self, request: Request, then: Callable[[], None]) -> None:
         """Keep a transfer until it has ended, and call a function then."""
@@ -163,7 +163,7 @@ class RemotePeer(Peer):
         if frame.size <= FRAME_CONTENT_BYTES and frame.form == Form.ENCODED:
             in_band = memoryview(bytearray(frame.content()))
             with contextlib.suppress(UnreadableError):
-                value, out_of_band = decode_value_from_bytes(in_band, self._tags)
+                value, out_of_band = decode_value(in_band, self._tags)
                 if not out_of_band:
                     self._deliver(frame, value)
                     return True
@@ -260,7 +260,3 @@ class _LargeReceive:
                 self._request = None
         except Exception as error:  # noqa: BLE001 - whatever it is, it was received
             peer._failed(error)
-
-
-def _nothing() -> None:
-    pass

@@ -31,15 +31,13 @@ _log = logging.getLogger(__name__)
 FOREVER_SECONDS = 1e6
 """Timeout of a wait that something else ends."""
 
-_JOIN_SECONDS = 5.0
-"""How long all threads of a pool together may take to end their tasks at its close."""
+_JOIN_SECONDS = 5.0  # how long all threads of a pool together may take to end their tasks at its close
 
 _LEAD_SECONDS = 0.001
 _TICK_SECONDS = 0.001
 _MAX_IDLE_TICKS = 5
 
-_MUST_NOT_WAIT = -1
-"""`num_waits` of the event loop's thread."""
+_MUST_NOT_WAIT = -1  # `num_waits` of the event loop's thread
 
 
 class EventLoop:

@@ -24,8 +24,7 @@ _log = logging.getLogger(__name__)
 
 _PENDING = "PENDING"
 
-_POLL_INTERVAL_SECONDS = 1.0
-"""How long a thread sleeps whose wake-up may be lost, when an interruption came between."""
+_POLL_INTERVAL_SECONDS = 1.0  # how long a thread sleeps whose wake-up may be lost, when an interruption came between
 
 
 class Future(concurrent.futures.Future[Any]):
@@ -116,13 +115,16 @@ class OneShot(Generic[_Value]):
         self._values: list[_Value] = []  # empty, or one
         self._callbacks: list[Callable[[_Value], object]] = []
 
-    def set(self, value: _Value) -> None:
-        """Set the value and call the callbacks; only the first call counts."""
-        self._set(value, is_first=True)
-
-    def replace(self, value: _Value) -> None:
-        """Set another value, for callbacks that have not been called."""
-        self._set(value, is_first=False)
+    def set(self, value: _Value, *, replace: bool = False) -> None:
+        """Set the value, if there is none or to replace it, and call the callbacks that have not been called."""
+        with self._changed:
+            if self._values and not replace:
+                return
+            self._values = [value]
+            callbacks, self._callbacks = self._callbacks, []
+            self._changed.notify_all()
+        for callback in callbacks:
+            callback(value)
 
     def add_callback(self, callback: Callable[[_Value], object]) -> None:
         """Call a function with the value: at once if it is set, or else in the thread that sets it."""
@@ -142,13 +144,3 @@ class OneShot(Generic[_Value]):
         with self._changed:
             self._changed.wait_for(lambda: bool(self._values), timeout)
             return self._values[:]
-
-    def _set(self, value: _Value, *, is_first: bool) -> None:
-        with self._changed:
-            if is_first and self._values:
-                return
-            self._values = [value]
-            callbacks, self._callbacks = self._callbacks, []
-            self._changed.notify_all()
-        for callback in callbacks:
-            callback(value)

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from ferrodist.collectives.arguments import bytes_of
-from ferrodist.collectives.serialization import OutOfBandTensor, PackedValue, UnreadableError, decode_value_from_bytes
+from ferrodist.collectives.serialization import OutOfBandTensor, PackedValue, UnreadableError, decode_value
 from ferrodist.errors import ProtocolError
 from ferrodist.rpc.framing import FRAME_CONTENT_BYTES, Form, Frame
 
@@ -74,7 +74,7 @@ class LargeMessage:
             return []
         peer = self._peer
         try:
-            self._value, out_of_band = decode_value_from_bytes(in_band, self._tags)
+            self._value, out_of_band = decode_value(in_band, self._tags)
         except UnreadableError as error:
             self._error = ProtocolError(f"rank {peer} sent what is no value: {error}", ranks=(peer,))
             if error.out_of_band is None:
@@ -106,8 +106,7 @@ class LargeMessage:
         return ProtocolError(text, ranks=(self._peer,))
 
 
-_MIN_POOLED_BYTES = 1 << 20
-"""Smaller memory is reused by the allocator itself."""
+_MIN_POOLED_BYTES = 1 << 20  # smaller memory is reused by the allocator itself
 
 _MAX_FREE_BYTES = 128 << 20
 
@@ -116,9 +115,6 @@ class TensorPool:
     """Memory for large received tensors, used again once nobody has them any more; threads share it.
 
     Fresh memory has to be mapped and zeroed, page by page, which takes longer than receiving into it.
-
-    Args:
-        max_free_bytes: Limit of the free memory that is retained.
     """
 
     def __init__(self, max_free_bytes: int = _MAX_FREE_BYTES) -> None:

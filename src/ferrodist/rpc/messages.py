@@ -40,15 +40,9 @@ class MessageKind(enum.IntEnum):
     CALL = 0
     RESULT = 1
     FAILURE = 2
-
-    CANCEL = 3
-    """The caller of a call waits no more."""
-
-    INTERNAL_CALL = 4
-    """A call of one agent by another one, which is handled in the thread that receives it."""
-
-    NOTICE = 5
-    """An internal call without a response, which is handled after everything sent before it."""
+    CANCEL = 3  # the caller of a call waits no more
+    INTERNAL_CALL = 4  # a call of one agent by another one, which is handled in the thread that receives it
+    NOTICE = 5  # an internal call without a response, which is handled after everything sent before it
 
 
 OWN_NAMES = "ferrodist."
@@ -67,23 +61,12 @@ NO_NUMBER = 0
 class FailureKind(enum.IntEnum):
     """Why a call has no result."""
 
-    RAISED = 0
-    """The function raised an exception."""
-
-    UNKNOWN = 1
-    """There is no function of that name."""
-
-    UNDECODABLE = 2
-    """The message could not be unpacked."""
-
-    UNENCODABLE = 3
-    """The result can't be sent."""
-
-    EXPIRED = 4
-    """The call was given up before it began, or before it ended."""
-
-    OVERLOADED = 5
-    """The caller has too many calls without a result."""
+    RAISED = 0  # the function raised an exception
+    UNKNOWN = 1  # there is no function of that name
+    UNDECODABLE = 2  # the message could not be unpacked
+    UNENCODABLE = 3  # the result can't be sent
+    EXPIRED = 4  # the call was given up before it began, or before it ended
+    OVERLOADED = 5  # the caller has too many calls without a result
 
 
 @dataclass(frozen=True, slots=True)
@@ -330,8 +313,4 @@ class ValueCodec(ABC):
     def pack(
         self, peer: int, write: Callable[[Any, Sequence[LeafCodec]], Content], value: Any
     ) -> tuple[Content, ReferenceTransfer | None]:
-        """Pack a value for a peer by `pack_call` or `pack_result`.
-
-        Returns:
-            The content, and the references in it, which are to send it.
-        """
+        """Pack a value for a peer by `pack_call` or `pack_result`; references in it are to send the content."""

@@ -27,8 +27,7 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger(__name__)
 
-_NEVER = b"\0"
-"""No key has this value: a comparison with it reads a key without waiting for it."""
+_NEVER = b"\0"  # no key has this value: a comparison with it reads a key without waiting for it
 
 _CLOSE_SECONDS = 2.0
 _REREAD_SECONDS = 60.0
@@ -61,10 +60,7 @@ class PeerDirectory:
         self._thread: threading.Thread | None = None
 
     def enter(self, address: str) -> PeerRecord:
-        """Become the rank's newest process, which listens at an address, and notify the higher ranks.
-
-        Raises DistributedError if the store is gone, or does not answer.
-        """
+        """Become the rank's newest process, which listens at an address, and notify the higher ranks."""
         incarnation = self._store.add(f"incarnation/{self._rank}", 1, timeout=self._timeout)
         self._record = record = PeerRecord(incarnation, secrets.token_hex(8), address)
         self._store.delete(_change_key(self._rank, incarnation - 2), timeout=self._timeout)
@@ -78,9 +74,7 @@ class PeerDirectory:
     def watch(self, on_found: Callable[[int, PeerRecord], None], on_end: Callable[[str], None]) -> None:
         """Have a thread report the lower ranks' newest processes, now and whenever they change.
 
-        Args:
-            on_found: Called with a rank and its newest process, again and again.
-            on_end: Called once with the reason, a sentence, when no more will be found.
+        ``on_end`` is called once with the reason, a sentence, when no more will be found.
         """
         self._thread = threading.Thread(
             target=self._watch, args=(on_found, on_end), name=f"ferrodist-rpc-{self._rank}-directory", daemon=True

@@ -25,11 +25,9 @@ if TYPE_CHECKING:
     from ferrodist.backends.base import Backend
     from ferrodist.rpc.transport import RpcBackend
 
-_GOODBYE_SECONDS = 2.0
-"""How long `PeerManager.close` waits for all peers together to receive its goodbye."""
+_GOODBYE_SECONDS = 2.0  # how long `PeerManager.close` waits for all peers together to receive its goodbye
 
-_POLL_INTERVAL_SECONDS = 0.2
-"""Between two checks whether a rank that is waited for can still come."""
+_POLL_INTERVAL_SECONDS = 0.2  # between two checks whether a rank that is waited for can still come
 
 _NO_VERSION = (-1, -1)
 
@@ -65,11 +63,7 @@ class PeerManager:
         self._listeners: Sequence[PeerListener] = ()
 
     def start(self, options: PeerOptions, handler: MessageHandler, listeners: Sequence[PeerListener]) -> None:
-        """Look for the other ranks from now on, waiting for none; listeners are called in their order.
-
-        Raises RuntimeError if the backend serves another agent, or DistributedError if it can't be opened; it is closed
-        then.
-        """
+        """Look for the other ranks from now on, waiting for none; closes the backend if it can't be opened."""
         self._options, self._handler, self._listeners = options, handler, listeners
         self._peers[self.rank] = LoopbackPeer(self.rank, options, handler)
         try:

@@ -155,7 +155,7 @@ class RefCountClient:
         for sender, fork_ids in self.table.unsettled(user).items():
             for start in range(0, len(fork_ids), _MAX_PER_MESSAGE):
                 arguments = (sender, fork_ids[start : start + _MAX_PER_MESSAGE])
-                self._notify(user, SETTLE, functools.partial(_return, arguments))
+                self._notify(user, SETTLE, functools.partial(tuple, arguments))
 
     def _notify(self, rank: int, name: str, make_arguments: Callable[[], tuple[Any, ...] | None]) -> bool:
         """Notify a rank, if it is there: otherwise it has lost this one, and what was counted between them."""
@@ -164,10 +164,6 @@ class RefCountClient:
         except DistributedError:
             return False
         return True
-
-
-def _return(arguments: tuple[Any, ...]) -> tuple[Any, ...]:
-    return arguments
 
 
 def _plain(counts: Mapping[ReferenceId, int]) -> list[Any]:

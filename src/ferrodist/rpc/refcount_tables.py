@@ -43,16 +43,14 @@ class ReferenceCounts:
     elsewhere: int
 
 
+@dataclass(slots=True)
 class _PeerState:
     """The state of another rank: its process, and its connection."""
 
-    __slots__ = ("connection", "has_met", "incarnation", "is_there")
-
-    def __init__(self) -> None:
-        self.incarnation = -1
-        self.connection = 0
-        self.is_there = False
-        self.has_met = False  # whether the peer knows of this connection
+    incarnation: int = -1
+    connection: int = 0
+    is_there: bool = False
+    has_met: bool = False  # whether the peer knows of this connection
 
 
 class RefCountSender(Protocol):

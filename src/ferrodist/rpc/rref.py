@@ -163,8 +163,4 @@ class Methods:
     def __getattr__(self, name: str) -> Callable[..., Any]:
         if name.startswith("_"):
             raise AttributeError(f"{name!r} is no public method, and only those are called on other ranks")
-        return functools.partial(_call_one, self._call, name)
-
-
-def _call_one(call: Callable[..., Any], method: str, /, *arguments: Any, **keywords: Any) -> Any:
-    return call(method, arguments, keywords)
+        return lambda *arguments, **keywords: self._call(name, arguments, keywords)

@@ -18,22 +18,18 @@ ForkKey = tuple[int, int]
 FREED = "the object was freed: its owner knows of no reference to it"
 
 
-def _no_handle() -> None:
-    return None
-
-
 class OwnedObject:
     """An object at its owner, or one that is being made there."""
 
     def __init__(self, id_: ReferenceId) -> None:
         self.id = id_
         self.counts: dict[int, int] = {}  # by rank, the number of references sent to it
-        self.handle: Callable[[], RRef | None] = _no_handle  # this rank's own reference, while there is one
+        self.handle: Callable[[], RRef | None] = lambda: None  # this rank's own reference, while there is one
         self.value: OneShot[Any] = OneShot()  # the object, or a `Failure` that says why it could not be made
 
     def drop(self) -> None:
         """Forget the object."""
-        self.value.replace(Failure(FailureKind.UNKNOWN, "", FREED, ""))
+        self.value.set(Failure(FailureKind.UNKNOWN, "", FREED, ""), replace=True)
 
 
 class UserRRef:
@@ -43,7 +39,7 @@ class UserRRef:
         self.id = id_
         self.creation = creation  # the call that makes the object, if this rank made that call
         self.count = self.connection = 0  # references received, in this connection with the owner
-        self.handle: Callable[[], RRef | None] = _no_handle
+        self.handle: Callable[[], RRef | None] = lambda: None
 
     def add(self, connection: int) -> None:
         """Count a received reference."""

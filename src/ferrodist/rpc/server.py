@@ -43,7 +43,7 @@ class FunctionRegistry:
     """The functions that may be called, by name."""
 
     def __init__(self) -> None:
-        self._functions: dict[str, Callable[..., Any]] = {}
+        self.functions: dict[str, Callable[..., Any]] = {}
 
     def register(self, name: str, function: Callable[..., Any]) -> None:
         """Register a function; see `RpcAgent.register`."""
@@ -53,7 +53,7 @@ class FunctionRegistry:
             raise ValueError("the name of a function is empty: give it one by which others call it")
         if name.startswith(OWN_NAMES):
             raise ValueError(f"names that begin with {OWN_NAMES!r} are the agents' own: take another one")
-        if self._functions.setdefault(name, function) is not function:
+        if self.functions.setdefault(name, function) is not function:
             raise ValueError(f"there is a function {name!r} already: take another name")
 
     def register_all(self, functions: Mapping[str, Callable[..., Any]]) -> None:
@@ -66,24 +66,15 @@ class FunctionRegistry:
         for name, function in functions.items():
             self.register(name, function)
 
-    def find(self, name: str) -> Callable[..., Any] | None:
-        """The function registered under a name, or None."""
-        return self._functions.get(name)
-
     def classes(self) -> set[type]:
         """The registered classes."""
-        return {function for function in list(self._functions.values()) if isinstance(function, type)}
-
-    def names(self) -> list[str]:
-        """All names."""
-        return sorted(self._functions)
+        return {function for function in list(self.functions.values()) if isinstance(function, type)}
 
 
 serving_agent: contextvars.ContextVar[Any] = contextvars.ContextVar("ferrodist-rpc-agent")
 """The agent whose call a thread, or a coroutine, serves."""
 
-_MAX_INTERNAL_CALLS = 100
-"""Internal calls beside those in a window: one for each response with references."""
+_MAX_INTERNAL_CALLS = 100  # internal calls beside those in a window: one for each response with references
 
 _MAX_FAILURE_CHARACTERS, _MAX_TYPE_NAME_CHARACTERS = 300, 40
 """Of a failure that can't be sent as it is: a frame has room for them, whatever the limit of messages."""
@@ -245,9 +236,9 @@ class RpcServer(MessageHandler):
         except Exception as error:  # noqa: BLE001 - it is the caller's
             self.respond(incoming, Failure(FailureKind.UNDECODABLE, "", str(error), ""))
             return
-        function = incoming.function or self.registry.find(call.name)
+        function = incoming.function or self.registry.functions.get(call.name)
         if function is None:
-            known = ", ".join(self.registry.names()) or "none"
+            known = ", ".join(sorted(self.registry.functions)) or "none"
             text = f"there is no function {call.name!r} here: register it; those registered: {known}"
             self.respond(incoming, Failure(FailureKind.UNKNOWN, "", text, ""))
             return

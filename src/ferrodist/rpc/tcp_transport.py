@@ -46,13 +46,9 @@ class PairHello(msgspec.Struct, frozen=True, array_like=True):
     own: int
     attempt: int
 
-    def to_text(self) -> str:
-        """Encode this as the name of a group."""
-        return msgspec.json.encode(self).decode()
-
     @classmethod
     def from_text(cls, text: str) -> PairHello:
-        """Undo `to_text`; raises ProtocolError for another text."""
+        """Decode the name of a group; raises ProtocolError for another text."""
         try:
             return _DECODER.decode(text)
         except ValueError as error:
@@ -97,11 +93,9 @@ _log = logging.getLogger(__name__)
 
 _PURPOSE = "rpc"
 
-_CONNECT_SECONDS = 5.0
-"""Timeout of one attempt to connect; closing may have to wait for one."""
+_CONNECT_SECONDS = 5.0  # timeout of one attempt to connect; closing may have to wait for one
 
-_ARRIVAL_SECONDS = 1.0
-"""How long after the store's end a higher rank that had found this one may still connect."""
+_ARRIVAL_SECONDS = 1.0  # how long after the store's end a higher rank that had found this one may still connect
 
 _MIN_PAUSE_SECONDS, _MAX_PAUSE_SECONDS = 0.02, 5.0
 """Pause between attempts to connect to a process that may be gone."""
@@ -196,12 +190,7 @@ class TcpRpcBackend(RpcBackend):
         return cls(membership=membership, timeout=timeout, name=name)
 
     def open(self, peers: TransportListener) -> None:
-        """Find the other ranks; see `RpcBackend.open`.
-
-        Raises:
-            RuntimeError: The backend was opened before: each agent needs its own.
-            DistributedError: The store is gone, or this host can't listen.
-        """
+        """Find the other ranks; raises RuntimeError for a second agent, DistributedError for a lost store."""
         if self._peers is not None:
             raise RuntimeError("a TcpRpcBackend serves one agent: make another one, of another name, for this")
         self._peers = peers
@@ -388,6 +377,6 @@ def _hello(membership: Membership, request: PairHello, address: str = "") -> Hel
         job=membership.job,
         rank=membership.rank,
         world_size=membership.world_size,
-        group=request.to_text(),
+        group=msgspec.json.encode(request).decode(),
         address=address,
     )

@@ -14,8 +14,7 @@ if TYPE_CHECKING:
     from ferrodist.rpc.peer_manager import PeerManager
     from ferrodist.rpc.server import RpcServer
 
-_POLL_INTERVAL_SECONDS = 0.2
-"""Between two checks whether a rank may still come, which nothing notifies of."""
+_POLL_INTERVAL_SECONDS = 0.2  # between two checks whether a rank may still come, which nothing notifies of
 
 
 class WorkerNames:
@@ -66,15 +65,12 @@ class WorkerNames:
                 self._lost[name] = rank
                 self._changed.notify_all()
 
-    def find(self, name: str, deadline: Deadline) -> int:
-        """The rank with a name, waiting for one that has not been there yet; raises InvalidRankError."""
-        return self._find(name, deadline, among_lost=True)
+    def find(self, name: str, deadline: Deadline, *, among_lost: bool = True) -> int:
+        """The rank with a name, waiting for one that has not been there yet; raises InvalidRankError.
 
-    def wait_for(self, name: str, deadline: Deadline) -> int:
-        """The rank with a name, waiting also for the next one where the last was lost; raises as `find`."""
-        return self._find(name, deadline, among_lost=False)
+        If the last one was lost, it is that rank, or this waits for the next one.
+        """
 
-    def _find(self, name: str, deadline: Deadline, *, among_lost: bool) -> int:
         def is_known() -> bool:
             is_there = name in self._names.values() or (among_lost and name in self._lost)
             return self._is_closed or is_there or self._are_complete()

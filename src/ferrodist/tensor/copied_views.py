@@ -43,13 +43,8 @@ def actual_kind(kind: ViewKind, view: torch.Tensor, viewed: torch.Tensor) -> Vie
 class ViewCopy:
     """The memory of its own that a view's shard has; the views of that view share the `ViewCopy`.
 
-    Args:
-        source: The viewed tensor's shard.
-        copy: The view's shard.
-        is_moved: Whether the copy has other elements than the source, received from other ranks.
-        parent: The viewed tensor's own `ViewCopy`, if that is a view with a copy too.
-        owner: The viewed tensor, if torch does not promise that it and the view share memory: the copy needs no update
-            once that tensor is gone. None if torch promises it.
+    ``parent`` is the viewed tensor's own `ViewCopy`, if that is a view with a copy too. ``owner`` is the viewed tensor,
+    if torch does not promise that it and the view share memory: the copy needs no update once that tensor is gone.
     """
 
     __slots__ = ("__weakref__", "_owner", "_source", "copy", "is_moved", "is_stale", "parent", "views")
@@ -60,10 +55,8 @@ class ViewCopy:
         self._source = source if owner is None else None
         self._owner = None if owner is None else weakref.ref(owner)
         self.copy, self.is_moved, self.parent = copy, is_moved, parent
-        self.is_stale = False
-        """Whether the source was written after its elements were moved: no view can be read then."""
-        self.views: list[weakref.ref[Any]] = []
-        """All tensors whose shards are in the copy."""
+        self.is_stale = False  # whether the source was written after its elements were moved: no view can be read then
+        self.views: list[weakref.ref[Any]] = []  # all tensors whose shards are in the copy
 
     @staticmethod
     def make(viewed: Any, copy: torch.Tensor, kind: ViewKind) -> ViewCopy:

@@ -17,14 +17,7 @@ import torch
 from ferrodist.errors import UnsupportedOpError
 from ferrodist.tensor.copied_views import VIEW_COPIES, ViewKind, actual_kind, after_write, check_writable
 from ferrodist.tensor.fallback import compute_data_dependent, copy_to_itself, find_substitute, is_copy_to_itself
-from ferrodist.tensor.op_strategy import (
-    OpCall,
-    bind_arguments,
-    find_all,
-    map_tensors,
-    select_strategy,
-    split_arguments,
-)
+from ferrodist.tensor.op_strategy import OpCall, bind_arguments, find_all, map_tensors, select_strategy, split_arguments
 from ferrodist.tensor.ops.table import RULES
 from ferrodist.tensor.plain_tensors import REFUSE_SCALARS, find_plain, plain_caller, record_scalars
 from ferrodist.tensor.redistribute import redistribute_local
@@ -44,8 +37,7 @@ _KEYED_BY_VALUE: Any = object()
 _UNSAFE_VIEW = private_aten.unsafe_view.default
 """A view that autograd does not take for one: of results that nobody else has, and of what `torch.kron` writes to."""
 
-_MAX_CACHED = 1 << 14
-"""The entries of a group's cache; programs with new shapes in each step would fill the memory."""
+_MAX_CACHED = 1 << 14  # the entries of a group's cache; programs with new shapes in each step would fill the memory
 
 
 class DispatchKind(Enum):
@@ -61,35 +53,24 @@ class DispatchKind(Enum):
 
 @dataclass(slots=True, eq=False)
 class CachedDispatch:
-    """The prepared computation of a kind of call.
+    """The prepared computation of a kind of call."""
 
-    Args:
-        local: The function called with the local tensors: the operator (its C++ call, which is faster), or the local
-            function of its rule.
-        specs: For each distributed tensor among the arguments, in order, the spec to which it is redistributed.
-        outputs: The specs of the tensors that ``local`` returns, in order.
-        replaced: The arguments that differ on this rank, by name.
-        written: The names of the arguments that are written to.
-    """
-
-    local: Callable[..., Any]
-    specs: Sequence[DTensorSpec]
-    outputs: Sequence[DTensorSpec]
-    replaced: Mapping[str, Any]
-    written: Sequence[str]
+    local: Callable[..., Any]  # the operator (its C++ call, which is faster), or the local function of its rule
+    specs: Sequence[DTensorSpec]  # to which the distributed tensors among the arguments are redistributed
+    outputs: Sequence[DTensorSpec]  # of the tensors that `local` returns
+    replaced: Mapping[str, Any]  # the arguments that differ on this rank
+    written: Sequence[str]  # the names of the arguments that are written to
     kind: DispatchKind = field(default=DispatchKind.ANY, init=False)
-    output: DTensorSpec | None = field(default=None, init=False)
-    """The spec of the only result, for RESULT and VIEW."""
+    output: DTensorSpec | None = field(default=None, init=False)  # the spec of the only result, for RESULT and VIEW
     positions: Sequence[tuple[int, Any]] = field(default=(), init=False)
     """``replaced`` by position, for all kinds but ANY; for LISTS the positions of what is written."""
     offsets: Sequence[int] | None = field(default=None, init=False)
     """The storage offsets of views in the full tensor; None if the results are no views."""
-    offset: int = field(default=0, init=False)
-    """The only one of ``offsets``, for VIEW."""
+    offset: int = field(default=0, init=False)  # the only one of `offsets`, for VIEW
     view_kind: ViewKind = field(default=ViewKind.COPIED, init=False)
     """The kind of views whose shards have memory of their own."""
     may_copy: bool = field(default=True, init=False)
-    """Whether the shards of a VIEW may be copies: views by the operator itself never are."""
+    """Return whether the shards of a VIEW may be copies: views by the operator itself never are."""
 
 
 def cache_key(value: Any, cls: Any) -> Any:
@@ -115,16 +96,8 @@ def dispatch(
 ) -> Any:
     """Compute a call that `DTensor` does not run inline.
 
-    Args:
-        func: The operator.
-        args: The positional arguments.
-        kwargs: The keyword arguments.
-        cls: The class of distributed tensors.
-        key: The call's key: the operator's identity, and the `cache_key` of each argument.
-
-    Raises:
-        UnsupportedOpError: The operator has no rule, or not for these arguments.
-        ValueError: The tensors are not all on one mesh, or some are distributed and others are not.
+    ``key`` is the call's key: the operator's identity, and the `cache_key` of each argument. UnsupportedOpError: no
+    rule fits. ValueError: the tensors are not all on one mesh, or some are distributed and others are not.
     """
     _check_writable(func, args, kwargs)
     record_scalars(func, args, kwargs, cls)

@@ -100,11 +100,7 @@ class DTensor(torch.Tensor):
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override] # noqa: C901, PLR0912 - calls would take longer than what they do
-        cls,
-        func: Any,
-        types: Any,
-        args: Sequence[Any] = (),
-        kwargs: Mapping[str, Any] | None = None,
+        cls, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         """Compute an operator on local shards."""
         # What `cache_key` returns, without the calls.

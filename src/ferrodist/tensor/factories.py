@@ -30,11 +30,7 @@ if TYPE_CHECKING:
 
 
 def distribute(
-    tensor: torch.Tensor,
-    mesh: DeviceMesh,
-    placements: Placement | Sequence[Placement],
-    *,
-    src: int | None = 0,
+    tensor: torch.Tensor, mesh: DeviceMesh, placements: Placement | Sequence[Placement], *, src: int | None = 0
 ) -> DTensor:
     """Distribute a tensor over a mesh; every rank of the mesh calls this.
 

@@ -83,12 +83,7 @@ def _needs_no_consent(cls: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) 
 
 
 def compute_replicated(func: torch._ops.OpOverload, cls: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    """Compute an operator on full tensors, on every rank.
-
-    Raises:
-        UnsupportedOpError: The operator gives a tensor that it writes another shape.
-        ValueError: A plain tensor among the arguments may differ between ranks.
-    """
+    """Compute an operator on full tensors, on every rank; ValueError if a plain argument may differ between ranks."""
     mesh = find_all(cls, [*args, *kwargs.values()])[0]._spec.mesh
     given = bind_arguments(func, args, kwargs)
     written = {argument.name for argument in schema_of(func).arguments if argument.is_write}
@@ -126,10 +121,9 @@ def compute_replicated(func: torch._ops.OpOverload, cls: Any, args: Sequence[Any
 
 
 def compute_data_dependent(func: torch._ops.OpOverload, cls: Any, /, *args: Any, **kwargs: Any) -> Any:
-    """Compute an operator whose output shapes depend on the elements, which needs replicated inputs.
+    """Compute an operator whose output shapes depend on the elements; UnsupportedOpError if an input is sharded.
 
-    Raises:
-        UnsupportedOpError: An input is sharded. Those of a gradient's formula are gathered instead.
+    Those of a gradient's formula are gathered instead.
     """
     tensors = find_all(torch.Tensor, [*args, *kwargs.values()])
     sharded = [one._spec for one in tensors if isinstance(one, cls) and _is_sharded(one._spec)]

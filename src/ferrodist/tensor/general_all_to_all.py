@@ -24,26 +24,14 @@ if TYPE_CHECKING:
     from ferrodist.tensor.placement import Placement
     from ferrodist.tensor.spec import DTensorSpec
 
-    _Box = list[tuple[int, int]]
-    """The start and the end in each dim."""
+    _Box = list[tuple[int, int]]  # the start and the end in each dim
 
 
 class GeneralAllToAll:
-    """The pattern of an exchange: the box that each rank sends to each other.
-
-    Args:
-        shape: The shape of the full tensor.
-        before: The placement along each axis: replicated, or sharded without blocks.
-        after: The new placements, likewise.
-        mesh_shape: The number of ranks along each axis.
-    """
+    """The box that each rank sends to each other, for placements that are replicated, or sharded without blocks."""
 
     def __init__(
-        self,
-        shape: Sequence[int],
-        before: Sequence[Placement],
-        after: Sequence[Placement],
-        mesh_shape: Sequence[int],
+        self, shape: Sequence[int], before: Sequence[Placement], after: Sequence[Placement], mesh_shape: Sequence[int]
     ) -> None:
         self._shape, self._mesh_shape = shape, mesh_shape
         self._before, self._after = before, after

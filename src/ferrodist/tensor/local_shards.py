@@ -27,21 +27,14 @@ if TYPE_CHECKING:
 
     from ferrodist.tensor.spec import DTensorSpec
 
-    Run = tuple[int, int]
-    """Consecutive elements of a dim: the first one's index in the full tensor, and their number."""
+    Run = tuple[int, int]  # consecutive elements of a dim: the first one's index in the full tensor, and their number
 
-_flat_shards = WeakTensorKeyDictionary()
-"""The annotations of `annotate_flat_shard`."""
+_flat_shards = WeakTensorKeyDictionary()  # the annotations of `annotate_flat_shard`
 
 
 @dataclass(frozen=True, slots=True)
 class Box:
-    """A rectangular part of a tensor.
-
-    Args:
-        offsets: The first index in each dim.
-        shape: The size in each dim.
-    """
+    """A rectangular part of a tensor: the first index and the size in each dim."""
 
     offsets: tuple[int, ...]
     shape: tuple[int, ...]
@@ -71,42 +64,25 @@ class Box:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FlatShard:
-    """The description of a tensor that holds a range of another tensor's elements, as FSDP's shards do.
+    """The description of a tensor that holds a range of another tensor's elements, as FSDP's shards do."""
 
-    Args:
-        shape: The shape of the other tensor: a full tensor, or the local shard of a distributed one.
-        start: The index of the first element.
-        spec: The spec of the distributed tensor; None for a full tensor.
-        num_shards: The number of ranks over which the elements are sharded.
-        num_copies: The number of ranks that have the same flat shard.
-        order: The dims in the order in which elements are stored, the last one fastest; None for row-major order.
-    """
-
-    shape: tuple[int, ...]
-    start: int
-    spec: DTensorSpec | None
-    num_shards: int
-    num_copies: int
-    order: tuple[int, ...] | None = None
+    shape: tuple[int, ...]  # of the other tensor: a full tensor, or the local shard of a distributed one
+    start: int  # the index of the first element
+    spec: DTensorSpec | None  # the spec of the distributed tensor; None for a full tensor
+    num_shards: int  # ranks over which the elements are sharded
+    num_copies: int  # ranks that have the same flat shard
+    order: tuple[int, ...] | None = None  # dims as elements are stored, the last one fastest; None: row-major
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LocalShard:
-    """A rank's elements of a tensor.
-
-    Args:
-        shape: The shape of the full tensor.
-        dtype: The dtype.
-        boxes: Boxes of the full tensor, each with a view of the rank's memory, in the box's shape.
-        placement: The tensor's placements in words.
-        is_replicated: Whether other ranks may have the same elements.
-    """
+    """A rank's elements of a tensor: boxes of the full tensor, each with a view of the rank's memory in its shape."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
     boxes: list[tuple[Box, torch.Tensor]]
-    placement: str
-    is_replicated: bool
+    placement: str  # in words
+    is_replicated: bool  # whether other ranks may have the same elements
 
 
 def annotate_flat_shard(tensor: torch.Tensor, shard: FlatShard) -> None:
@@ -123,8 +99,7 @@ def flat_shard_of(tensor: torch.Tensor) -> FlatShard | None:
 def local_shard(tensor: torch.Tensor) -> LocalShard:
     """This rank's elements of a tensor: a distributed one, an annotated flat shard, or a plain one.
 
-    Raises:
-        ValueError: The tensor is partial: no rank has any of its elements.
+    ValueError: the tensor is partial, so that no rank has any of its elements.
     """
     if isinstance(tensor, DTensor):
         spec, local = tensor._spec, tensor._local

@@ -28,8 +28,7 @@ from ferrodist.torch_private.operators import overloads, schema_of
 if TYPE_CHECKING:
     from ferrodist.mesh import DeviceMesh
 
-LocalFunction = Callable[..., Any]
-"""What computes this rank's outputs from local shards."""
+LocalFunction = Callable[..., Any]  # what computes this rank's outputs from local shards
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,36 +41,25 @@ class OpStrategy:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OpRule:
-    """The rule by which an operator is computed on sharded tensors.
+    """The rule by which an operator is computed on sharded tensors."""
 
-    Args:
-        strategies: The strategies along an axis, given the call and the axis's index. ``call.selected`` has those of
-            the axes before. The strategy that moves the fewest bytes is selected; of equal ones, the first.
-        local: A factory of the local function, which computes the local outputs instead of the operator; None, or a
-            factory that returns None, stands for the operator itself. The call has ``placed_inputs`` and ``outputs``.
-        arguments: A function that makes the arguments, by name, that differ on this rank, such as local sizes.
-        depends_on_values: Whether strategies depend on the values of float arguments, not only on their presence.
-        copies: Whether local outputs are copies where the operator gives views.
-        is_data_dependent: Whether the shapes of the outputs depend on the elements, given all arguments by name. Such
-            a call needs replicated inputs; see `fallback.compute_data_dependent`.
-    """
-
+    # along the axis with an index. `call.selected` has those of the axes before. The strategy that moves the fewest
+    # bytes is selected; of equal ones, the first.
     strategies: Callable[[OpCall, int], Sequence[OpStrategy]]
+    # makes the local function, which computes the local outputs instead of the operator; None stands for the operator
+    # itself. The call has `placed_inputs` and `outputs`.
     local: Callable[[OpCall], LocalFunction | None] | None = None
+    # makes the arguments, by name, that differ on this rank, such as local sizes
     arguments: Callable[[OpCall], Mapping[str, Any]] | None = None
-    depends_on_values: bool = False
-    copies: bool = False
+    depends_on_values: bool = False  # whether strategies depend on the values of float arguments
+    copies: bool = False  # whether local outputs are copies where the operator gives views
+    # whether the shapes of the outputs depend on the elements, given all arguments by name. Such a call needs
+    # replicated inputs; see `fallback.compute_data_dependent`.
     is_data_dependent: Callable[[Mapping[str, Any]], bool] | None = None
 
 
 class OpCall:
-    """One call of an operator, with specs instead of distributed tensors.
-
-    Args:
-        operator: The operator.
-        arguments: All arguments by name, defaults included.
-        mesh: The mesh of all distributed tensors.
-    """
+    """One call of an operator, with specs instead of distributed tensors; ``arguments`` has defaults too, by name."""
 
     def __init__(self, operator: torch._ops.OpOverload, arguments: Mapping[str, Any], mesh: DeviceMesh) -> None:
         self.operator = operator
@@ -79,10 +67,8 @@ class OpCall:
         self.mesh = mesh
         self.inputs: list[DTensorSpec] = find_all(DTensorSpec, list(arguments.values()))
         """The specs among the arguments, in order, including those in lists."""
-        self.selected: list[OpStrategy] = []
-        """The strategies of the first axes, as far as they are selected."""
-        self.placed_inputs: Sequence[DTensorSpec] = ()
-        """The specs to which the inputs are redistributed."""
+        self.selected: list[OpStrategy] = []  # the strategies of the first axes, as far as they are selected
+        self.placed_inputs: Sequence[DTensorSpec] = ()  # the specs to which the inputs are redistributed
         self.outputs: Sequence[DTensorSpec] = ()
         """The specs of the outputs; for an operator that writes, of what it writes to."""
 
@@ -107,9 +93,8 @@ class OpCall:
     def place(self, written: Sequence[int] | None) -> None:
         """Set `placed_inputs` and `outputs` from the selected strategies.
 
-        Args:
-            written: The indices of the inputs that the operator writes to, which are its outputs; None if it writes to
-                no argument.
+        ``written`` has the indices of the inputs that the operator writes to, which are its outputs; None if there are
+        none.
         """
         self.placed_inputs = [
             spec.with_placements([strategy.inputs[index] for strategy in self.selected])
@@ -124,6 +109,11 @@ class OpCall:
             )
             for index, meta in enumerate(self.results)
         ]
+
+
+def make_zeros(specs: Sequence[DTensorSpec]) -> list[torch.Tensor]:
+    """This rank's shards of tensors of zeros."""
+    return [torch.zeros(spec.local_shape, dtype=spec.dtype, device="cpu") for spec in specs]
 
 
 def _as_meta(value: DTensorSpec | torch.Tensor) -> torch.Tensor:
@@ -179,14 +169,8 @@ _LOCAL_COPY_COST = 1e-9
 def select_strategy(call: OpCall, rule: OpRule, written: Sequence[int]) -> bool:
     """Select a strategy for each axis in turn, by the fewest bytes given the inputs' placements: ``call.selected``.
 
-    Args:
-        call: The call.
-        rule: The operator's rule.
-        written: The indices of the inputs that are written to: they keep their placements, which are the first
-            output's too.
-
-    Returns:
-        Whether each axis has a strategy.
+    The inputs with the indices ``written`` keep their placements, which are the first output's too. Returns whether
+    each axis has a strategy.
     """
     for axis in range(call.mesh.ndim):
         best, least = None, math.inf
@@ -288,32 +272,25 @@ def all_replicated(call: OpCall, axis: int) -> list[OpStrategy]:
     return [OpStrategy((Replicate(),) * len(call.inputs), (Replicate(),) * len(call.results))]
 
 
-Labels = Sequence[Hashable]
-"""The label of each dim of a tensor."""
+Labels = Sequence[Hashable]  # the label of each dim of a tensor
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EinsumPattern:
-    """The labels of an operator's dims, and its reductions.
-
-    Args:
-        inputs: The labels of each input's dims.
-        outputs: The labels of each output's dims.
-        reductions: The reduction of each label that outputs lack and that may be sharded: such outputs are partial.
-        cross_rank: Further such labels, which the local function reduces over the ranks itself: outputs are replicated.
-        linear: Groups of inputs in which the operator is linear: if all of a group are partial sums (or means) and all
-            others replicated, so are the outputs.
-        addends: Indices of inputs that are added to the result, and are partial sums where a label is reduced.
-        commuting: Other reductions that commute with the operator, over all of its inputs.
-    """
+    """The labels of an operator's dims, and its reductions."""
 
     inputs: Sequence[Labels]
     outputs: Sequence[Labels]
+    # of labels that outputs lack and that may be sharded: such outputs are partial
     reductions: Mapping[Hashable, ReduceOp] = field(default_factory=dict)
+    # further such labels, which the local function reduces over the ranks itself: outputs are replicated
     cross_rank: Sequence[Hashable] = ()
+    # groups of inputs in which the operator is linear: if all of a group are partial sums (or means) and all others
+    # replicated, so are the outputs
     linear: Sequence[Sequence[int]] = ()
+    # indices of inputs that are added to the result, and are partial sums where a label is reduced
     addends: Sequence[int] = ()
-    commuting: Sequence[ReduceOp] = ()
+    commuting: Sequence[ReduceOp] = ()  # other reductions that commute with the operator, over all of its inputs
 
 
 def einsum_rule(pattern_of: Callable[[OpCall], EinsumPattern], **options: Any) -> OpRule:

@@ -50,11 +50,9 @@ BACKWARD_CHECKS = "tensor.backward_checks"
 
 
 def find_plain(arguments: Sequence[Any], *, takes_scalars: bool = True) -> list[torch.Tensor]:
-    """The plain tensors that can't be taken as scalars; in a list with distributed tensors none can.
+    """The plain tensors that can't be taken as scalars, if the operator's rule takes tensors without dims as scalars.
 
-    Args:
-        arguments: All arguments of a call.
-        takes_scalars: Whether the operator's rule takes tensors without dims as scalars.
+    In a list with distributed tensors none can.
     """
     found: list[torch.Tensor] = []
     for value in arguments:
@@ -110,12 +108,7 @@ def returned_arguments(func: torch._ops.OpOverload) -> list[str | None]:
 def replicate_plain(
     func: torch._ops.OpOverload, cls: Any, mesh: DeviceMesh, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> tuple[list[Any], dict[str, Any]]:
-    """Replace plain tensors among arguments by replicated distributed ones, which share their memory.
-
-    Raises:
-        ValueError: A plain tensor may differ between ranks.
-        CollectiveMismatchError: On all ranks: a plain tensor differs between ranks.
-    """
+    """Replace plain tensors by replicated distributed ones, which share their memory; errors as of `check_plain`."""
     # References are counted before anything here holds the tensors.
     torchs = {id(args[index]) for index in range(len(args)) if sys.getrefcount(args[index]) <= _ARGUMENT_REFS}
     for value in (*args, *kwargs.values()):
@@ -154,8 +147,7 @@ compared: both are safe.
 _LIST_ELEMENT_REFS = 3
 """References to a tensor in a list that only torch holds: torch's call, the list, and the counting."""
 
-_BASE_REFS = 3
-"""References to the base of a view that nobody else holds: the view, a name, and the counting."""
+_BASE_REFS = 3  # references to the base of a view that nobody else holds: the view, a name, and the counting
 
 
 def _writes_scalars(func: torch._ops.OpOverload, cls: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
@@ -185,25 +177,12 @@ _OVERWRITING = ("aten.copy_", "aten.fill_", "aten._foreach_copy_")
 
 
 def check_plain(
-    operator: object,
-    tensor: torch.Tensor,
-    mesh: DeviceMesh,
-    *,
-    is_torchs: bool = False,
-    is_overwritten: bool = False,
+    operator: object, tensor: torch.Tensor, mesh: DeviceMesh, *, is_torchs: bool = False, is_overwritten: bool = False
 ) -> None:
     """Raise unless a plain tensor, which an operator takes beside distributed ones, counts as replicated.
 
-    Args:
-        operator: The operator, for the error.
-        tensor: The plain tensor.
-        mesh: The mesh of the distributed tensors.
-        is_torchs: Whether only torch holds the tensor.
-        is_overwritten: Whether all elements are replaced, so that they may differ between ranks.
-
-    Raises:
-        ValueError: The tensor may differ between ranks.
-        CollectiveMismatchError: On all ranks: the tensor differs between ranks.
+    ``is_torchs``: only torch holds it. ``is_overwritten``: all elements are replaced, so that they may differ between
+    ranks. ValueError: it may differ between ranks. CollectiveMismatchError, on all ranks: it does.
     """
     is_backward = current_graph_task() != -1
     check = _find_check(mesh, is_backward=is_backward)
@@ -241,11 +220,7 @@ def _find_check(mesh: DeviceMesh, *, is_backward: bool) -> ReplicaCheck | None:
 
 
 def record_scalars(func: torch._ops.OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any], cls: Any) -> None:
-    """Let the ranks compare the plain scalars that a parallel module's code uses with distributed tensors.
-
-    Raises:
-        CollectiveMismatchError: On all ranks: a scalar differs between ranks, if the check is immediate.
-    """
+    """Let the ranks compare the plain scalars that a parallel module's code uses with distributed tensors."""
     is_backward = current_graph_task() != -1
     if ACTIVE_CHECK.get() is None and not is_backward:
         return

@@ -79,13 +79,7 @@ def record_move(local: torch.Tensor, mesh: DeviceMesh, before: Placement, after:
 def redistribute_local(local: torch.Tensor, source: DTensorSpec, target: DTensorSpec) -> torch.Tensor:
     """Redistribute a tensor, given this rank's shard; all ranks of the mesh call this.
 
-    Args:
-        local: This rank's shard under ``source``, which is not changed.
-        source: The tensor's spec.
-        target: The new spec.
-
-    Returns:
-        This rank's shard under ``target``; ``local`` itself if the specs are the same.
+    ``local`` is not changed, and is returned if the specs are the same.
     """
     if source is target:
         return local

@@ -59,10 +59,8 @@ class RedistributeStep:
     axes: tuple[int, ...]
     before: DTensorSpec
     after: DTensorSpec
-    group: Backend
-    """The ranks along the axes."""
-    size_bytes: float
-    """The bytes that a rank sends, on average."""
+    group: Backend  # the ranks along the axes
+    size_bytes: float  # the bytes that a rank sends, on average
 
     def __str__(self) -> str:
         over = ", ".join(self.before.mesh.axis_names[axis] for axis in self.axes)

@@ -31,20 +31,15 @@ class ReplicaCheck:
 
     Each rank records a digest of each tensor, once, and the ranks compare these at the end of the module's outermost
     forward, or of a backward: one small exchange, and none if nothing was recorded. A digest takes less time than the
-    operator that reads the tensor.
-
-    Args:
-        mesh: The mesh of the module.
-        immediate: Whether to compare each tensor when it is used, by an exchange for each.
+    operator that reads the tensor. If ``immediate``, each tensor is compared when it is used, by an exchange of its
+    own.
     """
 
     def __init__(self, mesh: DeviceMesh, *, immediate: bool) -> None:
         self._mesh, self._immediate = mesh, immediate
-        self.path = ""
-        """The path of the module whose forward runs."""
+        self.path = ""  # the path of the module whose forward runs
         self._entries: list[_Entry | Callable[[], _Entry]] = []
-        self._due: _Entry | None = None
-        """The first entry that requires an exchange."""
+        self._due: _Entry | None = None  # the first entry that requires an exchange
         self._seen: dict[int, tuple[weakref.ref[torch.Tensor], int, bool]] = {}
 
     def record(self, operator: object, tensor: torch.Tensor, mesh: DeviceMesh, *, is_due: bool = True) -> None:
@@ -76,11 +71,7 @@ class ReplicaCheck:
         self._entries.append(entry)
 
     def compare(self) -> None:
-        """Compare what was recorded since the last comparison; all ranks call this.
-
-        Raises:
-            CollectiveMismatchError: On all ranks: a tensor differs between ranks.
-        """
+        """Compare what was recorded since the last comparison; all ranks call this, and all raise if they differ."""
         entries, due = self._entries, self._due
         self.forget()
         if due is not None:
@@ -93,11 +84,7 @@ class ReplicaCheck:
 
 
 def check_replicated(operator: object, tensor: torch.Tensor, mesh: DeviceMesh) -> None:
-    """Raise unless all ranks of a mesh have the same tensor, which an operator takes; all of them call this.
-
-    Raises:
-        CollectiveMismatchError: On all ranks: the tensor differs between ranks.
-    """
+    """Raise CollectiveMismatchError on all ranks of a mesh, which all call this, unless they have the same tensor."""
     if mesh.group.world_size > 1:
         entry = _describe(None, operator, tensor, is_backward=False)
         _compare([entry], mesh, entry)

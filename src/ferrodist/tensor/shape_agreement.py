@@ -30,9 +30,7 @@ _SHARD = struct.Struct(f"<BB{_MAX_DIMS}q8s")
 def agree_on_shape(local: torch.Tensor, mesh: DeviceMesh, placements: Sequence[Placement]) -> tuple[int, ...]:
     """The shape of the full tensor that the ranks' shards make; all ranks of the mesh call this.
 
-    Raises:
-        ValueError: The shard has too many dims.
-        CollectiveMismatchError: On all ranks: the shards make no tensor.
+    CollectiveMismatchError, on all ranks: the shards make no tensor.
     """
     if local.dim() > _MAX_DIMS:
         raise ValueError(f"from_local takes tensors of at most {_MAX_DIMS} dims without shape=, not {local.dim()}")

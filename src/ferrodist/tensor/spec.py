@@ -53,14 +53,11 @@ class DTensorSpec:
     shape: tuple[int, ...]
     stride: tuple[int, ...]
     dtype: torch.dtype
-    local_shape: tuple[int, ...]
-    """The shape of this rank's shard."""
+    local_shape: tuple[int, ...]  # the shape of this rank's shard
     wrapper_arguments: tuple[Any, ...]
     """The arguments that make a wrapper of this shape, strides and dtype, without memory."""
-    plans: dict[DTensorSpec, Any]
-    """The plans to other specs, as `redistribute_plan.make_plan` found them."""
-    dispatch_cache: dict[Any, Any]
-    """The calls that `dispatch` prepared for tensors of the mesh's group."""
+    plans: dict[DTensorSpec, Any]  # the plans to other specs, as `redistribute_plan.make_plan` found them
+    dispatch_cache: dict[Any, Any]  # the calls that `dispatch` prepared for tensors of the mesh's group
 
     @staticmethod
     def make(
@@ -200,18 +197,7 @@ def sharding_axes(placements: Sequence[Placement], dims: Collection[int]) -> tup
 def check_placements(
     mesh: DeviceMesh, placements: Placement | Sequence[Placement], shape: Sequence[int]
 ) -> tuple[Placement, ...]:
-    """The placements of a tensor of this shape as a tuple, with non-negative dims.
-
-    Args:
-        mesh: The mesh.
-        placements: A placement for each axis of the mesh; or one placement, for a mesh of one axis.
-        shape: The shape of the full tensor.
-
-    Raises:
-        TypeError: An element is not a placement.
-        ValueError: The number of placements is not that of the axes, or blocks don't divide a dim evenly.
-        IndexError: The tensor has no such dim.
-    """
+    """The placements of a tensor of this shape, one for each axis of the mesh, as a tuple with non-negative dims."""
     given = (placements,) if isinstance(placements, Shard | Replicate | Partial) else tuple(placements)
     for placement in given:
         if not isinstance(placement, Shard | Replicate | Partial):

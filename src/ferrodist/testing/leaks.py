@@ -22,8 +22,7 @@ if TYPE_CHECKING:
 _SETTLE_TIMEOUT_SECONDS = 1.0
 _POLL_INTERVAL_SECONDS = 0.01
 _SHARED_MEMORY = Path("/dev/shm")
-_ENGINE_THREAD_PREFIX = "ferro"
-"""Threads of the native engine carry names that start with this."""
+_ENGINE_THREAD_PREFIX = "ferro"  # threads of the native engine carry names that start with this
 
 # Started once, on first use, by the interpreter or torch, and meant to live as long as the process.
 _LASTING_PROCESSES = (

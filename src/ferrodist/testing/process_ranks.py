@@ -50,23 +50,12 @@ _PR_SET_PDEATHSIG = 1
 
 
 def fork_rank(
-    program: RankProgram,
-    rank: int,
-    connection: Connection,
-    stack_file: IO[bytes],
-    close_inherited: Callable[[], None],
+    program: RankProgram, rank: int, connection: Connection, stack_file: IO[bytes], close_inherited: Callable[[], None]
 ) -> int:
-    """Fork, and run ``program`` as ``rank`` in the child, which never returns from here.
+    """Fork, and run ``program`` as ``rank`` in the child, which never returns from here; returns its process id.
 
-    Args:
-        program: The program of the rank.
-        rank: The child's rank.
-        connection: The child's end of its pipe.
-        stack_file: The file for the child's stacks on `STACK_SIGNAL`.
-        close_inherited: Called in the child to close the descriptors of the parent and of other ranks.
-
-    Returns:
-        The child's process id.
+    The child writes its stacks to ``stack_file`` on `STACK_SIGNAL`, and calls ``close_inherited`` to close the
+    descriptors of the parent and of other ranks.
     """
     libc = ctypes.CDLL(None) if sys.platform == "linux" else None
     parent = os.getpid()
@@ -217,8 +206,7 @@ def _state(pid: int) -> str:
 
 _EXIT_TIMEOUT_SECONDS = 2.0
 _THREAD_EXIT_TIMEOUT_SECONDS = 0.5
-_lasting_threads: set[int] = set()
-"""System ids of threads of C libraries that did not end when they were waited for."""
+_lasting_threads: set[int] = set()  # system ids of threads of C libraries that did not end when they were waited for
 
 
 class _Child:

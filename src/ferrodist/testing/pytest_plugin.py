@@ -121,11 +121,7 @@ def pytest_runtest_makereport(
     return report
 
 
-_OUTCOMES: tuple[type[BaseException], ...] = (
-    pytest.skip.Exception,
-    pytest.xfail.Exception,
-    pytest.exit.Exception,
-)
+_OUTCOMES: tuple[type[BaseException], ...] = (pytest.skip.Exception, pytest.xfail.Exception, pytest.exit.Exception)
 
 
 class _RankOutcome(BaseException):

@@ -29,7 +29,6 @@ if TYPE_CHECKING:
     from ferrodist.testing.backend_names import BackendName
     from ferrodist.testing.supervisor import Outcome
 
-if TYPE_CHECKING:
     BackendFactory: TypeAlias = Callable[[int], Sequence[Backend]]
 
 

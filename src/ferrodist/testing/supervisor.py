@@ -37,15 +37,10 @@ _RULE = "-" * 8
 
 
 def rank_failed_error(outcomes: Sequence[Outcome], world_size: int, notes: Sequence[str] = ()) -> RankFailedError:
-    """Build the error for a run in which at least one of ``outcomes`` is a failure.
+    """Build the error for a run in which at least one of ``outcomes``, in any order, is a failure.
 
     The primary failures come first in time order, each with its whole report (once, where ranks raised the same);
-    secondary failures, which other ranks raised because of them, follow in one line each.
-
-    Args:
-        outcomes: The outcomes of the ranks, in any order.
-        world_size: Number of ranks.
-        notes: Sentences about the circumstances, for the end.
+    secondary failures, which other ranks raised because of them, follow in one line each, and ``notes`` at the end.
     """
     failures = sorted((outcome for outcome in outcomes if outcome.failed), key=lambda outcome: outcome.time)
     first = [outcome for outcome in failures if not outcome.secondary] or failures[:1]
@@ -81,29 +76,19 @@ _OUTER_FILES = {"pytest_plugin.py", "process_ranks.py", "ranks.py", "supervisor.
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Outcome:
-    """The outcome of one rank's function.
-
-    Args:
-        rank: The rank.
-        time: The time at its end, on the clock that all processes of a host share.
-        result: The return value.
-        error: The exception, or None. An error that does not pickle has a stand-in here.
-        report: Traceback or other text about a failure; empty when there was none.
-        summary: The failure in one line.
-        secondary: Whether the failure is another rank's, seen from this one.
-    """
+    """The outcome of one rank's function."""
 
     rank: int
-    time: float
+    time: float  # of its end, on the clock that all processes of a host share
     result: Any = None
-    error: BaseException | None = None
-    report: str = ""
-    summary: str = ""
-    secondary: bool = False
+    error: BaseException | None = None  # a stand-in for one that does not pickle
+    report: str = ""  # a traceback or other text about a failure
+    summary: str = ""  # the failure in one line
+    secondary: bool = False  # whether the failure is another rank's, seen from this one
 
     @property
     def failed(self) -> bool:
-        """Whether the rank has failed."""
+        """Return whether the rank has failed."""
         return bool(self.summary)
 
 
@@ -122,12 +107,7 @@ class Channel(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankProgram:
-    """The work of every rank.
-
-    Args:
-        open_group: Opens the group of a rank; may block until the others do the same.
-        body: The function of the rank; called with the group.
-    """
+    """The work of a rank: to open its group, which may block until the others do, and the function on it."""
 
     open_group: Callable[[int], Backend]
     body: Callable[[Backend], Any]
@@ -173,7 +153,7 @@ def failed_outcome(rank: int, error: BaseException) -> Outcome:
 
 
 def is_own_frame(path: str) -> bool:
-    """Whether a source file belongs to the frames between a rank's start and the test's function."""
+    """Return whether a source file belongs to the frames between a rank's start and the test's function."""
     return Path(path).parent == _HERE and Path(path).name in _OUTER_FILES
 
 
@@ -197,11 +177,9 @@ def _close(group: Backend | None, rank: int) -> Outcome | None:
     return None
 
 
-_STOP_TIMEOUT = 3.0
-"""Seconds for ranks to end by themselves after one has failed and aborted the group."""
+_STOP_TIMEOUT = 3.0  # seconds for ranks to end by themselves after one has failed and aborted the group
 
-_CLOSE_TIMEOUT = 2.0
-"""Seconds, at least, for ranks to close their groups."""
+_CLOSE_TIMEOUT = 2.0  # seconds, at least, for ranks to close their groups
 
 
 class Stage(Enum):
@@ -243,11 +221,7 @@ class RankSet(Protocol):
 
 
 def supervise(ranks: RankSet, world_size: int, timeout: float) -> list[Any]:
-    """Wait for all ranks and return their results in rank order.
-
-    Raises:
-        RankFailedError: A rank raised, died or was not done after ``timeout`` seconds.
-    """
+    """Wait for all ranks, ``timeout`` seconds, and return their results in rank order; RankFailedError if one fails."""
     watch = _Supervision(ranks, world_size, Deadline(timeout))
     try:
         stuck = watch.collect_results()

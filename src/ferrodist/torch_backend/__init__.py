@@ -10,6 +10,7 @@
     buffer_pool.py     reused memory for torch's tensors        c10d_ops.py            c10d operators for tracing
 """
 
+import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -19,22 +20,15 @@ if TYPE_CHECKING:
 
 __all__ = ["group_of", "register", "use_c10d_kernels"]
 
+# Loaded when first used: torch's import can do without the first two.
+_MODULES = {"group_of": "process_group", "use_c10d_kernels": "c10d_ops", "register": "registration"}
+
 
 if not TYPE_CHECKING:  # type checkers report unknown names
 
     def __getattr__(name: str) -> Any:
-        if name == "group_of":
-            from ferrodist.torch_backend.process_group import group_of  # noqa: PLC0415 - loads what torch's import can do without
-
-            return group_of
-        if name == "use_c10d_kernels":
-            from ferrodist.torch_backend.c10d_ops import use_c10d_kernels  # noqa: PLC0415 - as above
-
-            return use_c10d_kernels
-        if name == "register":
-            from ferrodist.torch_backend.registration import register  # noqa: PLC0415 - as above
-
-            return register
+        if name in _MODULES:
+            return getattr(importlib.import_module(f"{__name__}.{_MODULES[name]}"), name)
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 

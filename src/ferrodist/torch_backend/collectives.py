@@ -38,20 +38,13 @@ def _nothing() -> None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CheckedCall:
-    """A collective of torch's whose arguments have been checked.
+    """A collective of torch's whose arguments have been checked."""
 
-    Args:
-        op: The call; its ``source`` is one of torch's tensors, for the device.
-        results: The return value of torch's ``Work.result()``.
-        run: Runs the call in its turn, when its tensors can be read; takes the engine, the seconds that the call may
-            take, and its position among the group's collectives.
-        finish: Called once, by the thread that waits for the end.
-    """
-
-    op: CollectiveOp
-    results: list[Any]
+    op: CollectiveOp  # its `source` is one of torch's tensors, for the device
+    results: list[Any]  # of `Work.result()`
+    # Runs the call in its turn, when its tensors can be read; takes the engine, the timeout in seconds, the position.
     run: Callable[[CollectiveEngine, float, int], None]
-    finish: Callable[[], None] = _nothing
+    finish: Callable[[], None] = _nothing  # called once, by the thread that waits for the end
 
 
 def _call(
@@ -74,12 +67,8 @@ def _call(
 class SplitSizeCheck:
     """A comparison, before a call, of arguments that engines don't compare.
 
-    Args:
-        group: The group.
-        name: The call's name.
-        what: The name of the compared arguments, for the error.
-        text: This rank's arguments, which must be equal on all ranks.
-        count: A number that may differ.
+    ``text`` has this rank's arguments, which must be equal on all ranks; ``what`` names them in the error. ``count``
+    may differ.
     """
 
     def __init__(self, group: Backend, name: str, what: str, text: str, count: int = 0) -> None:
@@ -267,9 +256,7 @@ def scatter_single(group: Backend, output: torch.Tensor, tensor: torch.Tensor | 
     _check(output)
     if tensor is None:
         return _scatter_from_root(group, Target(output), None, output, root)
-    _check(tensor)
-    _check_like(tensor, output)
-    _check_whole_input(group, tensor, output)
+    _check_whole(group, tensor, output, ("input", "output"))
     target = Target(output, beside=None if _is_own_part(group, tensor, output) else tensor)
     return _scatter_from_root(group, target, Source(tensor), output, root)
 
@@ -297,9 +284,7 @@ def reduce_scatter(group: Backend, output: torch.Tensor, inputs: Sequence[torch.
 
 def reduce_scatter_single(group: Backend, output: torch.Tensor, tensor: torch.Tensor, op: Op) -> CheckedCall:
     """Fold one tensor over the ranks, and scatter it."""
-    _check(tensor)
-    _check_like(tensor, output)
-    _check_whole_input(group, tensor, output)
+    _check_whole(group, tensor, output, ("input", "output"))
     target = Target(output, beside=None if _is_own_part(group, tensor, output) else tensor)
     return _reduce_parts(target, output, Source(tensor), [output.numel()] * group.world_size, op)
 
@@ -397,23 +382,16 @@ def _check_like(one: torch.Tensor, other: torch.Tensor) -> None:
         )
 
 
-def _check_whole(group: Backend, output: torch.Tensor, tensor: torch.Tensor) -> None:
-    _check(output)
-    _check_like(output, tensor)
-    if output.numel() != group.world_size * tensor.numel():
+def _check_whole(
+    group: Backend, whole: torch.Tensor, part: torch.Tensor, names: tuple[str, str] = ("output", "input")
+) -> None:
+    """Raise unless the first tensor has a part like the second one for each rank."""
+    _check(whole)
+    _check_like(whole, part)
+    if whole.numel() != group.world_size * part.numel():
         raise ValueError(
-            f"the output must have the input's {counted(tensor.numel(), 'element')} for each of"
-            f" {counted(group.world_size, 'rank')}, not"
-            f" {output.numel()}"
-        )
-
-
-def _check_whole_input(group: Backend, tensor: torch.Tensor, output: torch.Tensor) -> None:
-    if tensor.numel() != group.world_size * output.numel():
-        raise ValueError(
-            f"the input must have the output's {counted(output.numel(), 'element')} for each of"
-            f" {counted(group.world_size, 'rank')}, not"
-            f" {tensor.numel()}"
+            f"the {names[0]} must have the {names[1]}'s {counted(part.numel(), 'element')} for each of"
+            f" {counted(group.world_size, 'rank')}, not {whole.numel()}"
         )
 
 
@@ -435,5 +413,5 @@ def _check_even(counts: Sequence[int], tensor: torch.Tensor) -> None:
 
 
 def _is_own_part(group: Backend, whole: torch.Tensor, part: torch.Tensor) -> bool:
-    """Whether a tensor is this rank's part of another, which no other rank's data overlaps."""
+    """Return whether a tensor is this rank's part of another, which no other rank's data overlaps."""
     return part.data_ptr() == whole.data_ptr() + group.rank * part.nbytes

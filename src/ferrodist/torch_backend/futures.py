@@ -39,11 +39,7 @@ _log = logging.getLogger(__name__)
 
 
 class ThreadPool:
-    """Threads for jobs that may block: as many threads as there are unfinished jobs.
-
-    Args:
-        name: The threads' name.
-    """
+    """Threads for jobs that may block: as many threads as there are unfinished jobs."""
 
     def __init__(self, name: str) -> None:
         self._name = name
@@ -121,11 +117,7 @@ at_exit(ExitStage.CALLBACK_THREADS, _end_threads)
 
 
 class SerialQueue:
-    """Runs jobs one after the other, in a thread that exists while there are jobs.
-
-    Args:
-        depth: The depth of the callbacks that are its jobs; 0 for other jobs.
-    """
+    """Runs jobs one after the other, in a thread that exists while there are jobs."""
 
     def __init__(self, depth: int = 0) -> None:
         self.depth = depth
@@ -200,12 +192,7 @@ class RaisingResult:
 
 
 class ResultFuture(torch.futures.Future[Any]):
-    """A future whose callbacks run in order: [Note: callbacks].
-
-    Args:
-        threads: The threads that run them.
-        devices: The devices of its tensors, other than the CPU.
-    """
+    """A future whose callbacks run in order: [Note: callbacks]. ``devices`` are those of its tensors, but the CPU."""
 
     def __init__(self, threads: ThreadPool, devices: list[int | str | torch.device]) -> None:
         super().__init__(devices=devices)

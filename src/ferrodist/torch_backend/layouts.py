@@ -30,14 +30,7 @@ def elements_per_item(tensor: torch.Tensor) -> int:
 
 
 class Source:
-    """The input of a collective: tensors of one dtype, concatenated.
-
-    Args:
-        tensors: The tensors, at least one.
-
-    Attributes:
-        counts: The number of elements of each tensor.
-    """
+    """The input of a collective: one tensor or more of one dtype, concatenated; ``counts`` are their elements."""
 
     __slots__ = ("_tensors", "counts")
 
@@ -52,17 +45,10 @@ class Source:
 
 
 class Target:
-    """The output of a collective: tensors of one dtype, concatenated.
+    """The output of a collective: one tensor or more of one dtype, concatenated; ``counts`` are their elements.
 
-    Args:
-        tensors: The tensors, at least one.
-        beside: The collective's input. If it shares memory with the tensors, they are written after it has been read.
-
-    Attributes:
-        counts: The number of elements of each tensor.
-
-    Raises:
-        ValueError: Elements of a tensor share memory.
+    If ``beside``, the input, shares memory with the tensors, they are written after it has been read. Raises ValueError
+    for a tensor whose elements share memory.
     """
 
     __slots__ = ("_flat", "_is_direct", "_tensors", "counts")

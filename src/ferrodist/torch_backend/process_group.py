@@ -69,14 +69,10 @@ _CPU = torch.device("cpu")
 
 @not_compiled
 class FerrodistProcessGroup(dist.ProcessGroup):
-    """A group of ferrodist as a process group of torch. Made by torch, for ``init_process_group("ferrodist")``.
+    """A group of ferrodist as a process group of torch, which makes it and closes the group with it.
 
     The methods are those that torch's functions and torch's C++ call; names differ between releases of torch, so some
     methods have two. Errors are ferrodist's: wrong arguments raise from the call, all others from the wait.
-
-    Args:
-        group: The group, which is closed with this.
-        store: torch's store, in which the group's ranks met; for `get_group_store`.
     """
 
     is_written_in_python = True
@@ -157,7 +153,7 @@ class FerrodistProcessGroup(dist.ProcessGroup):
         return self
 
     def supports_tensor_alloc(self, device: torch.device) -> bool:
-        """Whether `allocate_tensor` supports a device."""
+        """Return whether `allocate_tensor` supports a device."""
         return device.type == "cpu"
 
     def allocate_tensor(self, size: int, *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:

@@ -18,8 +18,6 @@ from ferrodist.torch_backend.torch_store import TorchStore, hide, server_of
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from ferrodist.rendezvous import Store
-
 _FOLDER = "ferrodist"
 
 
@@ -27,15 +25,8 @@ def make_process_group(options: Any, pg_options: Any) -> FerrodistProcessGroup:
     """Make this rank's process group; torch calls it on all of the group's ranks.
 
     Within a default group of ferrodist a new group is a sub-group, which takes no message. Other ranks meet in torch's
-    store. A default group that is made here is also the default of `ferrodist`'s functions.
-
-    Args:
-        options: torch's options: the store, the rank, and so on.
-        pg_options: A group of ferrodist with these ranks, to be used as it is; or None.
-
-    Raises:
-        TypeError: ``pg_options`` is anything else.
-        RendezvousError: Not all ranks came.
+    store. A default group that is made here is also the default of `ferrodist`'s functions. ``pg_options`` may be a
+    group of ferrodist with these ranks, which is used as it is.
     """
     if isinstance(pg_options, Backend):
         return FerrodistProcessGroup(pg_options)
@@ -58,7 +49,9 @@ def make_process_group(options: Any, pg_options: Any) -> FerrodistProcessGroup:
 
 def _meet(options: Any, seconds: float) -> tuple[Backend, Callable[[], None]]:
     deadline = Deadline(seconds)
-    store = _unused_prefix(TorchStore(options.store, timeout=seconds), options.group_rank)
+    whole = TorchStore(options.store, timeout=seconds)
+    # Each rank counts its rendezvous in the store, so no other one has used this prefix.
+    store = PrefixStore(whole, f"{_FOLDER}/{whole.add(f'{_FOLDER}/meetings of {options.group_rank}', 1)}")
     is_private = hide(options.store)  # after its file was made, and before a secret may be put into it
     membership = rendezvous_in(
         store,
@@ -76,8 +69,3 @@ def _meet(options: Any, seconds: float) -> tuple[Backend, Callable[[], None]]:
     except BaseException:
         membership.close()
         raise
-
-
-def _unused_prefix(store: Store, rank: int) -> Store:
-    """A prefix of a store that no rendezvous has used: each rank counts its rendezvous in the store."""
-    return PrefixStore(store, f"{_FOLDER}/{store.add(f'{_FOLDER}/meetings of {rank}', 1)}")

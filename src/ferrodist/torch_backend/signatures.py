@@ -45,13 +45,10 @@ def recorded(name: str) -> AbstractContextManager[object]:
 def accept_options(
     options: type, num_tensors: int, *fields: str, in_lists: bool = False
 ) -> Callable[[Callable[..., _Result]], Callable[..., _Result]]:
-    """Decorate a method that takes tensors and ``opts``, to be called also with the options as arguments.
+    """Decorate a method of ``num_tensors`` arguments and ``opts``, to be called also with the options as arguments.
 
-    Args:
-        options: The options' class, whose defaults are used where ``opts`` is missing.
-        num_tensors: The number of arguments before ``opts``.
-        fields: The arguments that may come in place of ``opts``: "root" and "op", in torch's order, then "timeout".
-        in_lists: Whether the arguments before ``opts`` are lists of one tensor, and may come as tensors.
+    These are ``fields``, "root" and "op" in torch's order, and then "timeout". With ``in_lists`` the arguments before
+    them are lists of one tensor, and may come as tensors.
     """
 
     def decorate(method: Callable[..., _Result]) -> Callable[..., _Result]:
@@ -98,11 +95,7 @@ class _ArgumentParser:
         self._in_lists = in_lists
 
     def parse(self, given: Sequence[Any], named: dict[str, Any]) -> list[Any]:
-        """Return the tensors and the options; removes what it uses from ``named``.
-
-        Raises:
-            TypeError: An argument is missing, or there is one too many.
-        """
+        """Return the tensors and the options, or raise TypeError; removes what it uses from ``named``."""
         rest, tensors = list(given), []
         for name in self._tensor_names:
             if rest:

@@ -25,11 +25,7 @@ if TYPE_CHECKING:
 
 
 def sparse_allreduce(group: Backend, tensor: torch.Tensor, op: Op) -> list[CheckedCall]:
-    """Sum the ranks' sparse tensors in rank order, in place; returns the calls, to run one after the other.
-
-    Raises:
-        UnsupportedOpError: The layout is not COO, or ``op`` is not a sum.
-    """
+    """Sum the ranks' COO tensors in rank order, in place; returns the calls, to run one after the other."""
     if tensor.layout is not torch.sparse_coo or op is not ReduceOp.SUM:
         raise UnsupportedOpError(
             f"of sparse tensors there are sums, in layout sparse_coo, not {op} of {tensor.layout}: pass a dense tensor"

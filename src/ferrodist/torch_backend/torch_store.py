@@ -35,13 +35,10 @@ def server_of(store: C10dStore) -> str | None:
 
 
 def hide(store: C10dStore) -> bool:
-    """Make a store of torch's unreadable for other users, if possible.
+    """Make a store of torch's unreadable for other users, if possible; returns whether none can read it, or could.
 
     torch makes its files readable for all users. A process that has opened one can go on reading it, so other users are
     excluded for certain only below a folder that keeps them out. Files that others may write to stay as they are.
-
-    Returns:
-        Whether no other user can read the store, or could before.
     """
     inner = _without_prefixes(store)
     if isinstance(inner, HashStore):  # in this process
@@ -57,7 +54,7 @@ def hide(store: C10dStore) -> bool:
 
 
 def _is_shut_in(path: Path) -> bool:
-    """Whether a folder above a file keeps other users out."""
+    """Return whether a folder above a file keeps other users out."""
     folders = [folder.stat() for folder in path.resolve().parents]
     owners = (os.geteuid(), _ROOT_UID)
     return any(found.st_uid in owners and not found.st_mode & (stat.S_IXGRP | stat.S_IXOTH) for found in folders)
@@ -75,10 +72,6 @@ class TorchStore(Store):
 
     torch's stores have one timeout for all calls: a call whose server does not answer may last that long. `wait` polls,
     for a wait of torch's would block other calls of the same store.
-
-    Args:
-        store: torch's store.
-        timeout: Default limit of a call, in seconds.
     """
 
     def __init__(self, store: C10dStore, *, timeout: float) -> None:

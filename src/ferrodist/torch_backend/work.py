@@ -57,12 +57,7 @@ def seconds_of(timeout: timedelta | None) -> float | None:
 
 @not_compiled
 class FerrodistWork(dist.Work):
-    """An operation that has been started.
-
-    Args:
-        results: The return value of ``result()``.
-        threads: The group's threads for callbacks.
-    """
+    """An operation that has been started; ``result()`` returns ``results``."""
 
     def __init__(self, results: list[Any], threads: ThreadPool) -> None:
         super().__init__()
@@ -73,7 +68,7 @@ class FerrodistWork(dist.Work):
     # Implemented by each kind of work.
 
     def has_ended(self) -> bool:
-        """Whether the operation has ended, successfully or not."""
+        """Return whether the operation has ended, successfully or not."""
         raise NotImplementedError
 
     def wait_for(self, seconds: float | None) -> None:
@@ -88,11 +83,7 @@ class FerrodistWork(dist.Work):
 
     @override
     def wait(self, timeout: timedelta | None = _NO_TIMEOUT) -> bool:
-        """Block until the operation has ended; raises its error.
-
-        Raises:
-            DistributedTimeoutError: ``timeout`` passed; the operation goes on and may be waited for again.
-        """
+        """Block until the operation has ended, and raise its error; after a timeout it may be waited for again."""
         self.wait_for(seconds_of(timeout))
         return True
 
@@ -109,11 +100,11 @@ class FerrodistWork(dist.Work):
         return self._future
 
     def is_completed(self) -> bool:
-        """Whether the operation has ended, successfully or not."""
+        """Return whether the operation has ended, successfully or not."""
         return self.has_ended()
 
     def is_success(self) -> bool:
-        """Whether the operation has ended successfully."""
+        """Return whether the operation has ended successfully."""
         return self.has_ended() and self.exception() is None
 
     def exception(self) -> BaseException | None:
@@ -155,14 +146,7 @@ class DoneWork(FerrodistWork):
 
 @not_compiled
 class CollectiveWork(FerrodistWork):
-    """A collective that has been started.
-
-    Args:
-        pending: The collective.
-        results: The return value of ``result()``.
-        threads: The group's threads for callbacks.
-        callbacks: The queue of those collectives' callbacks that run in the order in which they were started.
-    """
+    """A collective that has been started; ``callbacks`` run in the order in which collectives were started."""
 
     def __init__(
         self, pending: PendingCollective[Any], results: list[Any], threads: ThreadPool, callbacks: SerialQueue
@@ -186,12 +170,7 @@ class CollectiveWork(FerrodistWork):
 
 @not_compiled
 class JoinedWork(FerrodistWork):
-    """Several operations as one.
-
-    Args:
-        works: The operations, in the order in which they were started.
-        threads: The group's threads for callbacks.
-    """
+    """Several operations as one, in the order in which they were started."""
 
     def __init__(self, works: Sequence[FerrodistWork], threads: ThreadPool) -> None:
         super().__init__([result for work in works for result in work.results], threads)
@@ -227,12 +206,7 @@ def _error_of(work: FerrodistWork, deadline: Deadline | None) -> BaseException |
 
 
 class CallbackStream:
-    """The collectives of one depth of callbacks, which are ordered among each other.
-
-    Args:
-        group: The group that they run in.
-        threads: The threads that complete their futures.
-    """
+    """The collectives of one depth of callbacks, which are ordered among each other."""
 
     __slots__ = ("_callbacks", "_threads", "group")
 
@@ -295,12 +269,7 @@ class CallbackStream:
 
 
 class CallbackStreams:
-    """A group's streams, by the depth of the callbacks that call in them: [Note: callbacks] in `futures`.
-
-    Args:
-        group: The group.
-        threads: The group's threads for callbacks.
-    """
+    """A group's streams, by the depth of the callbacks that call in them: [Note: callbacks] in `futures`."""
 
     def __init__(self, group: Backend, threads: ThreadPool) -> None:
         self._group = group
@@ -329,8 +298,7 @@ class CallbackStreams:
         return self._streams[depth]
 
 
-_DRAIN_SECONDS = 10.0
-"""How long leaving a group waits for its messages to be received."""
+_DRAIN_SECONDS = 10.0  # how long leaving a group waits for its messages to be received
 
 _SHUTDOWN_FUNCTIONS = {"shutdown", "_leave_at_exit", "run_at_exit", "_run_stages_before", "_run_exit_stage"}
 
@@ -339,7 +307,7 @@ _CALLED_BACK = "ferrodist.torch_backend.futures"
 
 
 def can_drain() -> bool:
-    """Whether the caller's caller may wait for started operations: not while an exception is being handled.
+    """Return whether the caller's caller may wait for started operations: not while an exception is being handled.
 
     Nor in the middle of a call: signal handlers run there, and a wait for that call would never end.
     """
@@ -397,14 +365,8 @@ def drain_pending(groups: Iterable[Backend], sends: PendingSends) -> None:
 class MessageWork(FerrodistWork):
     """A send or receive that has been started.
 
-    Args:
-        request: The transfer.
-        tensor: The user's tensor.
-        seconds: The time limit of a wait without a timeout.
-        what: The text of the error when a wait times out, such as "rank 1 did not receive it".
-        threads: The group's threads for callbacks.
-        finish: Called once, when the message has arrived.
-        handoff: Orders the waiting thread's stream after ``finish``, on a GPU.
+    ``what`` is the error's text when a wait times out, after ``seconds`` by default. ``finish`` is called once, when
+    the message has arrived; ``handoff`` orders the waiting thread's stream after it, on a GPU.
     """
 
     def __init__(

@@ -23,8 +23,7 @@ from ferrodist.torch_private.names import missing_error
 if TYPE_CHECKING:
     import torch
 
-BatchNormBase = batchnorm._BatchNorm
-"""The base class of torch's batch norms."""
+BatchNormBase = batchnorm._BatchNorm  # the base class of torch's batch norms
 
 
 def check_input_dim(layer: Any, tensor: torch.Tensor) -> None:
@@ -66,11 +65,7 @@ def compiled_module(module: torch.nn.Module) -> object:
 def found_infinities(
     scaler: torch.amp.GradScaler, optimizer: torch.optim.Optimizer
 ) -> dict[torch.device, torch.Tensor]:
-    """Return a scaler's writable flags, by device, for infinities in an optimizer's gradients.
-
-    Raises:
-        UnsupportedOpError: This torch stores them elsewhere.
-    """
+    """A scaler's writable flags, by device, for infinities in gradients; UnsupportedOpError without them."""
     states = getattr(scaler, "_per_optimizer_states", None)
     if states is None:
         raise missing_error("GradScaler._per_optimizer_states", "gradient scaling with FSDP")

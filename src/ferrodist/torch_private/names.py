@@ -11,13 +11,7 @@ from ferrodist.torch_private.versions import describe_version
 
 
 def look_up(owner: object, name: str, feature: str) -> Any:
-    """Return a private attribute of torch's, or a function that raises that it is missing.
-
-    Args:
-        owner: The module or class of the attribute.
-        name: The attribute's name.
-        feature: The feature that needs the attribute, for the error.
-    """
+    """Return a private attribute of torch's, or a function that raises that it is missing, which ``feature`` needs."""
     found = getattr(owner, name, None)
     if found is not None:
         return found

@@ -65,11 +65,9 @@ def schema_of(operator: Any) -> Any:
 
 
 def overloads(names: str) -> Iterator[torch._ops.OpOverload]:
-    """The overloads of operators that return tensors, or write them to their first argument.
+    """The overloads of operators that return tensors, or write them to their first argument; torch may lack some.
 
-    Args:
-        names: Names of operators, for all of their overloads, or of single overloads as ``where.self``. Those that
-            this torch lacks are left out.
+    A name is that of an operator, for all of its overloads, or of a single overload as ``where.self``.
     """
     for name, _, only in (name.partition(".") for name in names.split()):
         packet = getattr(torch.ops.aten, name, None)

@@ -31,8 +31,7 @@ except ImportError:  # then it has no list of types to extend
 make_wrapper: Any = look_up(torch.Tensor, "_make_wrapper_subclass", "distributed tensor")
 """Make a tensor of a wrapper subclass, without memory of its own."""
 
-call_plain: Any = torch._C._disabled_torch_function_impl
-"""A ``__torch_function__`` that does nothing special."""
+call_plain: Any = torch._C._disabled_torch_function_impl  # a `__torch_function__` that does nothing special
 
 plain_functions: Any = torch._C.DisableTorchFunctionSubclass
 """A context manager in which torch's functions treat subclasses as plain tensors; documented for subclasses."""
@@ -43,11 +42,9 @@ no_torch_function: Any = torch._C.DisableTorchFunction
 no_torch_dispatch: Any = look_up(torch._C, "_DisableTorchDispatch", "view in place of a distributed tensor")
 """A context manager in which operators act on a wrapper's own shape and strides."""
 
-base_data: Any = torch.Tensor.__dict__.get("data", torch._C.TensorBase.data)
-"""The property ``data``."""
+base_data: Any = torch.Tensor.__dict__.get("data", torch._C.TensorBase.data)  # the property `data`
 
-_STORAGE_REFS = 2
-"""References to the storage of a tensor that nobody else holds: the tensor's, and the counting."""
+_STORAGE_REFS = 2  # references to the storage of a tensor that nobody else holds: the tensor's, and the counting
 
 _storage_uses = getattr(torch._C, "_storage_Use_Count", None)
 

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-OLDEST_VERSION = "2.10"
-"""The oldest supported version."""
+OLDEST_VERSION = "2.10"  # the oldest supported version
 
 TESTED_VERSIONS = ("2.10.0", "2.12.1", "2.13.0", "2.14.1", "2.15.0")
 """In ascending order. All tests run with the pinned one; docs/torch-versions has the results of the others."""

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import gc
 import subprocess
 import sys
+import weakref
 from typing import TYPE_CHECKING
 from weakref import WeakSet, WeakValueDictionary
 
 import pytest
 
-from ferrodist.backends.lifecycle import snapshot_weak
+from ferrodist.backends.lifecycle import ExitStage, at_exit, cancel_at_exit, snapshot_weak
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
@@ -77,3 +79,22 @@ def test_stages_end_in_their_order() -> None:
     done = subprocess.run([sys.executable, "-c", _PROGRAM], capture_output=True, text=True, timeout=60, check=True)
     assert done.stdout.splitlines() == ["last agent", "the program's handler", "first agent", "group"]
     assert "ValueError: an agent" in done.stderr
+
+
+def test_a_cancelled_callback_is_freed_at_once() -> None:
+    """What an object registers and cancels keeps it no longer: a destroyed torch group frees its store's port."""
+
+    class Owner:
+        def end(self) -> None:
+            raise AssertionError
+
+    owner = Owner()
+    gone = weakref.ref(owner)
+    at_exit(ExitStage.TORCH_GROUPS, owner.end)
+    cancel_at_exit(ExitStage.TORCH_GROUPS, owner.end)
+    gc.disable()
+    try:
+        del owner
+        assert gone() is None
+    finally:
+        gc.enable()

@@ -47,7 +47,7 @@ def test_hosts_are_removed_when_their_creation_fails(monkeypatch):
 
     monkeypatch.setattr(os, "geteuid", lambda: 0)
     monkeypatch.setattr(netns.shutil, "which", lambda name: "/sbin/ip")
-    monkeypatch.setattr(netns.subprocess, "run", run)
+    monkeypatch.setattr(subprocess, "run", run)
     with pytest.raises(HostsUnavailableError, match="ip link add: no such device type"), EmulatedHosts():
         pass
     assert [command[1:3] for command in commands[-2:]] == [["netns", "delete"]] * 2

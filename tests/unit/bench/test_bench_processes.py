@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from ferrodist.bench import environments, foreign, processes
+from ferrodist.bench import foreign, processes
 from ferrodist.bench.adapters import UnsupportedError
 from ferrodist.bench.cases import Case, MpiLibrary, Operation, Peer
 from ferrodist.bench.channel import MAX_LINE_BYTES, Channel, ChannelClosedError
@@ -299,7 +299,7 @@ def test_environments_are_created_once(monkeypatch, tmp_path):
             Path(command[-1]).mkdir()
         return subprocess.CompletedProcess(command, int(pinned), "", "ERROR: no such version\nnote" if pinned else "")
 
-    monkeypatch.setattr(environments.subprocess, "run", run)
+    monkeypatch.setattr(subprocess, "run", run)
     for _ in range(2):
         made = obtain_environment(MpiLibrary.MPICH, told.append)
     assert made.is_relative_to(tmp_path / "ferrodist" / "bench")
@@ -318,7 +318,7 @@ def test_an_environment_that_cannot_be_created_raises_its_reason(monkeypatch, tm
         failed = "pip" in command
         return subprocess.CompletedProcess(command, int(failed), "", "WARNING: w\nERROR: no network\n" * failed)
 
-    monkeypatch.setattr(environments.subprocess, "run", run)
+    monkeypatch.setattr(subprocess, "run", run)
     for _ in range(2):
         with pytest.raises(EnvironmentUnavailableError, match="no network"):
             obtain_environment(MpiLibrary.OPENMPI, lambda line: None)

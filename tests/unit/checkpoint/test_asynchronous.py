@@ -172,18 +172,24 @@ def test_old_checkpoints_are_removed(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("options", "message"), [({"queue": -1}, "queue"), ({"queue": True}, "queue"), ({"keep_last": 0}, "keep_last")]
+    ("options", "error", "message"),
+    [
+        ({"queue": -1}, ValueError, "queue"),
+        ({"queue": True}, TypeError, "queue"),
+        ({"keep_last": 0}, ValueError, "keep_last"),
+        ({"keep_last": "2"}, TypeError, "keep_last"),
+    ],
 )
-def test_wrong_arguments(tmp_path: Path, options: dict[str, Any], message: str) -> None:
+def test_wrong_arguments(tmp_path: Path, options: dict[str, Any], error: type[Exception], message: str) -> None:
     """Each is named."""
-    with pytest.raises((TypeError, ValueError), match=message):
+    with pytest.raises(error, match=message):
         AsyncCheckpointer(tmp_path, **options)
 
 
-@pytest.mark.parametrize("step", [-1, True, "1"])
-def test_a_wrong_step(tmp_path: Path, step: Any) -> None:
+@pytest.mark.parametrize(("step", "error"), [(-1, ValueError), (True, TypeError), ("1", TypeError)])
+def test_a_wrong_step(tmp_path: Path, step: Any, error: type[Exception]) -> None:
     """A step is a number from 0."""
-    with AsyncCheckpointer(tmp_path) as checkpointer, pytest.raises((TypeError, ValueError), match="step must be"):
+    with AsyncCheckpointer(tmp_path) as checkpointer, pytest.raises(error, match="step must be"):
         checkpointer.save_async({}, step)
 
 

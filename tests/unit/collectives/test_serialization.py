@@ -19,7 +19,7 @@ def test_maximum_depth():
     value = nest(MAX_LEVELS, 3)
     encoded, apart = encode_value(PackedValue.of(value, "it"), "it")
     assert apart == []
-    assert decode_value(encoded)[0].open() == value
+    assert decode_value(memoryview(encoded))[0].open() == value
     endless = []
     endless.append(endless)
     for wrong in (nest(MAX_LEVELS + 1, 3), endless):
@@ -52,11 +52,11 @@ def test_leaf_codecs():
     )
     value = {"here": range(3, 5), "tensor": torch.ones(2)}
     encoded, _ = encode_value(PackedValue.of(value, "it", [ranges]), "it")
-    found = decode_value(encoded, ["range"])[0].open([ranges])
+    found = decode_value(memoryview(encoded), ["range"])[0].open([ranges])
     assert found["here"] == range(3, 5)
     assert torch.equal(found["tensor"], torch.ones(2))
     with pytest.raises(ValueError, match="the tag 'range'"):
-        decode_value(encoded)
+        decode_value(memoryview(encoded))
     with pytest.raises(TypeError, match=r"it\['here'\] is of type range"):
         PackedValue.of(value, "it")
 

@@ -23,12 +23,12 @@ from ferrodist.demo.results import (
     History,
     Progress,
     ProgressPipe,
-    ProgressWriter,
     RunResult,
     are_identical,
     compare_weights,
     read_result,
     write_history,
+    write_progress,
     write_weights,
 )
 from ferrodist.demo.training import train
@@ -187,11 +187,9 @@ def test_identical_means_bit_for_bit():
 def test_progress_passes_through_the_pipe(tmp_path):
     """Rank 0's reports are shown in order; a pipe that no rank opens does no harm."""
     shown = []
-    with ProgressPipe(tmp_path / "pipe", shown.append):
-        writer = ProgressWriter(tmp_path / "pipe")
+    with ProgressPipe(tmp_path / "pipe", shown.append), (tmp_path / "pipe").open("wb", buffering=0) as pipe:
         for step in range(500):
-            writer(progress(step))
-        writer.close()
+            write_progress(pipe, progress(step))
     assert shown == [progress(step) for step in range(500)]
     with ProgressPipe(tmp_path / "unused", shown.append):
         pass
@@ -206,11 +204,9 @@ def test_a_display_that_fails_does_not_stop_rank_0(tmp_path, kind):
         raise kind("no terminal")
 
     def tell():
-        with ProgressPipe(tmp_path / "pipe", fail):
-            writer = ProgressWriter(tmp_path / "pipe")
+        with ProgressPipe(tmp_path / "pipe", fail), (tmp_path / "pipe").open("wb", buffering=0) as pipe:
             for step in range(5000):  # more than a pipe holds
-                writer(progress(step))
-            writer.close()
+                write_progress(pipe, progress(step))
 
     with pytest.raises(kind, match="no terminal"):
         tell()

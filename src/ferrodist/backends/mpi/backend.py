@@ -31,7 +31,6 @@ from ferrodist.errors import (
     DistributedTimeoutError,
     PeerLostError,
     ProtocolError,
-    ranks_text,
 )
 
 if TYPE_CHECKING:
@@ -41,13 +40,9 @@ if TYPE_CHECKING:
     from ferrodist.backends.request import Request
 
 _WORLD = 0
-
-_CLOSE_SECONDS = 5.0
-"""How long `MpiBackend.close` waits until MPI has sent this rank's messages."""
-
+_CLOSE_SECONDS = 5.0  # how long `MpiBackend.close` waits until MPI has sent this rank's messages
 _GRACE_SECONDS = 0.2
-_DEFERRED_ABORT_SECONDS = 0.5
-"""How long a third rank's notice that a rank is lost waits for the lost rank's own notice."""
+_DEFERRED_ABORT_SECONDS = 0.5  # how long a third rank's notice that a rank is lost waits for the lost rank's own notice
 
 _SHARED_POLL_SECONDS = 0.05
 """How long a late rank waits for another thread's poll, which may receive that others have given up."""
@@ -57,13 +52,7 @@ _DIED = PeerExit(what="died: MPI reports its process as failed")
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _DeferredAbort:
-    """An abort received from a third rank before the lost rank's own notice.
-
-    Args:
-        group_id: The group.
-        error: The reason.
-        deadline: When to abort without that notice.
-    """
+    """An abort received from a third rank before the lost rank's own notice, which is waited for until a deadline."""
 
     group_id: int
     error: DistributedError
@@ -291,11 +280,7 @@ class MpiBackend(MailboxBackend):
     def find_stragglers(self, peers: tuple[int, ...], within: float) -> Stragglers:
         if within == 0 or self.failure is not None:
             return Stragglers(ranks=peers)
-        silent = self._liveness.find_silent(peers, within)
-        if not silent:
-            return Stragglers(ranks=peers)
-        who = f"{ranks_text(silent)} of group {self.name!r}"
-        return Stragglers(ranks=silent, detail=f" ({who} {'does' if len(silent) == 1 else 'do'} not answer)")
+        return self._silent_or_all(self._liveness.find_silent(peers, within), peers)
 
     def _find_behind(self, sequence: int) -> tuple[int, ...]:
         """The ranks because of which not all have entered a collective."""

@@ -34,24 +34,15 @@ MAX_MESSAGE_BYTES = 1 << 30
 
 
 class MpiDataPlane(DataPlane):
-    """MPI's collectives on one communicator, which all ranks start in the same order.
-
-    Args:
-        mpi: The module ``mpi4py.MPI``.
-        communicator: A communicator for this data plane only.
-        cannot_complete: Whether a collective can't complete, because the group has failed; may fail it for a rank that
-            has left.
-        on_exception: Aborts the group for an exception of MPI's.
-        grace_seconds: Returns how long a collective that can't complete is waited for all the same.
-    """
+    """MPI's collectives on a communicator of their own, which all ranks start in the same order."""
 
     def __init__(
         self,
-        mpi: Any,
+        mpi: Any,  # the module mpi4py.MPI
         communicator: Any,
-        cannot_complete: Callable[[], bool],
-        on_exception: Callable[[Exception], None],
-        grace_seconds: Callable[[], float],
+        cannot_complete: Callable[[], bool],  # whether the group has failed; may fail it for a rank that has left
+        on_exception: Callable[[Exception], None],  # aborts the group for an exception of MPI's
+        grace_seconds: Callable[[], float],  # how long a collective that can't complete is waited for all the same
     ) -> None:
         self._grace_seconds = grace_seconds
         self._mpi = mpi
@@ -207,7 +198,7 @@ class _Refused:
     """The request of an operation that MPI was not given or has refused; it never ends."""
 
     def Test(self) -> bool:  # noqa: N802 - mpi4py's name
-        """Return whether it has ended."""
+        """Return whether the collective has ended."""
         return False
 
 

@@ -12,9 +12,7 @@ from ferrodist.deadline import Deadline
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-_BUSY_SECONDS = 2e-3
-"""How long the thread goes on polling often after a frame has come."""
-
+_BUSY_SECONDS = 2e-3  # how long the thread goes on polling often after a frame has come
 _BUSY_POLL_INTERVAL_SECONDS = 50e-6
 _AWAITED_POLL_INTERVAL_SECONDS = 0.5e-3
 _IDLE_POLL_INTERVAL_SECONDS = 2e-3
@@ -23,25 +21,16 @@ _DEATH_CHECK_INTERVAL_SECONDS = 0.05
 
 
 class ProgressThread:
-    """Moves a group's frames until the group is over.
-
-    Args:
-        poll: Moves the frames that can be moved; returns whether there were any; does not raise.
-        check_deaths: Called every 50 ms.
-        is_awaited: Whether frames are expected, so that polling often pays.
-        is_over: Whether no frame will come any more.
-        on_end: Called when the thread ends.
-        name: The thread's name.
-    """
+    """Moves a group's frames until the group is over."""
 
     def __init__(
         self,
         *,
-        poll: Callable[[], bool],
-        check_deaths: Callable[[], None],
-        is_awaited: Callable[[], bool],
-        is_over: Callable[[], bool],
-        on_end: Callable[[], None],
+        poll: Callable[[], bool],  # moves the frames that can be moved; whether there were any; does not raise
+        check_deaths: Callable[[], None],  # called every 50 ms
+        is_awaited: Callable[[], bool],  # whether frames are expected, so that polling often pays
+        is_over: Callable[[], bool],  # whether no frame will come any more
+        on_end: Callable[[], None],  # called when the thread ends
         name: str,
     ) -> None:
         self._poll = poll

@@ -56,11 +56,7 @@ _reason: str | None = None
 
 
 def load() -> Any:
-    """The module ``mpi4py.MPI``. Loading it does not start MPI: `start` does.
-
-    Raises:
-        BackendUnavailable: mpi4py is not installed, or finds no MPI library that it can load.
-    """
+    """The module ``mpi4py.MPI``; raises BackendUnavailable if it can't be loaded. `start` starts MPI."""
     global _module, _reason  # noqa: PLW0603 - a process has one MPI
     with _loading:
         if _module is None and _reason is None:
@@ -117,17 +113,7 @@ _WORLD_SIZE_VARIABLES = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "MV2_COMM_WORLD_SIZ
 def check_job(
     communicator: Any, rank: int | None = None, world_size: int | None = None, variables: Mapping[str, str] = os.environ
 ) -> None:
-    """Check that MPI_COMM_WORLD is what the user, or else the launcher, says.
-
-    Args:
-        communicator: MPI_COMM_WORLD.
-        rank: This rank according to the user, or None.
-        world_size: The world size according to the user, or None.
-        variables: The environment.
-
-    Raises:
-        InvalidWorldSizeError, InvalidRankError: MPI says otherwise.
-    """
+    """Raise InvalidWorldSizeError or InvalidRankError unless MPI_COMM_WORLD is as the user or the launcher says."""
     size, own = communicator.Get_size(), communicator.Get_rank()
     source = ""
     if world_size is None and size == 1:  # alone, or started by another MPI's launcher
@@ -172,11 +158,7 @@ class MpiRuntime:
         threading.Thread(target=self._run, name="ferrodist-mpi-life", daemon=True).start()
 
     def await_start(self, deadline: Deadline) -> bool:
-        """Wait until MPI has started; False at the deadline, after which starting goes on.
-
-        Raises:
-            RuntimeError: MPI can't be started.
-        """
+        """Wait until MPI has started; False at the deadline, after which starting goes on."""
         if not self._has_started.wait(deadline.remaining()):
             return False
         if self._status != 0:
@@ -211,19 +193,15 @@ _EXIT_SECONDS = 5.0
 _groups: set[Group] = set()
 _starting = threading.Lock()
 _runtime: MpiRuntime | None = None
-_process: int | None = None
-"""The id of the process that has asked for MPI."""
-_has_lost = False
-"""Return whether a group has failed here."""
+_process: int | None = None  # the id of the process that has asked for MPI
+_has_lost = False  # whether a group has failed here
 
 
 def start(deadline: Deadline) -> Any:
     """Start MPI, unless the program has; returns the module ``mpi4py.MPI``.
 
-    Raises:
-        BackendUnavailable: MPI can't be loaded, was finalized, belongs to the parent of a forked process, or does not
-            support MPI_THREAD_MULTIPLE.
-        RendezvousError: MPI has not started by the deadline, because not all ranks of the job start it.
+    Raises BackendUnavailable if MPI can't be loaded, was finalized, belongs to the parent of a forked process, or has
+    no MPI_THREAD_MULTIPLE; RendezvousError at the deadline, when not all ranks of the job start it.
     """
     global _runtime, _process  # noqa: PLW0603 - a process has one MPI
     mpi = load()
@@ -339,19 +317,12 @@ def call_in_thread(action: Callable[[], Any], deadline: Deadline) -> Any:
 
 # Meeting the other ranks.
 
-_ROLL_CALL_TAG = 32_767
-"""The largest tag that every MPI allows."""
-
-_ANSWER_GRACE_SECONDS = 0.5
-"""How long past its deadline a rank waits for rank 0 to say which rank is missing."""
+_ROLL_CALL_TAG = 32_767  # the largest tag that every MPI allows
+_ANSWER_GRACE_SECONDS = 0.5  # how long past its deadline a rank waits for rank 0 to say which rank is missing
 
 
 def duplicate(mpi: Any, parent: Any, name: str, deadline: Deadline) -> tuple[Any, Any]:
-    """Make two communicators of ``parent``'s ranks for the group ``name``; collective.
-
-    Raises:
-        RendezvousError: Some rank did not call this in time; it is named.
-    """
+    """Make two communicators of ``parent``'s ranks for a group; collective. RendezvousError names late ranks."""
     try:
         _call_roll(mpi, parent, name, deadline)
         copies = []

@@ -34,19 +34,12 @@ _LOW_64 = (1 << 64) - 1
 
 @dataclass(slots=True, eq=False)
 class QueuedFrame:
-    """A frame to be sent.
-
-    Args:
-        frame: The header.
-        payload: The payload, which is read when MPI gets the frame.
-        owner: The object for which `FrameTransport.drop` drops it.
-        on_sent: Called when MPI has a copy, so that the payload may change.
-    """
+    """A frame to be sent."""
 
     frame: Frame
-    payload: memoryview | bytes = b""
-    owner: object = None
-    on_sent: Callable[[], None] | None = None
+    payload: memoryview | bytes = b""  # read when MPI gets the frame
+    owner: object = None  # the object for which `FrameTransport.drop` drops it
+    on_sent: Callable[[], None] | None = None  # called when MPI has a copy, so that the payload may change
 
 
 @dataclass(slots=True)
@@ -61,12 +54,9 @@ class _PeerQueue:
 
 
 class FrameTransport:
-    """One rank's frames to and from the others of a communicator.
+    """One rank's frames to and from the others of a communicator, which nothing else uses.
 
-    Args:
-        mpi: The module ``mpi4py.MPI``.
-        communicator: A communicator for this transport only.
-        on_frame: ``on_frame(source, frame, payload)`` acts on a received frame; called for one at a time, in order.
+    ``on_frame(source, frame, payload)`` acts on a received frame; it is called for one at a time, in order.
     """
 
     def __init__(self, mpi: Any, communicator: Any, on_frame: Callable[[int, Frame, memoryview], None]) -> None:
@@ -127,10 +117,9 @@ class FrameTransport:
             self._is_closed = True
 
     def poll(self, patience: float = 0) -> bool:
-        """Move the frames that can be moved; whether there were any. Raises MPI's exceptions.
+        """Move frames; whether there were any. Raises MPI's exceptions.
 
-        Args:
-            patience: Seconds to wait for another thread that is polling; at the end it has done the work.
+        While another thread polls, this waits for it, ``patience`` seconds at most.
         """
         if not self._receive_lock.acquire(timeout=patience):
             return False

@@ -28,28 +28,20 @@ if TYPE_CHECKING:
 
 
 class MpiVerifier(CollectiveVerifier):
-    """The collectives of an MPI group: numbered, ordered and compared.
-
-    Args:
-        group: The group.
-        data_plane: The group's data plane.
-        find_behind: ``find_behind(sequence)`` asks which ranks have not entered a collective.
-        poll: Handles the frames that have come.
-    """
+    """The collectives of an MPI group: numbered, ordered and compared."""
 
     def __init__(
         self,
         group: Backend,
         data_plane: MpiDataPlane,
-        find_behind: Callable[[int], tuple[int, ...]],
-        poll: Callable[[], object],
+        find_behind: Callable[[int], tuple[int, ...]],  # asks which ranks have not entered a collective
+        poll: Callable[[], object],  # handles the frames that have come
     ) -> None:
         super().__init__(group, sequencer=data_plane.sequencer)
         self._data_plane = data_plane
         self._find_behind = find_behind
         self._poll = poll
-        self.num_entered = 0
-        """How many collectives this rank has entered."""
+        self.num_entered = 0  # how many collectives this rank has entered
 
     @override
     def _gather_calls(self, call: CollectiveSignature, deadline: Deadline, pending: list[Request]) -> list[memoryview]:

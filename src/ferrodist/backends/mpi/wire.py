@@ -46,23 +46,14 @@ URGENT = frozenset({FrameType.GRANT, FrameType.ABORT, FrameType.PING, FrameType.
 
 
 class Frame(NamedTuple):
-    """A frame's header.
-
-    Args:
-        kind: The frame's type.
-        message: The id of the message that it belongs to, unique at the source.
-        group: The group's id, the upper half of the message's tag.
-        tag: The lower half of the message's tag.
-        size_bytes: Size of the whole message.
-        offset: Offset of the payload in the message, in bytes.
-    """
+    """A frame's header."""
 
     kind: FrameType
-    message: int = 0
-    group: int = 0
-    tag: int = 0
-    size_bytes: int = 0
-    offset: int = 0
+    message: int = 0  # its id, unique at the source
+    group: int = 0  # upper half of the message's tag
+    tag: int = 0  # lower half of the message's tag
+    size_bytes: int = 0  # of the whole message
+    offset: int = 0  # of the payload in the message, in bytes
 
     def pack(self) -> bytes:
         """The header as bytes."""
@@ -70,11 +61,7 @@ class Frame(NamedTuple):
 
     @staticmethod
     def unpack(data: memoryview) -> Frame:
-        """Decode the header of a whole frame, and check it against the frame.
-
-        Raises:
-            ProtocolError: No rank of this version sends such a frame.
-        """
+        """Decode the header of a whole frame; raises ProtocolError if no rank of this version sends such a frame."""
         if len(data) < HEADER_SIZE:
             raise ProtocolError(f"a message of {len(data)} bytes where a frame has at least {HEADER_SIZE}")
         magic, number, message, group, tag, size_bytes, offset = _HEADER.unpack_from(data)

@@ -36,13 +36,12 @@ from ferrodist.rendezvous.secret import resolve_secret, secret_or_user_secret
 
 if TYPE_CHECKING:
     import socket
-    from collections.abc import Callable
 
     from typing_extensions import Buffer, Self
 
     from ferrodist.backends.base import Backend
     from ferrodist.backends.group_observer import PeerExit
-    from ferrodist.backends.request import PersistentRecv, Request, WaitEvent
+    from ferrodist.backends.request import OnEnd, OnMessages, PersistentRecv, Request, WaitEvent
     from ferrodist.errors import DistributedError
     from ferrodist.rendezvous import Membership
 
@@ -217,15 +216,7 @@ class NativeBackend(ControlPlaneBackend):
         return bool(self._p2p_engine.try_send(data, dst, group_of_tag(tag), tag & _LOW_64))
 
     @override
-    def listen(
-        self,
-        src: int,
-        size_bytes: int,
-        heard: Callable[[list[bytes]], None],
-        ended: Callable[[DistributedError], None],
-        *,
-        tag: int = 0,
-    ) -> PersistentRecv:
+    def listen(self, src: int, size_bytes: int, heard: OnMessages, ended: OnEnd, *, tag: int = 0) -> PersistentRecv:
         return self._messages.listen(src, size_bytes, heard, ended, tag=tag)
 
     @override

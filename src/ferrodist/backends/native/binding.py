@@ -28,11 +28,7 @@ except ImportError as error:
 
 
 def load() -> ModuleType:
-    """Return the compiled module.
-
-    Raises:
-        BackendUnavailable: This installation was built without it.
-    """
+    """Return the compiled module; raises BackendUnavailable if this installation was built without it."""
     if _module is None:
         raise BackendUnavailable(
             f"this installation of ferrodist has no native engine ({_reason}): install it with a C++ compiler and"
@@ -47,12 +43,12 @@ def why_no_native() -> str | None:
 
 
 def is_native_available() -> bool:
-    """Whether this installation has the native engine."""
+    """Return whether this installation has the native engine."""
     return _module is not None
 
 
 def is_gloo_available() -> bool:
-    """Whether this installation has `GlooBackend`, which is the native engine over TCP alone."""
+    """Return whether this installation has `GlooBackend`, which is the native engine over TCP alone."""
     return is_native_available()
 
 

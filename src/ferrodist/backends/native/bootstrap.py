@@ -40,22 +40,14 @@ _HELLO = struct.Struct(f"<{_NAME_BYTES}s{fd_passing.NONCE_BYTES}sI")  # name of 
 _SLOT_BYTES = 256 * 1024
 _WIDE_SLOT_BYTES = 512 * 1024
 _SPIN_MICROS = 300
-_SPIN_MICROS_BETWEEN_HOSTS = 3000
-"""See [Note: spinning on connections] in native/transport/fabric.cpp."""
+_SPIN_MICROS_BETWEEN_HOSTS = 3000  # see [Note: spinning on connections] in native/transport/fabric.cpp
 
 
 def open_communicator(group: Backend, topology: HostTopology, call: CollectiveSignature, timeout: float) -> Any:
     """Open this rank's compiled communicator; all ranks of a group call it.
 
-    Args:
-        group: The group.
-        topology: The hosts of its ranks.
-        call: The collective call that needs it: ranks that make another one get the same error as without this step.
-        timeout: Seconds.
-
-    Raises:
-        BackendUnavailable: On all ranks, if some can't share memory or connect.
-        CollectiveMismatchError, DistributedTimeoutError, PeerLostError: As for any collective.
+    Ranks that make another collective than ``call`` get the same error as without this step. Raises BackendUnavailable
+    on all ranks if some can't share memory or connect.
     """
 
     def create(processors: Sequence[bytes]) -> int:
@@ -79,16 +71,9 @@ def open_messages(
     call: CollectiveSignature,
     timeout: float,
 ) -> Any:
-    """Open this rank's compiled p2p engine; all ranks of a group call it.
+    """Open this rank's compiled p2p engine; all ranks of a group call it, with errors as in `open_communicator`.
 
-    Args:
-        group: The group.
-        topology: The hosts of its ranks.
-        on_peer_event: Called when ranks misbehave: see `do_work` in native/bindings/p2p.cpp.
-        call: The collective call that ranks compare.
-        timeout: Seconds.
-
-    Raises as `open_communicator`.
+    ``on_peer_event`` is called when ranks misbehave: see `do_work` in native/bindings/p2p.cpp.
     """
     local_ranks = topology.local_ranks(group.rank)
     local_indexes = [local_ranks.index(rank) if rank in local_ranks else -1 for rank in range(group.world_size)]
@@ -127,22 +112,10 @@ def open_symmetric(
     joined: Sequence[tuple[int, int]],
     timeout: float,
 ) -> tuple[Any, list[ContiguousSharedView]]:
-    """Allocate symmetric memory of ``size_bytes`` on each rank, in a group on one host.
+    """Allocate symmetric memory on each rank, in a group on one host; errors as in `open_communicator`.
 
-    Args:
-        group: The group.
-        topology: The hosts of its ranks.
-        communicator: The group's compiled communicator.
-        call: The collective call that ranks compare.
-        size_bytes: Size of a rank's memory.
-        joined: Start and size of parts, in whole pages, of which a view over all ranks is made.
-        timeout: Seconds.
-
-    Returns:
-        This rank's memory as a tensor of bytes; and for each part in ``joined`` a view of this part of all ranks'
-            memory.
-
-    Raises as `open_communicator`.
+    Returns this rank's ``size_bytes`` as a tensor of bytes, and for each part in ``joined`` (start and size, in whole
+    pages) a view of this part of all ranks' memory.
     """
     page_bytes = load().PAGE_BYTES
     stride = max(1, -(-size_bytes // page_bytes)) * page_bytes
@@ -176,13 +149,8 @@ class _SharedMemorySetup:
     """Steps that the ranks of a group take together: all succeed, or all raise the same error. A context manager.
 
     Errors of the system on this rank are reported to all in the next collective call. Any other exception, such as an
-    interruption, ends the group, since others may wait for this rank elsewhere.
-
-    Args:
-        group: The group.
-        topology: The hosts of its ranks.
-        call: The collective call that ranks compare.
-        timeout: Seconds for all steps.
+    interruption, ends the group, since others may wait for this rank elsewhere. ``timeout`` is for all steps, in
+    seconds.
     """
 
     def __init__(self, group: Backend, topology: HostTopology, call: CollectiveSignature, timeout: float) -> None:
@@ -222,11 +190,7 @@ class _SharedMemorySetup:
             return None
 
     def agree(self) -> None:
-        """Return if all ranks have succeeded so far; all call it.
-
-        Raises:
-            BackendUnavailable: On all ranks, if some have not.
-        """
+        """Return if all ranks have succeeded so far, else raise BackendUnavailable on all; all call it."""
         try:
             agree_on_topology(self._group, self._problem, "share memory", self.deadline)
         except BackendUnavailable:
@@ -236,9 +200,7 @@ class _SharedMemorySetup:
     def share_memory(self, introduction: bytes, create: Callable[[Sequence[bytes]], int]) -> _Memory:
         """Have the lowest rank of each host create a memory, and pass its descriptor to every rank of the host.
 
-        Args:
-            introduction: Bytes that this rank sends to all ranks beforehand.
-            create: Creates the memory, given every rank's introduction, and returns its descriptor.
+        Every rank sends its ``introduction`` to all beforehand; ``create`` is given them and returns the descriptor.
         """
         group = self._group
         local_ranks = self._topology.local_ranks(group.rank)

@@ -34,16 +34,11 @@ class NativeEngine:
     """A `HostEngine` of a group whose ranks share memory on each host, and are connected between hosts.
 
     The first collective opens memory and connections, so that making a group takes no message.
-
-    Args:
-        group: The group.
-        topology: The hosts of its ranks.
     """
 
     def __init__(self, group: Backend, topology: HostTopology) -> None:
         # First, for it is destroyed first: that waits for its thread, which may use the attributes below.
-        self.compiled: Any = None
-        """The compiled communicator, once it is open on all ranks."""
+        self.compiled: Any = None  # the compiled communicator, once it is open on all ranks
         self._communicator: Any = None
         self._group = group
         self._topology = topology
@@ -96,7 +91,7 @@ class NativeEngine:
 
     @property
     def is_opening(self) -> bool:
-        """Whether ranks are opening the communicator, for which they need the group's messages."""
+        """Return whether ranks are opening the communicator, for which they need the group's messages."""
         return self._has_begun and self.compiled is None
 
     def finish(self, action: Callable[[Any], object]) -> None:
@@ -189,7 +184,7 @@ class NativeEngine:
         return self._abort_for(failure, op.signature(), op.timeout)
 
     def has_left(self, failure: BaseException) -> bool:
-        """Whether the failure of a wait has ended this rank's part in the group, too."""
+        """Return whether the failure of a wait has ended this rank's part in the group, too."""
         return isinstance(failure, self.failure_type) or self.compiled.is_broken
 
     def _abort_for(self, failure: BaseException, call: CollectiveSignature, timeout: float) -> BaseException:

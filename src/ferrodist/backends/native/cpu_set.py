@@ -28,12 +28,9 @@ _NO_QUOTA = 0xFFFF
 class CpuSet(NamedTuple):
     """The processors of a rank."""
 
-    machine: bytes
-    """An id that is equal for ranks on one machine, even in different containers."""
-    usable: int
-    """A bit mask of the processors that it may run on."""
-    quota: int
-    """The number of processors that its control group may use at once: all ranks of its container together."""
+    machine: bytes  # an id that is equal for ranks on one machine, even in different containers
+    usable: int  # a bit mask of the processors that it may run on
+    quota: int  # the number of processors that its control group may use at once: all ranks of its container together
 
     @classmethod
     def size(cls) -> int:
@@ -70,7 +67,7 @@ class CpuSet(NamedTuple):
 
 
 def is_oversubscribed(ranks: Sequence[CpuSet], hosts: Sequence[int]) -> bool:
-    """Whether ranks outnumber the processors of a machine, or the quota of a host's container."""
+    """Return whether ranks outnumber the processors of a machine, or the quota of a host's container."""
     usable: dict[bytes, list[int]] = {}
     quotas: dict[int, list[int]] = {}
     for rank, host in zip(ranks, hosts, strict=True):

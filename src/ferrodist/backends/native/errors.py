@@ -92,10 +92,6 @@ def queued_error(group: Backend, call: CollectiveSignature, elapsed: Elapsed) ->
     )
 
 
-def _late_error(failed: _Failed) -> DistributedError:
-    return failed.group.verifier.late_error(failed.call, failed.ranks, failed.elapsed)
-
-
 def _stalled_error(failed: _Failed) -> DistributedError:
     return DistributedTimeoutError(
         f"{failed.where}: {ranks_text(failed.ranks)} called it and did not go on, after {failed.elapsed}. Look at what"
@@ -184,16 +180,8 @@ def _ended_error(failed: _Failed) -> DistributedError:
     return GroupAbortedError(f"{failed.where}: the group has ended on this rank ({own})", ranks=(own,))
 
 
-def _queued_error(failed: _Failed) -> DistributedError:
-    return queued_error(failed.group, failed.call, failed.elapsed)
-
-
-def _unsupported_error(failed: _Failed) -> DistributedError:
-    return UnsupportedOpError(f"{failed.where}: the native engine can't do it")
-
-
 _ERRORS: dict[FailureKind, Callable[[_Failed], DistributedError]] = {
-    FailureKind.LATE: _late_error,
+    FailureKind.LATE: lambda failed: failed.group.verifier.late_error(failed.call, failed.ranks, failed.elapsed),
     FailureKind.STALLED: _stalled_error,
     FailureKind.LEFT: _left_error,
     FailureKind.MISMATCH: _mismatch_error,
@@ -201,8 +189,8 @@ _ERRORS: dict[FailureKind, Callable[[_Failed], DistributedError]] = {
     FailureKind.ABORTED: _aborted_error,
     FailureKind.STOPPED: _ended_error,
     FailureKind.BROKEN: _ended_error,
-    FailureKind.QUEUED: _queued_error,
-    FailureKind.UNSUPPORTED: _unsupported_error,
+    FailureKind.QUEUED: lambda failed: queued_error(failed.group, failed.call, failed.elapsed),
+    FailureKind.UNSUPPORTED: lambda failed: UnsupportedOpError(f"{failed.where}: the native engine can't do it"),
     FailureKind.LOST: _lost_error,
     FailureKind.PROTOCOL: _protocol_error,
     FailureKind.FAILED: _remote_failure_error,

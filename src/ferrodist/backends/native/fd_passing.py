@@ -65,18 +65,8 @@ def send_fd(
 ) -> None:
     """Pass the memory to the other ranks of the host; its lowest rank calls this.
 
-    Args:
-        group: The group.
-        listener: The result of `listen`.
-        nonce: The nonce that ranks must present.
-        descriptor: The memory's descriptor.
-        ranks: The receiving ranks.
-        users: The ids of the users whose processes they are.
-        deadline: The deadline of the whole exchange.
-
-    Raises:
-        DistributedTimeoutError: A rank did not come.
-        OSError: There are no descriptors left.
+    They are processes of ``users`` and must present ``nonce``. Raises DistributedTimeoutError if one did not come,
+    OSError if there are no descriptors left.
     """
     missing = set(ranks)
     with selectors.PollSelector() as selector, contextlib.ExitStack() as stack:
@@ -110,7 +100,7 @@ def _accept(listener: socket.socket, users: Collection[int]) -> socket.socket | 
 
 
 def _is_stranger(sock: socket.socket, users: Collection[int]) -> bool:
-    """Whether the peer's process is another user's."""
+    """Return whether the peer's process is another user's."""
     _, user, _ = _CREDENTIALS.unpack(sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size))
     return user != _ROOT and user not in users
 
@@ -135,19 +125,9 @@ def recv_fd(
 ) -> int:
     """Receive the memory's descriptor, which the caller owns; every other rank of the host calls this.
 
-    Args:
-        group: The group.
-        sock: The result of `make_socket`.
-        leader: The lowest rank of this host.
-        name: The name of its socket.
-        nonce: The nonce to present.
-        user: The id of the user whose process the lowest rank is.
-        deadline: The deadline of the whole exchange.
-
-    Raises:
-        ConnectionError: The lowest rank passes nothing on, or another process has its name.
-        DistributedTimeoutError: It did not answer.
-        OSError: There is no descriptor left.
+    ``leader`` is the lowest rank of this host, a process of ``user`` that listens at ``name``. Raises ConnectionError
+    if it passes nothing on, or another process has its name; DistributedTimeoutError if it did not answer; OSError if
+    there is no descriptor left.
     """
     try:
         _connect(group, sock, leader, name, deadline)

@@ -22,26 +22,16 @@ if TYPE_CHECKING:
 
 _PROBLEM = "!"  # begins an error in topology of an address
 _POLL_INTERVAL_SECONDS = 0.05
-_NOTICE_SECONDS = 1.0
-"""How long the notice of a rank's end may take to come after its connections have ended."""
+_NOTICE_SECONDS = 1.0  # how long the notice of a rank's end may take to come after its connections have ended
 
 
 def connect_hosts(group: Backend, topology: HostTopology, purpose: str, deadline: Deadline) -> list[int]:
-    """Connect to every rank of other hosts. All ranks call it, and agree afterwards on whether all succeeded.
+    """Connect to every rank of other hosts that calls with the same ``purpose``.
 
-    Args:
-        group: The group.
-        topology: The hosts of its ranks.
-        purpose: The purpose of the connections; only those of one purpose meet.
-        deadline: The deadline of the whole call.
-
-    Returns:
-        A descriptor for each rank, which the caller owns; -1 for ranks of this host.
-
-    Raises:
-        BackendUnavailable: On all ranks, if one can't listen; on this rank, if it can't connect or be connected to.
-        DistributedTimeoutError: On this rank, if another one did not connect to it in time.
-        DistributedError: The group's failure. A rank that gets an error of its own ends the group.
+    All ranks call it, and agree afterwards on whether all succeeded. Returns a descriptor for each rank, which the
+    caller owns; -1 for ranks of this host. Raises BackendUnavailable on all ranks if one can't listen, and on this rank
+    if it can't connect or be connected to; DistributedTimeoutError if another did not connect to it in time; or the
+    group's failure. A rank that gets an error of its own ends the group.
     """
     if topology.num_hosts == 1:
         return [-1] * group.world_size

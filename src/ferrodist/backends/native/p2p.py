@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, NoReturn, cast
 from typing_extensions import override
 
 from ferrodist.backends import mailbox
-from ferrodist.backends.base import check_peer
+from ferrodist.backends.base import check_peer, given_up_error
 from ferrodist.backends.group_observer import GroupObserver, PeerExit
 from ferrodist.backends.lifecycle import snapshot_weak
 from ferrodist.backends.native.binding import load
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
     from ferrodist.backends.group_observer import EndReason
     from ferrodist.backends.mailbox_backend import MailboxBackend
-    from ferrodist.backends.request import PersistentRecv, Request, Stragglers, WaitEvent
+    from ferrodist.backends.request import OnEnd, OnMessages, PersistentRecv, Request, Stragglers, WaitEvent
     from ferrodist.deadline import Deadline
     from ferrodist.errors import DistributedError
 
@@ -44,8 +44,7 @@ _WORLD = 0
 _DRAIN_SECONDS = 1.0
 """How long frames of a rank that has left may take to arrive, and this rank's own last frames to be sent."""
 
-_POSTED_RECEIVES = 16
-"""Receives that a `PersistentRecv` posts ahead: as many as come in one poll of the engine."""
+_POSTED_RECEIVES = 16  # receives that a `PersistentRecv` posts ahead: as many as come in one poll of the engine
 
 _MAX_REASONS = 200
 """Errors kept for the transfers that they ended. A transfer that is asked later reports its group's state then."""
@@ -76,14 +75,7 @@ class _PeerEvent(IntEnum):
 
 
 class _NativeRequest:
-    """A `Request` of a transfer in the engine.
-
-    Args:
-        p2p: The messages that it is one of.
-        request: The compiled request.
-        group_id: The group or sub-group of the transfer.
-        size_bytes: The size of its buffer.
-    """
+    """A `Request` of a transfer in the engine."""
 
     __slots__ = ("__weakref__", "_group_id", "_p2p", "_request", "_size_bytes")
 
@@ -115,7 +107,7 @@ class _NativeRequest:
         return self.peer
 
     def done(self) -> bool:
-        """Whether the transfer has ended, successfully or not."""
+        """Return whether the transfer has ended, successfully or not."""
         return bool(self._request.done())
 
     def cancel(self) -> bool:
@@ -132,11 +124,7 @@ class _NativeRequest:
 
 
 class NativeP2P(GroupObserver):
-    """The messages of a control plane's groups, in the compiled engine. See [Note: what the engine knows].
-
-    Args:
-        control: The control plane, which knows who may still be waited for.
-    """
+    """The messages of a control plane's groups, in the compiled engine. See [Note: what the engine knows]."""
 
     def __init__(self, control: MailboxBackend) -> None:
         self._control = control
@@ -183,15 +171,7 @@ class NativeP2P(GroupObserver):
                 self._engine.end_unmatched(request, self._id_of(error))
         return _NativeRequest(self, request, group_id, view.nbytes)
 
-    def listen(
-        self,
-        src: int,
-        size_bytes: int,
-        heard: Callable[[list[bytes]], None],
-        ended: Callable[[DistributedError], None],
-        *,
-        tag: int = 0,
-    ) -> PersistentRecv:
+    def listen(self, src: int, size_bytes: int, heard: OnMessages, ended: OnEnd, *, tag: int = 0) -> PersistentRecv:
         """Receive every message of a rank; see `Backend.listen`."""
         source, group_id = check_peer(self._control, src), group_of_tag(check_tag(tag, _TAG_BITS))
 
@@ -228,15 +208,7 @@ class NativeP2P(GroupObserver):
             raise failure.fresh()
 
     def raise_ending(self, ending: _Ending, what: str, peer: int, limit: float, size_bytes: int) -> NoReturn:
-        """Raise the error of a transfer of the fast path.
-
-        Args:
-            ending: The end of the transfer.
-            what: The call and what did not happen, for the error of a timeout.
-            peer: The peer that the caller named, or `ANY_SOURCE`.
-            limit: Timeout of the call in seconds.
-            size_bytes: The size of its buffer.
-        """
+        """Raise the error of a transfer of the fast path; ``what`` says, for a timeout's error, what did not happen."""
         if ending[0] != _Outcome.CANCELLED:
             error = self.ending_error(ending, _WORLD, size_bytes)
             assert error is not None
@@ -245,20 +217,10 @@ class NativeP2P(GroupObserver):
         if control.failure is not None:
             raise control.failure.fresh()
         late = control.find_stragglers(() if peer == ANY_SOURCE else (peer,), answer_seconds(limit))
-        raise DistributedTimeoutError(
-            f"{what} within {limit:g} s (group {control.name!r}, rank {control.rank}){late.detail}. The group is still"
-            " good: the call may be made again.",
-            ranks=late.ranks,
-        )
+        raise given_up_error(control, what, late, limit)
 
     def ending_error(self, ending: _Ending, group_id: int, size_bytes: int) -> DistributedError | None:
-        """The error of a transfer that has ended, or None if it succeeded or is under way.
-
-        Args:
-            ending: The end of the transfer.
-            group_id: The group of the transfer.
-            size_bytes: The size of its buffer.
-        """
+        """The error of a transfer that has ended, or None if it succeeded or is under way."""
         control = self._control
         outcome, peer, message_bytes, reason_id = ending
         if outcome == _Outcome.WRONG_SIZE:
@@ -290,13 +252,10 @@ class NativeP2P(GroupObserver):
         return callback
 
     def on_peer_event(self, event: int, rank: int, group_id: int, size_bytes: int) -> None:
-        """Handle a misbehaving rank, or the end of a connection; the engine calls it.
+        """Handle a misbehaving rank, or the end of a connection; the engine calls it, with a `_PeerEvent`.
 
-        Args:
-            event: A `_PeerEvent`.
-            rank: The rank.
-            group_id: For FULL: the group of the message that there is no room for.
-            size_bytes: For FULL: the bytes of it that would have been kept.
+        For FULL, ``group_id`` is the group of a message that there is no room for, and ``size_bytes`` what would have
+        been kept.
         """
         control = self._control
         if event == _PeerEvent.FULL:

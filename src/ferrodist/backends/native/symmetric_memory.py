@@ -25,15 +25,8 @@ class ContiguousSharedView:
     """Parts of a memory file as one contiguous tensor; writes to the tensor stay in this view.
 
     Pages are shared with other mappings of the file until one is written to, which copies it (see mmap(2),
-    MAP_PRIVATE). On Linux, a page that was not copied shows what others write to the file.
-
-    Args:
-        descriptor: The file; may be closed afterwards.
-        offsets: Offsets of the parts in bytes: multiples of a page.
-        part_bytes: The size of each part: a multiple of a page, not 0.
-
-    Raises:
-        OSError: The system refuses.
+    MAP_PRIVATE). On Linux, a page that was not copied shows what others write to the file. Offsets and sizes are whole
+    pages, in bytes; the descriptor may be closed afterwards. Raises OSError if the system refuses.
     """
 
     def __init__(self, descriptor: int | None, offsets: Sequence[int], part_bytes: int) -> None:
@@ -49,12 +42,11 @@ class ContiguousSharedView:
             flags = mmap.MAP_PRIVATE | _MAP_FIXED | _MAP_NORESERVE  # few pages will ever be copied
             access = mmap.PROT_READ | mmap.PROT_WRITE
             _map(self._address + index * part_bytes, part_bytes, access, flags, descriptor, offset)
-        self.tensor = torch.frombuffer(memory, dtype=torch.uint8)
-        """All parts, as bytes."""
+        self.tensor = torch.frombuffer(memory, dtype=torch.uint8)  # all parts, as bytes
 
     @property
     def has_own_pages(self) -> bool:
-        """Whether something was written to this view; False if the system does not report that."""
+        """Return whether something was written to this view; False if the system does not report that."""
         try:
             with Path("/proc/self/pagemap").open("rb", buffering=0) as pages:
                 pages.seek(self._address // mmap.PAGESIZE * _ENTRY.itemsize)
@@ -64,7 +56,7 @@ class ContiguousSharedView:
         return bool(((entries & _IN_USE != 0) & (entries & _OF_FILE == 0)).any())
 
     def restore(self) -> None:
-        """Show the content of the file again, in place of what was written here."""
+        """Show the content of the file again, in place of the data written here."""
         _check(_libc().madvise(self._address, self._size_bytes, mmap.MADV_DONTNEED), "madvise")
 
 

@@ -43,18 +43,11 @@ def host_id() -> bytes:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HostTopology:
-    """The hosts of a group's ranks, and what this rank needs to connect to the others.
+    """The hosts of a group's ranks, and what this rank needs to connect to the others."""
 
-    Args:
-        hosts: For each rank of the group, an id that is equal for ranks that can share memory.
-        address: This rank's address that other hosts can reach, without a port.
-        secret: The job secret.
-        job: Name of the job.
-    """
-
-    hosts: tuple[bytes, ...]
-    address: str
-    secret: bytes = field(repr=False)
+    hosts: tuple[bytes, ...]  # by rank: an id that is equal for ranks that can share memory
+    address: str  # this rank's, which other hosts can reach, without a port
+    secret: bytes = field(repr=False)  # the job's
     job: str
 
     @property
@@ -90,11 +83,7 @@ def check_problems(group: Backend, answers: Iterable[bytes], what: str) -> None:
 
 
 def address_of_interface(name: str) -> str:
-    """An address of a network interface, IPv4 if it has one.
-
-    Raises:
-        ValueError: There is no such interface, or it has no address.
-    """
+    """An address of a network interface, IPv4 if it has one; ValueError if there is none."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as sock, contextlib.suppress(OSError):
         found = fcntl.ioctl(sock, _SIOCGIFADDR, struct.pack("256s", name.encode()[:15]))
         return socket.inet_ntop(socket.AF_INET, found[20:24])

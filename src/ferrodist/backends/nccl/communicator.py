@@ -31,9 +31,7 @@ if TYPE_CHECKING:
     from ferrodist.backends.base import Backend
 
 _SUCCESS, _IN_PROGRESS = 0, 7
-
-_UINT8 = 1
-"""ncclUint8: data that is moved and not reduced travels as bytes, whatever its dtype."""
+_UINT8 = 1  # ncclUint8: data that is moved and not reduced travels as bytes, whatever its dtype
 
 
 class NcclError(DistributedError):
@@ -174,12 +172,7 @@ def _size_bytes(tensor: torch.Tensor) -> int:
 
 
 def open_library() -> Library:
-    """Load NCCL through the binding.
-
-    Raises:
-        ImportError: The binding is not installed.
-        RuntimeError: The binding finds no NCCL.
-    """
+    """Load NCCL through the binding: ImportError if that is not installed, RuntimeError if it finds no NCCL."""
     return Library(importlib.import_module("nccl.bindings.nccl"))
 
 
@@ -228,11 +221,7 @@ def is_nccl_available() -> bool:
 
 
 def load_nccl() -> Library:
-    """NCCL.
-
-    Raises:
-        BackendUnavailable: NCCL can't be used here; the message gives the reason.
-    """
+    """NCCL; raises BackendUnavailable, with the reason, if it can't be used here."""
     reason = why_no_nccl()
     if reason is not None:
         raise BackendUnavailable(f"NCCL can't be used here: {reason}")
@@ -241,8 +230,7 @@ def load_nccl() -> Library:
     return _loaded
 
 
-_ABORT_SECONDS = 2.0
-"""How long an abort waits for a thread that is launching, which notices the abort by itself."""
+_ABORT_SECONDS = 2.0  # how long an abort waits for a thread that is launching, which notices the abort by itself
 
 _FINALIZE_SECONDS = 5.0
 """How long closing a group waits for other ranks to receive what this one sends, before it aborts instead."""
@@ -277,8 +265,7 @@ class CommunicatorHandle:
     def begin(self, device: torch.device, call: CollectiveSignature, deadline: Deadline) -> None:
         """Begin to make the communicator with the other ranks, after comparing their ``call`` with this one's.
 
-        Raises:
-            BackendUnavailable: On all ranks, when one has no NCCL. The group stays usable.
+        Raises BackendUnavailable on all ranks when one has no NCCL; the group stays usable.
         """
         group = self._group
         library, reason, unique_id = None, "", b""
@@ -320,11 +307,7 @@ class CommunicatorHandle:
         return payloads
 
     def is_ready(self) -> bool:
-        """Return whether everything begun is on its stream; False once aborted.
-
-        Raises:
-            NcclError: The communicator has failed.
-        """
+        """Return whether everything begun is on its stream; False once aborted. Raises NcclError if it has failed."""
         communicator = self._communicator
         return communicator is not None and communicator.is_ready()
 
@@ -386,8 +369,7 @@ def _finalize(communicator: Communicator) -> bool:
         return False
 
 
-_UNIQUE_ID_BYTES = 128
-"""NCCL_UNIQUE_ID_BYTES of nccl.h."""
+_UNIQUE_ID_BYTES = 128  # NCCL_UNIQUE_ID_BYTES of nccl.h
 
 
 @dataclass(frozen=True, slots=True)

@@ -34,13 +34,8 @@ def listen(
 ) -> list[PersistentRecv]:
     """Receive the messages of several ranks, for as long as the group lasts or until closed.
 
-    Args:
-        group: The group.
-        ranks: The ranks to listen to.
-        on_messages: ``on_messages(rank, messages)`` is called in any thread and must not block or raise.
-        on_end: ``on_end(rank, error)`` is called when nothing more will come from a rank.
-        tag: The messages' tag.
-        size_bytes: The size of each message.
+    ``on_messages(rank, messages)`` is called in any thread and must not block or raise; ``on_end(rank, error)`` when
+    nothing more will come from a rank.
     """
     return [
         group.listen(rank, size_bytes, partial(on_messages, rank), partial(on_end, rank), tag=tag) for rank in ranks

@@ -19,32 +19,16 @@ NO_SEQUENCE = -1
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OpInfo:
-    """An operation, as error messages need it.
+    """An operation, as error messages need it."""
 
-    Args:
-        what: The call; converted to text only when needed.
-        sequence: The position among the group's collectives, or `NO_SEQUENCE`.
-        timeout: Seconds it may take, from when the GPU has reached it.
-        peers: The other ranks of a message.
-    """
-
-    what: object
-    sequence: int = NO_SEQUENCE
-    timeout: float
-    peers: tuple[int, ...] = ()
+    what: object  # the call; converted to text only when needed
+    sequence: int = NO_SEQUENCE  # its position among the group's collectives, or `NO_SEQUENCE`
+    timeout: float  # seconds it may take, from when the GPU has reached it
+    peers: tuple[int, ...] = ()  # the other ranks of a message
 
 
 class InFlightOp:
-    """One operation on a stream.
-
-    Args:
-        info: The operation.
-        streams: The GPU's streams.
-        start: The event before it.
-        end: The event after it.
-        kept: Tensors that must live until it has ended.
-        caller: The ``cudaStream_t`` that was current when it was launched.
-    """
+    """One operation on a stream, between two events; ``caller`` is the stream that was current at its launch."""
 
     __slots__ = ("_start", "_started_at", "caller", "end", "info", "kept", "streams")
 
@@ -55,7 +39,7 @@ class InFlightOp:
         self.streams = streams
         self._start = start
         self.end = end
-        self.kept = kept
+        self.kept = kept  # tensors that must live until it has ended
         self.caller = caller
         self._started_at: float | None = None
 
@@ -73,13 +57,7 @@ class InFlightOp:
 
 
 class EnqueuedOp:
-    """The operations that one thread has launched asynchronously; a `StreamWork` of `backends/engine.py`.
-
-    Args:
-        launched: The operations, in order; all on one stream.
-        failure: Returns the error with which the group has failed, or is about to.
-        is_compared: Whether the call with a sequence number has been compared with the other ranks'.
-    """
+    """The operations, in order and on one stream, that a thread has launched asynchronously; a `StreamWork`."""
 
     __slots__ = ("_failure", "_is_compared", "_launched")
 
@@ -87,8 +65,8 @@ class EnqueuedOp:
         self,
         launched: Sequence[InFlightOp],
         *,
-        failure: Callable[[], DistributedError | None],
-        is_compared: Callable[[int], bool],
+        failure: Callable[[], DistributedError | None],  # the error with which the group has failed, or is about to
+        is_compared: Callable[[int], bool],  # whether a call has been compared with the other ranks'
     ) -> None:
         self._launched = launched
         self._failure = failure

@@ -82,25 +82,16 @@ class Encoding(Enum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReductionRecipe:
-    """The encoding and operation by which NCCL does a reduction.
-
-    Args:
-        encoding: The elements' encoding.
-        carrier: The dtype given to NCCL.
-        op: The ncclRedOp_t; None for gathered elements, and for a premultiplied sum, which is made with ``factor``.
-        factor: The factor of this rank's elements, or None.
-        fold: For gathered elements: ``fold(result, elements)`` adds one rank's.
-        nan_wins_low: For ordered integers: whether NaN is below all others, for a minimum.
-        keeps_lowest_bit: Whether only the lowest bit of the result counts.
-    """
+    """The encoding and operation by which NCCL does a reduction."""
 
     encoding: Encoding
-    carrier: torch.dtype
-    op: int | None = None
-    factor: float | None = None
+    carrier: torch.dtype  # the dtype given to NCCL
+    op: int | None = None  # ncclRedOp_t; None for gathered elements, and for premultiplied sums
+    factor: float | None = None  # of this rank's elements
+    # For gathered elements: fold(result, elements) adds one rank's.
     fold: Callable[[torch.Tensor, torch.Tensor], torch.Tensor] | None = None
-    nan_wins_low: bool = False
-    keeps_lowest_bit: bool = False
+    nan_wins_low: bool = False  # for ordered integers: NaN is below all others, for a minimum
+    keeps_lowest_bit: bool = False  # of the result: only that counts
 
     def pack(self, source: torch.Tensor) -> torch.Tensor:
         """Encode ``source`` for NCCL: ``source`` itself or a new tensor."""
@@ -141,13 +132,7 @@ class ReductionRecipe:
 
 @lru_cache(maxsize=256)
 def recipe_of(dtype: torch.dtype, op: Any, world_size: int) -> ReductionRecipe:
-    """The recipe of a reduction that is defined for ``dtype``; see [Note: recipes].
-
-    Args:
-        dtype: The elements' dtype.
-        op: A `ReduceOp`, or a premultiplied sum.
-        world_size: Number of ranks.
-    """
+    """The recipe of a `ReduceOp` or premultiplied sum that is defined for ``dtype``; see [Note: recipes]."""
     name, factor = str(op), getattr(op, "factor", None)
     if dtype is torch.bool:
         return _of_bools(name)

@@ -80,12 +80,7 @@ class StreamContext:
 class StreamExecutor:
     """Enqueues the NCCL work of one group; see [Note: launching].
 
-    Args:
-        group: The group.
-        library: Returns NCCL, or raises BackendUnavailable.
-        streams_of: Returns the streams of a GPU.
-        watchdog: The backend's watchdog.
-        stream: The stream to use, or None for one of the group's own.
+    ``library()`` may raise BackendUnavailable. The work goes to ``stream``; if that is None, to one of the group's own.
     """
 
     def __init__(
@@ -118,13 +113,9 @@ class StreamExecutor:
     # Launching.
 
     def launch(self, call: CollectiveSignature, tensors: Sequence[torch.Tensor], work: Work, *, timeout: float) -> None:
-        """Enqueue a collective.
+        """Enqueue a collective, the same on all ranks, that reads and writes ``tensors``, by ``work``.
 
-        Args:
-            call: The call, which must be the same on all ranks.
-            tensors: The tensors that it reads and writes.
-            work: Enqueues the operation, given a `StreamContext`.
-            timeout: Seconds, from when the GPU has reached it.
+        ``timeout`` is in seconds, from when the GPU has reached it.
         """
         deadline = Deadline(timeout)
         info = OpInfo(what=call, sequence=call.sequence, timeout=timeout)
@@ -329,11 +320,7 @@ class StreamExecutor:
             self._outstanding.clear()
 
     def release(self, failure: DistributedError | None) -> None:
-        """Release the communicator when this rank closes the group.
-
-        Args:
-            failure: The error with which the group had failed before; then nothing is waited for.
-        """
+        """Release the communicator when this rank closes the group; after a ``failure`` nothing is waited for."""
         self._verifier.close()
         self._liveness.close()
         if failure is None:

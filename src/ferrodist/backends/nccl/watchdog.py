@@ -31,9 +31,7 @@ if TYPE_CHECKING:
 _MESSAGE = struct.Struct("<BQQ")  # message type, id of the question, operations called
 _QUESTION, _ANSWER = 0, 1
 _TAG = channel_tag(Channel.DEVICE_PROGRESS, 0)
-
-_ANSWER_SECONDS = 1.0
-"""How long ranks have to answer. They do so at once unless they are stopped or get no CPU."""
+_ANSWER_SECONDS = 1.0  # how long ranks have to answer. They do so at once unless they are stopped or get no CPU
 
 
 class NcclLivenessProbe:
@@ -141,12 +139,7 @@ class Watched(Protocol):
 class Watchdog:
     """Polls the outstanding operations of a backend's groups every 10 ms, and sleeps otherwise.
 
-    The thread starts with the first operation.
-
-    Args:
-        name: The thread's name.
-        prepare: Called in the thread when it starts.
-        clock: The source of the time, in seconds.
+    The thread, which calls ``prepare`` when it starts, starts with the first operation.
     """
 
     def __init__(

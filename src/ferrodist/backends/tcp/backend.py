@@ -26,7 +26,7 @@ from ferrodist.backends.tcp.connection import FramedConnection, QueuedFrame, Sin
 from ferrodist.backends.tcp.io_loop import BLOCK_BYTES, IoLoop
 from ferrodist.backends.tcp.wire import MAX_PAYLOAD, Frame, FrameType
 from ferrodist.deadline import Deadline, check_timeout
-from ferrodist.errors import DistributedError, ProtocolError, RendezvousError, ranks_text
+from ferrodist.errors import DistributedError, ProtocolError, RendezvousError
 from ferrodist.rendezvous.secret import resolve_secret
 from ferrodist.resource_limits import naming_limits
 
@@ -42,16 +42,9 @@ if TYPE_CHECKING:
 _HUB = 0
 _WORLD = 0
 _LOW_64 = (1 << 64) - 1
-
-_CLOSE_SECONDS = 5.0
-"""How long `TcpBackend.close` goes on relaying messages between ranks that are still there."""
-
-_ANSWER_GRACE_SECONDS = 0.5
-"""How long past its deadline a connected rank waits for rank 0 to name the missing rank."""
-
-_FAREWELL_SECONDS = 0.2
-"""How long a rank that was not let in waits until its notices are sent."""
-
+_CLOSE_SECONDS = 5.0  # how long `TcpBackend.close` goes on relaying messages between ranks that are still there
+_ANSWER_GRACE_SECONDS = 0.5  # how long past its deadline a connected rank waits for rank 0 to name the missing rank
+_FAREWELL_SECONDS = 0.2  # how long a rank that was not let in waits until its notices are sent
 _FLUSH_POLL_INTERVAL_SECONDS = 0.01
 
 
@@ -115,7 +108,7 @@ class TcpBackend(MailboxBackend):
         self._changed = threading.Condition()
         self._ready = False
         self.relays_messages = True
-        """Whether messages between other ranks pass through rank 0."""
+        """Return whether messages between other ranks pass through rank 0."""
         self._actions: dict[FrameType, Callable[[FramedConnection, Frame, memoryview | bytes], None]] = {
             FrameType.OFFER: self._on_offer,
             FrameType.GRANT: self._on_grant,
@@ -305,10 +298,7 @@ class TcpBackend(MailboxBackend):
         if _HUB in silent:
             role = f"rank 0 of group {self.name!r}, which passes on what others send each other,"
             return Stragglers(ranks=(_HUB,), detail=f" ({role} does not answer)", is_relay=True)
-        if not silent:
-            return Stragglers(ranks=peers)
-        who = f"{ranks_text(silent)} of group {self.name!r}"
-        return Stragglers(ranks=silent, detail=f" ({who} {'does' if len(silent) == 1 else 'do'} not answer)")
+        return self._silent_or_all(silent, peers)
 
     def _ping(self, rank: int) -> None:
         self._push(QueuedFrame(Frame(kind=FrameType.PING, source=self.rank, destination=rank)))
@@ -433,7 +423,7 @@ class TcpBackend(MailboxBackend):
             self.peer_left(frame.group, frame.source)
 
     def _is_from_member(self, link: FramedConnection, frame: Frame) -> bool:
-        """Whether to handle a notice about a group: its sender must be a member."""
+        """Return whether to handle a notice about a group: its sender must be a member."""
         if not self._may_be_ahead(frame.group, frame.source):
             self._refuse(link, frame, f"the ends of more than {MAX_AHEAD} groups that rank {self.rank} has not made")
             return False

@@ -35,8 +35,7 @@ _OWN_DESCRIPTORS = 16
 """Descriptors that rank 0 needs while ranks connect: of its listener and its loop, and some to spare."""
 
 _POLL_INTERVAL_SECONDS = 0.2
-_SHORTAGE_SECONDS = 2.0
-"""How long a rank 0 that can accept no more connections goes on saying so to ranks that dial."""
+_SHORTAGE_SECONDS = 2.0  # how long a rank 0 that can accept no more connections goes on saying so to ranks that dial
 
 
 def refusal_of(error: DistributedError) -> bytes:
@@ -51,12 +50,7 @@ class _PublishedAddress(str):
 
 
 def read_published(data: bytes) -> str:
-    """Decode the address that rank 0 has put into a store.
-
-    Raises:
-        RendezvousError: Rank 0 can't listen, for this reason.
-        ProtocolError: The value is no address.
-    """
+    """Decode the address that rank 0 has put into a store; RendezvousError says why rank 0 can't listen."""
     if data.startswith(_REFUSAL):
         raise RendezvousError(data.removeprefix(_REFUSAL).decode(errors="replace"), ranks=(0,))
     try:
@@ -76,11 +70,7 @@ def gather_links(
     listener: socket.socket | None,
     deadline: Deadline,
 ) -> tuple[dict[int, Connection], DistributedError | None]:
-    """Rank 0: wait for every other rank.
-
-    Returns:
-        The authenticated connection of each rank that came, and an error that names the others if any are missing.
-    """
+    """Rank 0: wait for all others; the connections of those that came, and an error that names the rest."""
     host, port = parse_address(address)
     check_hello(Hello(purpose=_PURPOSE, job=job, rank=world_size - 1, world_size=world_size, group=group))
     connections: dict[int, Connection] = {}

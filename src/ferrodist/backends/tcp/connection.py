@@ -30,26 +30,18 @@ class Sink(Protocol):
 
 
 class QueuedFrame:
-    """A frame to be written.
-
-    Args:
-        frame: The header.
-        payload: ``frame.length`` bytes that stay unchanged until they are written.
-        owner: The owner of the payload, for `FramedConnection.drop`.
-        on_written: Called once the last byte has been given to the kernel.
-        relayed: Whether it only passes through this rank.
-    """
+    """A frame to be written."""
 
     __slots__ = ("begun", "cost", "frame", "on_written", "owner", "payload", "relayed", "views")
 
     def __init__(
         self,
         frame: Frame,
-        payload: memoryview | bytes = b"",
+        payload: memoryview | bytes = b"",  # ``frame.length`` bytes that stay unchanged until they are written
         *,
-        owner: object = None,
-        on_written: Callable[[], object] | None = None,
-        relayed: bool = False,
+        owner: object = None,  # the payload's owner, for `FramedConnection.drop`
+        on_written: Callable[[], object] | None = None,  # called once the last byte has been given to the kernel
+        relayed: bool = False,  # whether it only passes through this rank
     ) -> None:
         self.frame = frame
         self.payload = payload
@@ -62,13 +54,7 @@ class QueuedFrame:
 
 
 class FramedConnection:
-    """A connection to a peer. Any thread may `push`; one thread reads and calls `flush`.
-
-    Args:
-        sock: A connected, authenticated socket, which this object owns.
-        peer: The peer's rank.
-        session: The connection's keys.
-    """
+    """A connection to a peer, which owns its socket. Any thread may `push`; one thread reads and calls `flush`."""
 
     def __init__(self, sock: socket.socket, peer: int, session: Session) -> None:
         self.sock = sock
@@ -119,29 +105,24 @@ class FramedConnection:
 
     @property
     def waiting(self) -> bool:
-        """Whether frames wait to be written."""
+        """Return whether frames wait to be written."""
         with self._lock:
             return self._waiting()
 
     @property
     def has_read_ahead(self) -> bool:
-        """Whether bytes have been read that `read_into` has not returned."""
+        """Return whether bytes have been read that `read_into` has not returned."""
         return self._ahead_start < self._ahead_stop
 
     @property
     def closed(self) -> bool:
-        """Whether `close` has been called."""
+        """Return whether `close` has been called."""
         return self._closed
 
     def drop(self, owner: object, last: QueuedFrame | None) -> bool:
-        """Take a message back: drop its frames that are not begun, and finish one that is from a copy.
+        """Take a message back: drop an owner's frames that are not begun, and finish one that is from a copy.
 
-        Args:
-            owner: The owner of the frames.
-            last: The frame that completes the message, once it has been pushed.
-
-        Returns:
-            False if ``last`` is begun: the message will arrive.
+        Returns False if ``last``, the pushed frame that completes the message, is begun: the message will arrive.
         """
         with self._lock:
             self._queue = deque(outgoing for outgoing in self._queue if outgoing.owner is not owner)
@@ -155,15 +136,7 @@ class FramedConnection:
             return last is None or not last.begun
 
     def read_into(self, target: memoryview) -> int:
-        """Read at least one byte into ``target``.
-
-        Returns:
-            The number of bytes; 0 if the peer has closed the connection.
-
-        Raises:
-            BlockingIOError: No bytes are there now.
-            OSError: The connection is broken.
-        """
+        """Read into ``target``; the number of bytes, or 0 if the peer has closed. BlockingIOError: none are there."""
         if self._ahead_start == self._ahead_stop:
             if len(target) >= _DIRECT_READ:
                 count = self.sock.recv_into(target)
@@ -178,11 +151,7 @@ class FramedConnection:
         return count
 
     def check(self, payload: memoryview | bytes) -> None:
-        """Check the tag of a received frame against its header and the payload that the tag covers.
-
-        Raises:
-            ProtocolError: The frame is not the next one that the peer has written.
-        """
+        """Check a received frame's tag; ProtocolError if the frame is not the next one that the peer has written."""
         try:
             self._session.incoming.check(self.header[HEADER_SIZE:], self.header[:HEADER_SIZE], payload)
         except AuthenticationError as error:
@@ -267,13 +236,7 @@ _MAX_UNACKNOWLEDGED_SECONDS = 300.0
 
 
 def tune(sock: socket.socket, timeout: float, buffer_bytes: int | None) -> None:
-    """Set how a connection detects that its peer is gone, and how much the kernel buffers.
-
-    Args:
-        sock: The connection.
-        timeout: The group's default timeout in seconds.
-        buffer_bytes: Size of each of the kernel's buffers, None for its own tuning.
-    """
+    """Set how a connection detects that its peer is gone, and how much the kernel buffers; None lets it choose."""
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     if hasattr(socket, "TCP_USER_TIMEOUT"):
         seconds = min(max(timeout, _MIN_UNACKNOWLEDGED_SECONDS), _MAX_UNACKNOWLEDGED_SECONDS)

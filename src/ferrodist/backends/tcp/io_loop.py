@@ -17,14 +17,12 @@ from ferrodist.errors import ProtocolError
 if TYPE_CHECKING:
     from ferrodist.backends.tcp.connection import FramedConnection, Sink
 
-_READ_BUDGET = 4 << 20
-"""Bytes read from one connection before the others get their turn."""
+_READ_BUDGET = 4 << 20  # bytes read from one connection before the others get their turn
 
 BLOCK_BYTES = 8 << 20
 """A connection is not read from while this many bytes from it are queued for one other rank ..."""
 
-_UNBLOCK_BYTES = 4 << 20
-"""... until no more than this many are left."""
+_UNBLOCK_BYTES = 4 << 20  # ... until no more than this many are left
 
 _BLOCKED_SECONDS = 0.05
 """Interval of reports of blocked connections: less than the time in which a rank must answer a PING."""
@@ -232,7 +230,9 @@ class IoLoop:
         return link in self._links
 
     def _may_read(self, link: FramedConnection) -> bool:
-        """Whether a connection is not blocked. Without epoll none ever is: its end could not be seen meanwhile."""
+        """Return whether a connection is not blocked. Without epoll none ever is: its end could not be seen
+        meanwhile.
+        """
         return link.blocked_by is None or self._ends is None
 
     def _begin(self, link: FramedConnection) -> None:

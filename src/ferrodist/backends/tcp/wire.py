@@ -64,33 +64,21 @@ _WITH_PAYLOAD = frozenset({FrameType.EAGER, FrameType.DATA, FrameType.ABORT})
 
 @dataclass(slots=True, kw_only=True)
 class Frame:
-    """A frame's header.
-
-    Args:
-        kind: The frame's type.
-        source: The sending rank.
-        destination: The receiving rank; rank 0 relays frames for other ranks.
-        length: Size of the payload in bytes.
-        message: The source's id of the message that the frame belongs to.
-        group: Group id, the upper half of the message's tag.
-        tag: The lower half of the message's tag.
-        size_bytes: Length of the whole message.
-        offset: Offset of the payload in the message.
-    """
+    """A frame's header."""
 
     kind: FrameType
     source: int
-    destination: int
-    length: int = 0
-    message: int = 0
-    group: int = 0
-    tag: int = 0
-    size_bytes: int = 0
-    offset: int = 0
+    destination: int  # rank 0 relays frames for other ranks
+    length: int = 0  # size of the payload in bytes
+    message: int = 0  # the source's id of the message
+    group: int = 0  # upper half of the message's tag
+    tag: int = 0  # lower half of the message's tag
+    size_bytes: int = 0  # of the whole message
+    offset: int = 0  # of the payload in the message
 
     @property
     def is_covered(self) -> bool:
-        """Whether the tag covers the payload."""
+        """Return whether the tag covers the payload."""
         is_users = self.kind in _OF_MESSAGES and channel_of_tag(self.tag) in _USERS_CHANNELS
         return self.length <= COVERED_BYTES or not is_users
 
@@ -113,11 +101,7 @@ class Frame:
 
     @staticmethod
     def unpack(data: memoryview, world_size: int) -> Frame:
-        """Decode and check a header.
-
-        Raises:
-            ProtocolError: No rank of this version, in a group of this size, writes such a header.
-        """
+        """Decode a header; ProtocolError if no rank of this version, in a group of this size, writes such a one."""
         magic, version, kind, zero, length, source, destination, message, group, tag, size, offset = _HEADER.unpack(
             data
         )

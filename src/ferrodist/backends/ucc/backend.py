@@ -30,9 +30,7 @@ if TYPE_CHECKING:
     from ferrodist.backends.base import Backend
     from ferrodist.rendezvous import Membership
 
-_CLOSE_SECONDS = 10.0
-"""How long `UccBackend.close` takes at most: half of it for UCC, the rest for the control group."""
-
+_CLOSE_SECONDS = 10.0  # how long `UccBackend.close` takes at most: half of it for UCC, the rest for the control group
 _LIBRARY, _REASON = b"+", b"-"
 
 

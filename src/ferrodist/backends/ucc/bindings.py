@@ -182,15 +182,7 @@ class UccError(DistributedError):
 
 
 class Library:
-    """A loaded UCC library.
-
-    Args:
-        path: A path or name for the dynamic linker.
-
-    Raises:
-        OSError: The library can't be loaded.
-        AttributeError: The library is not UCC.
-    """
+    """A loaded UCC library; raises OSError if ``path`` can't be loaded, AttributeError if it is not UCC."""
 
     def __init__(self, path: str) -> None:
         self._library = ctypes.CDLL(path)
@@ -206,11 +198,7 @@ class Library:
         return f"UCC {'.'.join(map(str, self.version))}"
 
     def call(self, name: str, *args: Any) -> int:
-        """Call a function of UCC and return its status.
-
-        Raises:
-            UccError: The status is an error.
-        """
+        """Call a function of UCC and return its status; UccError if that is an error."""
         status: int = getattr(self._library, name)(*args)
         if status < 0:
             raise self.error(name, status)
@@ -244,16 +232,14 @@ _DEFAULT = "libucc.so.1"
 _MAJOR = 1
 
 _loading = threading.Lock()
-_loaded: dict[str, Library | str] = {}
-"""By path: the library, or the reason why it can't be loaded."""
+_loaded: dict[str, Library | str] = {}  # by path: the library, or the reason why it can't be loaded
 
 
 def load() -> Library:
     """Load the UCC library that FERRODIST_UCC_LIBRARY names or else the dynamic linker finds; starts nothing.
 
-    Raises:
-        BackendUnavailable: No UCC library of version 1 is found; or this process was forked from one with
-            open teams, whose UCX state it has, but not the threads.
+    Raises BackendUnavailable if no UCC library of version 1 is found, or this process was forked from one with open
+    teams, whose UCX state it has, but not the threads.
     """
     path = os.environ.get(_VARIABLE) or _DEFAULT
     with _loading:

@@ -38,15 +38,12 @@ if TYPE_CHECKING:
     from ferrodist.backends.ucc.team import Team, Transfer
 
 
-_UNWATCHED_SECONDS = 0.05
-"""How long a wait goes on before it watches for ranks that have left."""
+_UNWATCHED_SECONDS = 0.05  # how long a wait goes on before it watches for ranks that have left
 
 _MIN_POLL_INTERVAL_SECONDS, _MAX_POLL_INTERVAL_SECONDS = 0.5e-3, 10e-3
 """The interval at which the thread calls UCC grows from the first to the second while no collective is waited for."""
 
-_REASON_SECONDS = 2.0
-"""How long the control group has to find the reason why UCC failed."""
-
+_REASON_SECONDS = 2.0  # how long the control group has to find the reason why UCC failed
 _FAREWELL_TAG = channel_tag(Channel.DATA, (1 << 56) - 1)
 _FAREWELL = struct.Struct("<q")  # number of collectives that the rank has ended
 
@@ -92,25 +89,23 @@ class UccDataPlane(DataPlane):
 
     @override
     def gather(self, data: memoryview, sizes: Sequence[int], root: int) -> list[Transfer]:
-        blocks = self._rooted_blocks(data, sizes, root)
-        if self._control.rank == root:
-            return self.all_to_all(data, blocks, _NOTHING, [(0, 0)] * len(sizes))
-        return self.all_to_all(_NOTHING, [(0, 0)] * len(sizes), data, blocks)
+        return self._with_root(data, sizes, root, is_read=self._control.rank != root)
 
     @override
     def scatter(self, data: memoryview, sizes: Sequence[int], root: int) -> list[Transfer]:
-        blocks = self._rooted_blocks(data, sizes, root)
-        if self._control.rank == root:
-            return self.all_to_all(_NOTHING, [(0, 0)] * len(sizes), data, blocks)
-        return self.all_to_all(data, blocks, _NOTHING, [(0, 0)] * len(sizes))
+        return self._with_root(data, sizes, root, is_read=self._control.rank == root)
 
-    def _rooted_blocks(self, data: memoryview, sizes: Sequence[int], root: int) -> list[Block]:
-        """The blocks of ``data`` by the other rank: on the root one for each rank, elsewhere all of it for the root."""
-        if self._control.rank != root:
-            return [(0, len(data) if rank == root else 0) for rank in range(len(sizes))]
-        blocks = _blocks(sizes)
-        blocks[root] = (0, 0)
-        return blocks
+    def _with_root(self, data: memoryview, sizes: Sequence[int], root: int, *, is_read: bool) -> list[Transfer]:
+        """Send or receive ``data``: the root a block for each other rank, the others all of it."""
+        none = [(0, 0)] * len(sizes)
+        if self._control.rank == root:
+            blocks = _blocks(sizes)
+            blocks[root] = (0, 0)
+        else:
+            blocks = [(0, len(data) if rank == root else 0) for rank in range(len(sizes))]
+        if is_read:
+            return self.all_to_all(_NOTHING, none, data, blocks)
+        return self.all_to_all(data, blocks, _NOTHING, none)
 
     def _start(self, start: Callable[[], Transfer]) -> list[Transfer]:
         try:

@@ -61,12 +61,7 @@ class OobAllgather:
         return Exchange(payloads, pending)
 
     def poll(self, exchange: Exchange) -> bool:
-        """Return whether all data has come, which is then copied to the target.
-
-        Raises:
-            RendezvousError: Not all data came by the deadline.
-            DistributedError: A message failed, as all do once the group has.
-        """
+        """Return whether all data has come, which is then copied to the target; RendezvousError at the deadline."""
         pending = exchange.pending
         while pending and pending[-1].done():
             pending.pop().wait(0)
@@ -92,8 +87,7 @@ class Transfer:
     """A collective in progress."""
 
     handle: c_void_p
-    kept: tuple[Any, ...]
-    """Everything that UCC reads and writes."""
+    kept: tuple[Any, ...]  # everything that UCC reads and writes
 
     @property
     def status(self) -> int:

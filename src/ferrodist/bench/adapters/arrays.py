@@ -9,16 +9,11 @@ from ferrodist.bench.cases import DataType
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-ALIGNMENT_BYTES = 64
-"""Every array begins at a multiple of this, a cache line, in every library."""
+ALIGNMENT_BYTES = 64  # every array begins at a multiple of this, a cache line, in every library
 
 
 class TorchArrays:
-    """Torch tensors; torch aligns by itself.
-
-    Args:
-        device: The device of the tensors.
-    """
+    """Torch tensors on a device; torch aligns by itself."""
 
     def __init__(self, device: str = "cpu") -> None:
         import torch  # noqa: PLC0415
@@ -39,7 +34,7 @@ class TorchArrays:
         return ((values + plus) * factor).to(self._dtypes[dtype])
 
     def are_equal(self, left: Any, right: Any) -> bool:
-        """Whether two arrays hold the same values."""
+        """Return whether two arrays hold the same values."""
         return bool(self._torch.equal(left, right))
 
     def multiply(self, left: Any, right: Any, out: Any) -> None:

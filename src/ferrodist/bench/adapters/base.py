@@ -24,11 +24,9 @@ class UnsupportedError(Exception):
 class RankInfo:
     """A rank of a peer, and where it meets the others.
 
-    Args:
-        rank: The rank; MPI ranks learn theirs from the library instead.
-        num_ranks: Number of ranks.
-        folder: A folder of the peer's own, empty at first: for the files of the rendezvous.
-        address: The rendezvous "host:port" of ranks on several hosts; None on one host, where a file does.
+    MPI ranks learn their rank from the library instead. ``folder``, the peer's own and empty at first, is for the files
+    of the rendezvous. ``address`` is the rendezvous "host:port" of ranks on several hosts; None on one host, where a
+    file does.
     """
 
     rank: int
@@ -49,17 +47,11 @@ class Adapter:
     num_ranks: int
     arrays: Arrays
     versions: dict[str, str]
-    copies: ClassVar[bool] = False
-    """Whether every operation is a copy of the input: true for the limit."""
-    unsupported: ClassVar[Mapping[Operation, str]] = {}
-    """Operations that the library lacks, with the reasons."""
+    copies: ClassVar[bool] = False  # whether every operation is a copy of the input: true for the limit
+    unsupported: ClassVar[Mapping[Operation, str]] = {}  # operations that the library lacks, with the reasons
 
     def make_call(self, case: Case, source: Any, target: Any) -> Callable[[], object]:
-        """A callable for the operation on these arrays; in place, ``target`` is ``source``.
-
-        Raises:
-            UnsupportedError: The library can't.
-        """
+        """A callable for the operation, in place if ``target`` is ``source``; UnsupportedError if the library can't."""
         raise NotImplementedError
 
     def make_exchange(

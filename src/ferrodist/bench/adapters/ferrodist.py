@@ -91,7 +91,7 @@ class NcclAdapter(FerrodistAdapter):
     """A rank of a group over NCCL, and its GPU."""
 
     unsupported: ClassVar[Mapping[Operation, str]] = {
-        Operation.OVERLAP: "the computation is the host's, and its tensors are on a GPU",
+        Operation.OVERLAP: "the computation is the host's, and its tensors are on a GPU"
     }
 
     def __init__(self, info: RankInfo) -> None:
@@ -112,11 +112,7 @@ class NcclAdapter(FerrodistAdapter):
 
 
 def _select_gpu(info: RankInfo) -> str:
-    """Make a GPU the current one: each rank's own, or a shared one where NCCL allows it.
-
-    Raises:
-        BackendUnavailable: There are too few.
-    """
+    """Make a GPU the current one: each rank's own, or a shared one where NCCL allows it."""
     num_gpus = torch.cuda.device_count()
     if num_gpus < info.num_ranks and os.environ.get(_SHARING_VARIABLE) != "1":
         raise fd.BackendUnavailable(

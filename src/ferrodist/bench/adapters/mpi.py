@@ -22,7 +22,7 @@ class MpiAdapter(Adapter):
     """A rank of MPI_COMM_WORLD."""
 
     unsupported: ClassVar[Mapping[Operation, str]] = {
-        Operation.INIT: "a process makes MPI's world once, when it starts; new_group is MPI_Comm_dup",
+        Operation.INIT: "a process makes MPI's world once, when it starts; new_group is MPI_Comm_dup"
     }
 
     def __init__(self, peer: Peer) -> None:

@@ -236,19 +236,10 @@ def materialize(
     storage_options: Mapping[str, Any] | None,
     progress: ProgressCallback | None,
 ) -> Iterator[Any]:
-    """Provide a checkpoint's full state during the block.
+    """Provide a checkpoint's full state during the block; its tensors are temporary files in ``scratch_folder``.
 
     NumPy arrays and numbers become tensors and Python's numbers, and `PerRank` values a dict by rank, since readers of
-    other formats support no more.
-
-    Args:
-        path: The checkpoint.
-        scratch_folder: The folder for temporary files of the tensors; it needs room for all of them.
-        storage_options: Options of fsspec's file system, if the path is a URL.
-        progress: Called with the bytes read, and their total.
-
-    Raises:
-        DistCheckpointError: The checkpoint is missing or damaged, or the folder can't be written.
+    other formats support no more. DistCheckpointError: the checkpoint is damaged, or the folder can't be written.
     """
     storage = open_storage(path, storage_options)
     try:

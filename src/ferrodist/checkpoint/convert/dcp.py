@@ -156,14 +156,13 @@ def _index(node: Any) -> tuple[str, tuple[int, ...] | None]:
 def _item(name: str, node: Any) -> DcpItem:
     fields = _fields(node, "_StorageInfo")
     transforms = fields.get("transform_descriptors")
+    transforms = () if transforms is None else transforms
     return DcpItem(
         name=name,
         file=_expect(fields.get("relative_path"), str),
         offset=_expect(fields.get("offset"), int),
         length=_expect(fields.get("length"), int),
-        transforms=()
-        if transforms is None
-        else tuple(_expect(each, str) for each in _expect(transforms, (list, tuple))),
+        transforms=tuple(_expect(each, str) for each in _expect(transforms, (list, tuple))),
     )
 
 
@@ -206,12 +205,9 @@ def _expect(node: Any, kind: Any) -> Any:
     return node
 
 
-def open_view(storage: Storage, name: str, start: int, size_bytes: int) -> io.BufferedReader:
-    """Open a range of bytes of a file as a seekable Python file."""
-    return io.BufferedReader(_View(storage, name, start, size_bytes))
-
-
 class _View(io.RawIOBase):
+    """A range of bytes of a file as a seekable Python file."""
+
     def __init__(self, storage: Storage, name: str, start: int, size_bytes: int) -> None:
         super().__init__()
         self._storage = storage
@@ -345,7 +341,7 @@ class _DcpReader:
         return found
 
     def _load(self, item: DcpItem, device: str = "cpu") -> Any:
-        with open_view(self._storage, item.file, item.offset, item.length) as view:
+        with io.BufferedReader(_View(self._storage, item.file, item.offset, item.length)) as view:
             return load_checked(view, item.length, map_location=device)
 
 

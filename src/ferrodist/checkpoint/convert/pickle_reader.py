@@ -65,16 +65,10 @@ class PersistentId:
 
 
 def read_pickle(file: IO[bytes], size_bytes: int, check: Callable[[Global], None]) -> Any:
-    """Read one pickle from a file's position up to its STOP.
+    """Read one pickle from a file's position up to its STOP; ValueError if it is none, or has unexpected opcodes.
 
-    Args:
-        file: The file.
-        size_bytes: The largest size of the pickle. Since sparse files are cheap, it is capped at
-            `MAX_SMALL_FILE_BYTES`.
-        check: Raises ValueError for an unexpected class or function.
-
-    Raises:
-        ValueError: The bytes are not a pickle, or have opcodes that these files don't use.
+    ``check`` raises ValueError for an unexpected class or function. Since sparse files are cheap, ``size_bytes`` is
+    capped at `MAX_SMALL_FILE_BYTES`.
     """
     return _PickleMachine(file, min(size_bytes, MAX_SMALL_FILE_BYTES), check).run()
 

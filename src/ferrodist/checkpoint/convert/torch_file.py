@@ -101,9 +101,8 @@ def export_torch_file(
     """
     path_ = Path(file).absolute()
     with materialize(path, path_.parent, storage_options=storage_options, progress=progress) as state:
-        temporary = path_.with_name(
-            f".{path_.name}.{secrets.token_hex(8)}"
-        )  # which nobody else can have made a link before
+        # A random name: nobody else can have made a link of it before.
+        temporary = path_.with_name(f".{path_.name}.{secrets.token_hex(8)}")
         try:
             with temporary.open("xb") as opened:
                 torch.save(state, opened)

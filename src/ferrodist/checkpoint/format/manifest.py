@@ -49,79 +49,45 @@ _TIME_PATTERN = re.compile(re.escape(_PREFIX) + rb'[^{]*"checkpoint":\{"save_id"
 
 
 class FileEntry(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
-    """A safetensors file.
-
-    Args:
-        name: The name in the checkpoint's folder.
-        size_bytes: The size of the file.
-        header_bytes: The size of the header with the 8-byte length; tensors begin there.
-        header_hash: The hash of these bytes.
-    """
+    """A safetensors file in the checkpoint's folder."""
 
     name: str
     size_bytes: int
-    header_bytes: int
+    header_bytes: int  # with the 8-byte length; tensors begin there
     header_hash: str
 
 
 class ShardEntry(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
-    """A box of a tensor, row-major in one file.
-
-    Args:
-        offsets: The first index of the box in each dim.
-        shape: The box's shape.
-        file: The index of the file in the manifest's files.
-        start: The first byte in the file.
-        stop: The byte after the last one.
-        hashes: The hash of each block of `Manifest.block_bytes`; the last block may be shorter, an empty box has none.
-    """
+    """A box of a tensor, row-major in one file."""
 
     offsets: tuple[int, ...]
     shape: tuple[int, ...]
-    file: int
-    start: int
-    stop: int
-    hashes: list[str]
+    file: int  # index in the manifest's files
+    start: int  # first byte in the file
+    stop: int  # byte after the last one
+    hashes: list[str]  # of each block of `Manifest.block_bytes`; the last may be shorter, an empty box has none
 
 
 class TensorEntry(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
-    """A tensor.
-
-    Args:
-        shape: The full tensor's shape.
-        dtype: torch's name of its dtype.
-        placement: The placement on the ranks that saved it, in words.
-        shards: Boxes that cover the tensor, each element once.
-    """
+    """A tensor."""
 
     shape: tuple[int, ...]
     dtype: str
-    placement: str
-    shards: list[ShardEntry]
+    placement: str  # on the ranks that saved it, in words
+    shards: list[ShardEntry]  # boxes that cover the tensor, each element once
 
 
 class Manifest(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
-    """A checkpoint without the elements of its tensors.
-
-    Args:
-        save_id: The id of the save.
-        created_ns: The time of the commit in ns since 1970; later than that of each checkpoint that was beside it then.
-        producer: The program that wrote it.
-        world_size: The number of ranks that saved it.
-        block_bytes: The size of a hashed block.
-        files: All files of tensors.
-        tensors: All tensors, by key.
-        tree: The state; tensors in it are referred to by key.
-    """
+    """A checkpoint without the elements of its tensors."""
 
     save_id: str
-    created_ns: int
+    created_ns: int  # the commit, since 1970; later than that of each checkpoint that was beside it then
     producer: str
     world_size: int
-    block_bytes: int
+    block_bytes: int  # size of a hashed block
     files: list[FileEntry]
     tensors: dict[str, TensorEntry]
-    tree: Any
+    tree: Any  # the state, which refers to tensors by key
 
     def position(self, key: str) -> tuple[int, int]:
         """Return a tensor's first file and byte, for reading in the order in which disks read ahead."""
@@ -145,11 +111,7 @@ def encode_manifest(manifest: Manifest) -> bytes:
 
 
 def decode_manifest(data: bytes, where: str) -> Manifest:
-    """Decode the bytes of a manifest's file, which are not trusted; ``where`` names the file in errors.
-
-    Raises:
-        DistCheckpointError: `encode_manifest` would not write these bytes.
-    """
+    """Decode an untrusted manifest; DistCheckpointError, naming ``where``, unless `encode_manifest` writes such."""
     start = _PREFIX + str(_VERSION).encode() + _HASH
     content_start = len(start) + 2 * HASH_BYTES + len(_CONTENT_KEY)
     if not data.startswith(start):

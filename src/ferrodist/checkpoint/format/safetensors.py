@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from math import prod
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 import msgspec
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from ferrodist.checkpoint.format.manifest import Manifest
 
 
-class HeaderEntry(NamedTuple):
+class HeaderEntry(msgspec.Struct, frozen=True):
     """A tensor of a file: its safetensors dtype, its shape, and its bytes relative to the end of the header."""
 
     dtype: str
@@ -25,13 +25,9 @@ class HeaderEntry(NamedTuple):
 
 
 def make_header(tensors: Sequence[tuple[str, str, tuple[int, ...]]]) -> tuple[bytes, list[int], int]:
-    """Make the header of a file of consecutive tensors.
+    """Make the header of a file of consecutive tensors, given their names, dtype names and shapes.
 
-    Args:
-        tensors: The name in the file, torch dtype name and shape of each tensor.
-
-    Returns:
-        The header with its length field, the first byte of each tensor in the file, and the file's size.
+    Returns the header with its length field, the first byte of each tensor in the file, and the file's size.
     """
     entries: dict[str, object] = {"__metadata__": {"format": "pt"}}
     at, starts = 0, []
@@ -59,20 +55,9 @@ def parse_header(data: bytes) -> dict[str, HeaderEntry]:
     try:
         entries = msgspec.json.decode(data[LENGTH_BYTES:], type=dict[str, msgspec.Raw])
         entries.pop("__metadata__", None)
-        return {name: HeaderEntry(*_decode_entry(raw)) for name, raw in entries.items()}
+        return {name: msgspec.json.decode(raw, type=HeaderEntry) for name, raw in entries.items()}
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
         raise ValueError(f"its header can't be read: {error}") from error
-
-
-class _EntryFields(msgspec.Struct):
-    dtype: str
-    shape: tuple[int, ...]
-    data_offsets: tuple[int, int]
-
-
-def _decode_entry(raw: msgspec.Raw) -> tuple[str, tuple[int, ...], tuple[int, int]]:
-    fields = msgspec.json.decode(raw, type=_EntryFields)
-    return fields.dtype, fields.shape, fields.data_offsets
 
 
 def expected_entries(manifest: Manifest, file_index: int) -> dict[str, tuple[str, HeaderEntry]]:

@@ -54,9 +54,9 @@ class LocalStorage(Storage):
         self.path = Path(path).absolute()
         self.url = str(self.path)
         self._is_new = False
-        """Whether `begin` created the folder."""
+        """Return whether `begin` created the folder."""
         self._is_exclusive = False
-        """Whether `exclusive` is active."""
+        """Return whether `exclusive` is active."""
         self._release: Callable[[], object] = lambda: None
         """Releases the lock of the save that was begun here."""
         self._open: dict[str, _OpenFile] = {}
@@ -272,10 +272,7 @@ class LocalStorage(Storage):
 
 
 def _make_locked(staging: Path) -> int:
-    """Create a save's folder with a locked file, and return its descriptor.
-
-    Until the file is locked, another process may remove the folder as a leftover; then it is created again.
-    """
+    """Create a save's folder with a locked file, anew if another process removes it; return the file's descriptor."""
     for _ in range(_MAX_ATTEMPTS):
         with contextlib.suppress(FileNotFoundError):
             return _make_locked_once(staging)

@@ -158,10 +158,7 @@ def _take_buffer() -> mmap.mmap:
 
 
 class _WriteThread(threading.Thread):
-    """A write in a thread of its own; `finish` waits for it.
-
-    Executors refuse work once the program ends, when a save may be in progress.
-    """
+    """A write in a thread of its own: executors refuse work once the program ends, when a save may be in progress."""
 
     def __init__(self, file: int, data: memoryview, at: int) -> None:
         super().__init__(name="ferrodist-checkpoint-file")

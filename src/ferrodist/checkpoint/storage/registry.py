@@ -40,15 +40,10 @@ def parent_path(path: str) -> str:
 
 
 def open_storage(path: str | os.PathLike[str], options: Mapping[str, Any] | None = None) -> Storage:
-    """Open the folder of a path, or of an fsspec URL (``s3://bucket/folder``).
+    """Open the folder of a path, or of an fsspec URL (``s3://bucket/folder``) with options of its file system.
 
-    Args:
-        path: The path or URL.
-        options: Options of fsspec's file system, as keys and an endpoint; only for URLs.
-
-    Raises:
-        TypeError, ValueError: The path is invalid, or a URL of an unknown protocol.
-        DistCheckpointError: The package for such URLs is not installed, or the file system can't be reached.
+    TypeError or ValueError for an invalid path or unknown protocol; DistCheckpointError if the package for such URLs is
+    not installed, or the file system can't be reached.
     """
     if not isinstance(path, (str, os.PathLike)):
         raise TypeError(f"a checkpoint's path is text or a Path, not {type(path).__name__}")

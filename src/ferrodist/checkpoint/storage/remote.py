@@ -185,15 +185,10 @@ Their ``makedirs`` would create a bucket.
 
 
 class RemoteStorage(Storage):
-    """A `Storage` over fsspec; see [Note: staged or not] in `base`.
+    """A `Storage` over fsspec; see [Note: staged or not] in `base`. It turns off the listings caches of ``fs``.
 
     A manifest appears atomically in object stores. Elsewhere it does if the file system's ``mv`` renames, as on SFTP
     and HDFS; one that copies can leave a damaged manifest, which loading detects.
-
-    Args:
-        fs: The file system; not shared, since its listings caches are turned off.
-        folder: The folder's path there.
-        url: The folder's URL, for messages and for opening it again.
     """
 
     is_staged = False
@@ -204,7 +199,7 @@ class RemoteStorage(Storage):
         self._fs: Any = fs  # fsspec has no types
         self._folder = folder.rstrip("/")
         self._is_new = False
-        """Whether `begin` created the folder."""
+        """Return whether `begin` created the folder."""
         self._uncommitted: str | None = None
         """The save that was begun here and that no manifest can name yet."""
         protocols = {fs.protocol} if isinstance(fs.protocol, str) else set(fs.protocol)

@@ -50,10 +50,7 @@ class BoxSource(Protocol):
 
 
 def row_blocks(shape: tuple[int, ...], max_elements: int) -> Iterator[Box]:
-    """Split a tensor into boxes of at most ``max_elements``, in row-major order.
-
-    The elements of any box of the tensor are then also in its own row-major order.
-    """
+    """Split a tensor into boxes of at most ``max_elements`` in row-major order, which is also that of any box of it."""
     if prod(shape) <= max_elements:
         yield Box((0,) * len(shape), shape)
         return
@@ -162,14 +159,8 @@ def rewrite(
 ) -> None:
     """Write a checkpoint; one in the folder is replaced atomically at the end, as by `save_distributed`.
 
-    Args:
-        source_state: The contents.
-        storage: The folder.
-        options: The options.
-        single_name: The name of the file of tensors if it is the only one.
-
-    Raises:
-        DistCheckpointError: The source is damaged, or the storage refuses. Nothing was committed.
+    ``single_name`` is the name of the file of tensors if it is the only one. DistCheckpointError: the source is
+    damaged, or the storage refuses; nothing was committed.
     """
     reports = _make_reports(source_state, options)
     save_id = uuid.uuid4().hex[:12]

@@ -43,8 +43,7 @@ if TYPE_CHECKING:
     from ferrodist.backends.engine import Block, DataPlane
 
 
-_ONE_STEP_BYTES = 64 * 1024
-"""Up to here one step with more bytes is faster than two with fewer."""
+_ONE_STEP_BYTES = 64 * 1024  # up to here one step with more bytes is faster than two with fewer
 
 _SEGMENT_BYTES = 1 << 20
 """The bytes that a reduction receives from each rank at once; it buffers two segments for each rank."""
@@ -53,13 +52,7 @@ _COUNT = struct.Struct("<q")
 
 
 class DataPlaneEngine(ReferenceEngine):
-    """A `HostEngine` of a group with a `data_plane`.
-
-    Collectives run one after the other, in the order of their positions, whatever threads call them.
-
-    Args:
-        group: The group.
-    """
+    """A `HostEngine` of a group with a `data_plane`; collectives run one after the other, in their order."""
 
     def await_turn(self, sequence: int) -> None:
         """Return when all earlier collectives have ended, or the group has failed."""
@@ -266,10 +259,6 @@ def _scatter(run: _DataPlaneRun) -> None:
     run.move(lambda plane: plane.scatter(bytes_of(data), _in_bytes(op.counts, data), op.root))
 
 
-def _reduce_scatter(run: _DataPlaneRun) -> None:
-    run.fold_chunks(run.op.out, run.op.counts)
-
-
 def _all_to_all(run: _DataPlaneRun) -> None:
     op, rank = run.op, run.rank
     run.check_counts()
@@ -285,6 +274,6 @@ _ALGORITHMS: dict[CollectiveKind, Callable[[_DataPlaneRun], None]] = {
     CollectiveKind.ALL_GATHER: _all_gather,
     CollectiveKind.GATHER: _gather,
     CollectiveKind.SCATTER: _scatter,
-    CollectiveKind.REDUCE_SCATTER: _reduce_scatter,
+    CollectiveKind.REDUCE_SCATTER: lambda run: run.fold_chunks(run.op.out, run.op.counts),
     CollectiveKind.ALL_TO_ALL: _all_to_all,
 }

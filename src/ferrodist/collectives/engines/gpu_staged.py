@@ -26,7 +26,7 @@ from ferrodist.backends.sequencer import Sequencer
 from ferrodist.backends.signature import CollectiveSignature
 from ferrodist.backends.subgroup import SubBackend
 from ferrodist.backends.verification import left_reason
-from ferrodist.collectives.arguments import writing_to
+from ferrodist.collectives.arguments import flatten, writing_to
 from ferrodist.collectives.cuda import SEGMENT_BYTES, CopyPipeline, NotReachedError, wait_until_passed
 from ferrodist.collectives.engines.gpu_staged_plan import StagedOp
 from ferrodist.collectives.engines.host import host_engine_of
@@ -50,17 +50,13 @@ _KEY = "collectives.staged"
 _SIGNATURE = struct.Struct("<Bbihqq")
 _NUM_COMPARED = 5
 
-_CLOSE_SECONDS = 1.0
-"""How long closing a group waits for copies to a device."""
+_CLOSE_SECONDS = 1.0  # how long closing a group waits for copies to a device
 
 
 class HostStagedEngine:
     """A `HostEngine` of tensors on GPUs, whose calls return when the host has done its part.
 
-    Args:
-        group: Any backend whose engine carries tensors on the CPU.
-        find_streams: The streams of a device.
-        segment_bytes: The maximum size of a segment; the same on all ranks.
+    It is for groups of any backend. The maximum size of a segment is the same on all ranks.
     """
 
     def __init__(
@@ -253,12 +249,7 @@ def _decode_signature(operation: str, fields: tuple[int, ...], sequence: int) ->
 
 
 class HostStagedP2P:
-    """A `DeviceP2P` over the group's own messages, which are sent once the device has written the tensors.
-
-    Args:
-        group: Any backend whose messages carry tensors on the CPU.
-        find_streams: The streams of a device.
-    """
+    """A `DeviceP2P` over the group's own messages, which are sent once the device has written the tensors."""
 
     def __init__(self, group: Backend, find_streams: Callable[[torch.device], Streams] = streams_of) -> None:
         self._group = group
@@ -301,7 +292,7 @@ class HostStagedP2P:
         streams = self._find_streams(sends[0][0].tensor.device)
         stream = streams.current()
         for operation, pinned in sends:
-            streams.copy(pinned.flat, _dense(operation.tensor), stream)
+            streams.copy(pinned.flat, flatten(operation.tensor), stream)
         try:
             wait_until_passed(streams, streams.record(stream), deadline, self._check_alive)
         except NotReachedError:
@@ -323,7 +314,3 @@ class _Pinned:
         memory = streams.pinned(like.nbytes) if like.numel() else torch.empty(0, dtype=torch.uint8, device="cpu")
         self.flat = memory.view(like.dtype)
         self.shaped = self.flat.view(like.shape)
-
-
-def _dense(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.detach().resolve_conj().resolve_neg().contiguous().view(-1)

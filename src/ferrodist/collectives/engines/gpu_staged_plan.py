@@ -30,7 +30,7 @@ class ChunkRange:
     end: int
 
     def sizes(self, counts: Sequence[int]) -> list[int]:
-        """How many elements of each part are in the range; ``counts`` are the parts' sizes."""
+        """Return how many elements of each part are in the range; ``counts`` are the parts' sizes."""
         return [max(0, min(count, self.end) - self.begin) for count in counts]
 
 
@@ -58,12 +58,7 @@ class Partition:
 
 
 class StagedOp:
-    """A collective on tensors on a GPU.
-
-    Args:
-        op: The collective.
-        rank: This rank.
-    """
+    """A collective on tensors on a GPU."""
 
     def __init__(self, op: CollectiveOp, rank: int) -> None:
         self.op = op
@@ -100,13 +95,7 @@ class StagedOp:
         return [ChunkRange(begin, begin + step) for begin in range(0, max(largest, 1), step)]
 
     def segment(self, window: ChunkRange, engine: HostEngine, position: Callable[[], tuple[float, int]]) -> Segment:
-        """One segment of the collective.
-
-        Args:
-            window: The range of elements.
-            engine: The engine that runs it.
-            position: Called when the segment is run, for the seconds that it may take and its sequence number.
-        """
+        """One segment of the collective; ``position()`` gives its timeout and sequence number when it is run."""
 
         def work(host_in: torch.Tensor, host_out: torch.Tensor) -> None:
             timeout, sequence = position()

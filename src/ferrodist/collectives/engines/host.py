@@ -29,16 +29,9 @@ def host_engine_of(group: Backend) -> HostEngine:
 
 
 def share_bytes(group: Backend, name: str, payload: bytes, timeout: float) -> list[bytes]:
-    """Give every rank a few bytes of each; a collective.
+    """Give every rank a few bytes of each, by rank; a collective.
 
-    Args:
-        group: The group, on all of whose ranks this is called.
-        name: The call's name, which ranks compare; at most 24 ASCII characters.
-        payload: This rank's bytes, at most `MAX_PAYLOAD`.
-        timeout: Seconds that it may take.
-
-    Returns:
-        The ranks' payloads, by rank.
+    Ranks compare ``name``, of at most 24 ASCII characters. A payload has at most `MAX_PAYLOAD` bytes.
     """
     engine = host_engine_of(group)
     op = CollectiveOp(kind=CollectiveKind.SHARE, name=name, payload=payload, timeout=timeout)

@@ -49,8 +49,7 @@ if TYPE_CHECKING:
     from ferrodist.backends.request import Request
     from ferrodist.backends.signature import CollectiveSignature
 
-_ONE_STEP_BYTES = 64 * 1024
-"""Up to this size one step with more bytes is faster than two with fewer."""
+_ONE_STEP_BYTES = 64 * 1024  # up to this size one step with more bytes is faster than two with fewer
 
 _SEGMENT_BYTES = 4 << 20
 """The bytes that a reduction receives from each rank before it folds: bounds its memory to p segments."""
@@ -59,11 +58,7 @@ _FACTOR = struct.Struct("<d")
 
 
 class ReferenceEngine:
-    """A `HostEngine` over a group's point-to-point messages.
-
-    Args:
-        group: Any backend.
-    """
+    """A `HostEngine` over the point-to-point messages of a group of any backend."""
 
     def __init__(self, group: Backend) -> None:
         self._group = group
@@ -121,7 +116,8 @@ class CollectiveRun:
         self.op = op
         self.rank = group.rank
         self.world_size = group.world_size
-        self.peers = _peers_of(group.rank, group.world_size)
+        # The other ranks, starting after this one, so that not all ranks send to the same one first.
+        self.peers = [(group.rank + i) % group.world_size for i in range(1, group.world_size)]
         self._group = group
         self._call = call
         self._sequence = sequence
@@ -286,11 +282,6 @@ def _has_other_size(receive: Request) -> bool:
     return False
 
 
-def _peers_of(rank: int, world_size: int) -> list[int]:
-    """The other ranks, starting after this one, so that not all ranks send to the same one first."""
-    return [(rank + i) % world_size for i in range(1, world_size)]
-
-
 def _fold_eager(run: CollectiveRun) -> None:
     """Allreduce and reduce: every element has come with the calls."""
     op = run.op
@@ -401,10 +392,6 @@ def _scatter(run: CollectiveRun) -> None:
     run.exchange([(peer, chunks[peer]) for peer in run.peers], [])
 
 
-def _reduce_scatter(run: CollectiveRun) -> None:
-    run.fold_chunks(run.op.out, run.op.counts)
-
-
 def _all_to_all(run: CollectiveRun) -> None:
     op = run.op
     outgoing, incoming = torch.split(op.source, list(op.counts)), torch.split(op.out, list(op.recv_counts))
@@ -421,6 +408,6 @@ _ALGORITHMS: dict[CollectiveKind, Callable[[CollectiveRun], None]] = {
     CollectiveKind.ALL_GATHER: _all_gather,
     CollectiveKind.GATHER: _gather,
     CollectiveKind.SCATTER: _scatter,
-    CollectiveKind.REDUCE_SCATTER: _reduce_scatter,
+    CollectiveKind.REDUCE_SCATTER: lambda run: run.fold_chunks(run.op.out, run.op.counts),
     CollectiveKind.ALL_TO_ALL: _all_to_all,
 }

@@ -22,11 +22,7 @@ for them; read at each call."""
 
 
 def engine_of(group: Backend, device: torch.device) -> CollectiveEngine:
-    """The engine of a group for tensors on a device.
-
-    Raises:
-        UnsupportedOpError: The group has no engine for the device, or a CUDA graph is being captured.
-    """
+    """The engine of a group for tensors on a device; raises UnsupportedOpError if there is none, or in a CUDA graph."""
     if device.type == "cpu":
         return host_engine_of(group)
     engine = group.engine(device.type)
@@ -35,11 +31,7 @@ def engine_of(group: Backend, device: torch.device) -> CollectiveEngine:
 
 
 def device_p2p_of(group: Backend, device: torch.device) -> DeviceP2P | None:
-    """The point-to-point engine of a group for tensors on a device; None on the CPU, where the group sends bytes.
-
-    Raises:
-        UnsupportedOpError: As for `engine_of`.
-    """
+    """The point-to-point engine of a group for a GPU; None on the CPU. Raises as `engine_of`."""
     if device.type == "cpu":
         return None
     messages = group.p2p(device.type)

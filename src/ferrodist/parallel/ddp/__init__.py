@@ -6,11 +6,7 @@ from ferrodist.parallel.ddp import comm_hooks
 from ferrodist.parallel.ddp.bucket import GradientBucket
 from ferrodist.parallel.ddp.ddp import DDP
 
-__all__ = [
-    "DDP",
-    "GradientBucket",
-    "comm_hooks",
-]
+__all__ = ["DDP", "GradientBucket", "comm_hooks"]
 
 
 def __dir__() -> list[str]:

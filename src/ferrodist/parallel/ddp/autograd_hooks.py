@@ -27,6 +27,7 @@ ends the round at once, with the same two outcomes.
 from __future__ import annotations
 
 import weakref
+from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
@@ -45,10 +46,9 @@ _REENTRANT_CHECKPOINT = "CheckpointFunctionBackward"
 
 
 def find_unused_parameters(outputs: Sequence[torch.Tensor], parameters: Sequence[torch.nn.Parameter]) -> frozenset[int]:
-    """Return the `id` of each parameter that no output depends on, or nothing where that is unknown.
+    """Return the `id` of each parameter that no output depends on, in a walk of the whole graph.
 
-    It is unknown without outputs, and behind re-entrant checkpoints, whose graphs are made during backward. The whole
-    graph is walked, one step of Python for each operation in it.
+    Nothing without outputs, and behind re-entrant checkpoints, whose graphs are made during backward.
     """
     if not outputs:
         return frozenset()
@@ -73,11 +73,9 @@ def find_unused_parameters(outputs: Sequence[torch.Tensor], parameters: Sequence
 class ParameterHooks:
     """Hooks on parameters, removed when this object is collected; see [Note: order of hooks].
 
-    Args:
-        parameters: The parameters. The latest object that hooks a parameter *owns* it.
-        on_accumulated: Called when a gradient has been accumulated, before later hooks, which may still change it.
-        on_ready: Called with the parameter's id after all hooks. Neither callback may hold this object.
-        title: The model's name in error messages.
+    The latest object that hooks a parameter *owns* it. Neither callback may hold this object: ``on_accumulated`` is
+    called when a gradient has been accumulated, before later hooks, which may still change it; ``on_ready`` with the
+    parameter's id after all hooks.
     """
 
     def __init__(
@@ -91,11 +89,11 @@ class ParameterHooks:
         self.title = title
         self._parameters = tuple(parameters)
         self._on_ready = on_ready
-        self._pending: set[int] = set()  # ids of the parameters between the two calls
+        self.pending: set[int] = set()  # ids of the parameters between the two calls
         self._nodes: list[Node | None] = [None] * len(self._parameters)  # owned, or autograd makes others without hooks
         self._handles: list[RemovableHandle] = []
         weakref.finalize(self, _remove, self._handles).atexit = False
-        pending = self._pending
+        pending = self.pending
         for param_id, parameter in enumerate(self._parameters):
 
             def hook(_: torch.Tensor, param_id: int = param_id) -> None:
@@ -108,15 +106,11 @@ class ParameterHooks:
 
     def missed_hooks(self) -> list[int]:
         """Parameters whose gradients came through nodes that autograd made anew; these nodes are hooked from now on."""
-        missed = sorted(self._pending)
+        missed = sorted(self.pending)
         for param_id in missed:
             self._hook_node(param_id)
-        self._pending.clear()
+        self.pending.clear()
         return missed
-
-    def clear_pending(self) -> None:
-        """Forget gradients between the two callbacks, after a backward that failed."""
-        self._pending.clear()
 
     def foreign_owner(self) -> tuple[int, ParameterHooks] | None:
         """A parameter that another object owns, and that object."""
@@ -129,7 +123,7 @@ class ParameterHooks:
         return None
 
     def _hook_node(self, param_id: int) -> None:
-        parameter, pending, on_ready = self._parameters[param_id], self._pending, self._on_ready
+        parameter, pending, on_ready = self._parameters[param_id], self.pending, self._on_ready
         with torch.enable_grad():
             view = parameter.view_as(parameter)
         assert view.grad_fn is not None
@@ -155,9 +149,7 @@ def _remove(handles: Sequence[RemovableHandle]) -> None:
 class BackwardRound:
     """The gradients that have arrived in one backward, and the buckets that are complete; see [Note: round].
 
-    Args:
-        bucket_indices: The index of the bucket of each position.
-        is_static: Learn in the first round how often each gradient arrives, and rely on it.
+    A static round learns at first how often each gradient arrives, and relies on it.
     """
 
     def __init__(self, bucket_indices: Sequence[int], *, is_static: bool) -> None:
@@ -174,7 +166,7 @@ class BackwardRound:
         self._num_missing: list[int] = []
         self._backward_id = -1
         self._is_nested = False
-        self._end_callback: weakref.ref[_EndOfBackward] | None = None
+        self._end_callback: weakref.ref[partial[None]] | None = None
 
     @property
     def is_open(self) -> bool:
@@ -192,7 +184,7 @@ class BackwardRound:
         if self._end_callback is not None:
             self._is_nested |= backward_id != self._backward_id
             return False
-        end = _EndOfBackward(on_end)
+        end = partial(on_end)  # alive as long as the engine's backward
         queue_callback(end)
         self._end_callback, self._backward_id = weakref.ref(end), backward_id
         self._num_missing = [0] * (max(self._bucket_indices, default=-1) + 1)
@@ -238,13 +230,3 @@ class BackwardRound:
 
     def _expected_count(self, position: int) -> int:
         return 0 if position in self.unused else self._num_expected[position]
-
-
-class _EndOfBackward:
-    """The engine's callback, alive as long as its backward."""
-
-    def __init__(self, on_end: Callable[[], None]) -> None:
-        self._on_end = on_end
-
-    def __call__(self) -> None:
-        self._on_end()

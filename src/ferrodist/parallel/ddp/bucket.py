@@ -39,7 +39,8 @@ from ferrodist.collectives.arguments import elements_overlap
 from ferrodist.collectives.reduce import async_allreduce
 from ferrodist.collectives.reduce_op import ReduceOp
 from ferrodist.collectives.symmetric_memory import empty_symmetric
-from ferrodist.errors import BackendUnavailable, CollectiveMismatchError, UnsupportedOpError, ranks_text
+from ferrodist.errors import BackendUnavailable, CollectiveMismatchError, ranks_text
+from ferrodist.parallel.module_guard import check_dense
 from ferrodist.wording import counted
 
 if TYPE_CHECKING:
@@ -75,18 +76,9 @@ def compute_bucket_assignment(
     """Assign tensors to buckets of one dtype and device each, keeping their order within a bucket.
 
     A pure function of dtypes, devices and sizes, so that all ranks get the same buckets. A bucket is filled until the
-    next tensor of its dtype and device would make it larger than ``max_bytes``; a larger tensor gets a bucket of its
-    own. Tensors without elements belong to buckets too.
-
-    Args:
-        tensors: The tensors; only their dtype, device and size are read.
-        max_bytes: Size limit above 0; infinity gives one bucket for each dtype and device.
-        first_bytes: Size limit of the first bucket of each dtype and device; None means ``max_bytes``. A small first
-            bucket starts early.
-
-    Returns:
-        Buckets ordered by their last member: when tensors become ready in the order of the sequence, buckets complete
-        in the order of the list, whatever the mixture of dtypes.
+    next tensor would make it larger than ``max_bytes``, or ``first_bytes`` for the first of each dtype and device,
+    which then starts early; a larger tensor gets a bucket of its own. Buckets are ordered by their last member: when
+    tensors become ready in the order of the sequence, buckets complete in the order of the list.
     """
     specs: list[BucketSpec] = []
     filling: dict[tuple[torch.dtype, torch.device], tuple[list[int], int]] = {}
@@ -221,13 +213,7 @@ class GradientBucket:
 
     def check_dense(self) -> None:
         """Raise for a gradient that is not dense."""
-        for name, parameter in zip(self.names, self.parameters, strict=True):
-            if parameter.grad is not None and parameter.grad.layout is not torch.strided:
-                raise UnsupportedOpError(
-                    f"the gradient of {name!r} on rank {self.group.rank} of group {self.group.name!r} has layout"
-                    f" {parameter.grad.layout}: DDP averages dense gradients, as of an embedding with sparse=False",
-                    ranks=(self.group.rank,),
-                )
+        check_dense(self.names, self.parameters, self.group, wrapper="DDP")
 
     def copy_in(self, slot: int) -> None:
         """Copy a gradient that has just arrived; see [Note: memory of buckets]."""

@@ -47,11 +47,6 @@ class Options:
         """Size limit of a bucket."""
         return self.bucket_size_mb * _MEGABYTE
 
-    @property
-    def allows_unused(self) -> bool:
-        """True if a parameter may have a gradient on some ranks only."""
-        return self.find_unused_parameters or self.static_graph
-
     def describe(self) -> list[str]:
         """A line for each option, for comparison between ranks; a hook may have a ``describe()`` of its own."""
         lines = []

@@ -41,19 +41,10 @@ _EVENT_TEXTS = {Event.DONE: "is done", Event.FORWARD: "calls forward", Event.ROU
 class Join:
     """The block of `DDP.join`, for any model that is given as three functions; see [Note: events].
 
-    Args:
-        group: The model's group.
-        title: The model's name in error messages.
-        broadcast_buffers: ``broadcast_buffers(root)`` is a rank's part of the collectives before forward.
-        shadow_round: A rank's part of a reduction, without gradients of its own.
-        broadcast_model: ``broadcast_model(root)`` sends the parameters and buffers of one rank to all.
-        divides_by_all: Divide by the number of all ranks, also of those without a batch, so that every sample has the
-            same weight from the first to the last step.
-        throws: Raise RuntimeError on every rank as soon as one is done, instead of shadowing.
-
-    Raises:
-        RuntimeError: Some rank is done, and ``throws``. The group stays usable.
-        CollectiveMismatchError: On every rank, when the ranks' steps differ.
+    ``broadcast_buffers(root)`` and ``shadow_round()`` are a rank's part of the collectives before forward and of a
+    reduction, without gradients of its own; ``broadcast_model(root)`` sends one rank's parameters and buffers to all.
+    With ``divides_by_all`` averages count ranks without a batch too; with ``throws`` every rank raises as soon as one
+    is done.
     """
 
     def __init__(

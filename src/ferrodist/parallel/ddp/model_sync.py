@@ -17,6 +17,7 @@ from ferrodist.parallel.ddp.bucket import compute_bucket_assignment
 from ferrodist.parallel.module_guard import describe_owner
 from ferrodist.parallel.module_init import (
     describe,
+    describe_tensors,
     find_unsynchronised_batch_norm,
     verify_across_ranks,
     write_obstacle,
@@ -34,21 +35,15 @@ if TYPE_CHECKING:
 def verify_module(
     module: torch.nn.Module, options: Options | None, group: Backend, deadline: Deadline, *, maker: str = "DDP"
 ) -> None:
-    """Compare the module's parameters and buffers with those of rank 0; every rank of the group calls this.
+    """Compare parameters, buffers and options with those of rank 0; every rank of the group calls this.
 
-    Compared are their number, names, shapes, dtypes, layouts and devices, which parameters require grad, and the
-    options.
-
-    Raises:
-        CollectiveMismatchError: On every rank, naming the first parameter or buffer that differs. The group stays
-            usable.
-        UnsupportedOpError, ValueError: On every rank, naming a parameter or buffer that collectives can't send, or that
-            is lazy without a shape, owned by an FSDP, or a DTensor. The group stays usable.
+    Raises on every rank, and leaves the group usable: CollectiveMismatchError at the first difference; ValueError or
+    UnsupportedOpError at what collectives can't send, is lazy, owned by an FSDP, or a DTensor.
     """
     options_lines = [f"the option {line}" for line in (options.describe() if options else ())]
-    lines = [*options_lines, *_describe(module)]
+    lines = describe_tensors(module.named_parameters(), module.named_buffers(), _describe_tensor)
     verify_across_ranks(
-        lines,
+        [*options_lines, *lines],
         group,
         deadline,
         maker=maker,
@@ -69,14 +64,6 @@ def _find_dtensor(module: torch.nn.Module, maker: str) -> str | None:
                 " plain tensors: use FSDP with strategy=ShardingStrategy.NO_SHARD over another axis of the mesh"
             )
     return None
-
-
-def _describe(module: torch.nn.Module) -> list[str]:
-    parameters = [
-        f"{'' if parameter.requires_grad else 'frozen '}parameter {_describe_tensor(name, parameter)}"
-        for name, parameter in module.named_parameters()
-    ]
-    return parameters + [f"buffer {_describe_tensor(name, buffer)}" for name, buffer in module.named_buffers()]
 
 
 def _describe_tensor(name: str, tensor: torch.Tensor) -> str:

@@ -58,10 +58,7 @@ _ADVICE = (
 
 
 class Reducer:
-    """Average the gradients of some parameters over a group, in buckets, during backward; see [Note: round].
-
-    The hooks go when the reducer is collected, so that a module can be wrapped again.
-    """
+    """Average the gradients of some parameters over a group, in buckets, during backward; see [Note: round]."""
 
     def __init__(
         self, parameters: Mapping[str, torch.nn.Parameter], group: Backend, options: Options, *, model_id: int
@@ -129,9 +126,8 @@ class Reducer:
                 with add_error_context(lambda index=index: self._describe_bucket(index), _ADVICE):  # type: ignore[misc]
                     bucket.wait()
             self._check_static_graph()
-            uneven = (
-                [] if self._options.allows_unused else [name for each in self.buckets for name in each.find_uneven()]
-            )
+            may_be_uneven = self._options.find_unused_parameters or self._options.static_graph
+            uneven = [] if may_be_uneven else [name for each in self.buckets for name in each.find_uneven()]
             for bucket in self.buckets:
                 bucket.finish(self._scale, is_idle=is_idle)
         self.has_unreduced_gradients = False
@@ -374,5 +370,5 @@ class Reducer:
     def _reset_round(self, *, is_complete: bool) -> None:
         self._num_started = 0
         self._has_forwards = False
-        self._hooks.clear_pending()
+        self._hooks.pending.clear()  # of a backward that failed
         self._round.close(is_complete=is_complete)

@@ -9,7 +9,6 @@ import torch
 
 from ferrodist.collectives.reduce import allreduce
 from ferrodist.collectives.reduce_op import ReduceOp
-from ferrodist.errors import add_error_context
 from ferrodist.parallel.fsdp.dtensor_params import count_replicas
 from ferrodist.torch_private.modules import found_infinities
 from ferrodist.torch_private.tensors import plain_functions
@@ -24,18 +23,13 @@ if TYPE_CHECKING:
 
 @torch.no_grad()
 def clip_gradients(
-    flats: Sequence[FlatParameters],
-    axes: ShardAxes,
-    max_norm: float,
-    norm_type: float,
-    *,
-    error_if_nonfinite: bool,
+    flats: Sequence[FlatParameters], axes: ShardAxes, max_norm: float, norm_type: float, *, error_if_nonfinite: bool
 ) -> torch.Tensor:
     """Scale the gradients of shards so that the norm of all ranks' together is at most ``max_norm``.
 
-    Each rank adds the powers of its elements in float64; one allreduce of 8 bytes adds those of the ranks, in rank
-    order, so that all scale by the same factor. Where parameters are DTensors, another one over the group of their mesh
-    precedes it, in which elements that several ranks have are counted in shares. See `FSDP.clip_grad_norm_`.
+    Powers are added in float64, and those of the ranks in rank order by one allreduce of 8 bytes, so that all scale by
+    the same factor. For DTensors another one over their mesh's group precedes it, in which elements that several ranks
+    have are counted in shares.
     """
     if not max_norm >= 0:
         raise ValueError(f"max_norm must be a number from 0, not {max_norm}")
@@ -43,8 +37,7 @@ def clip_gradients(
         raise ValueError(f"norm_type must be above 0, not {norm_type}")
     gradients = [shard.grad for flat in flats for shard in flat.parameters if shard.grad is not None]
     is_largest = math.isinf(norm_type)
-    context = f"Rank {axes.world.rank} was adding up norms in clip_grad_norm_()."
-    with plain_functions(), add_error_context(lambda: context, "Every rank must call it."):
+    with plain_functions(), axes.in_collective("adding up norms in clip_grad_norm_()"):
         total = _sum_powers(flats, axes, norm_type)
     if not is_largest:
         total = total ** (1 / norm_type)
@@ -98,9 +91,7 @@ def unscale_gradients(
         return
     found = found_infinities(scaler, optimizer)
     flag = found.setdefault(device, torch.zeros(1, device=device))
-    with add_error_context(
-        lambda: f"Rank {axes.world.rank} was looking for infinities in unscale_().", "Every rank must call it."
-    ):
+    with axes.in_collective("looking for infinities in unscale_()"):
         for group in (axes.world, *axes.other_groups):
             allreduce(flag, ReduceOp.MAX, group=group, out=flag)
 
@@ -110,7 +101,6 @@ def _accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
 
 
 def _norm_dtype(gradients: Sequence[torch.Tensor]) -> torch.dtype:
-    """The dtype of the norm in torch."""
     kinds = {gradient.dtype for gradient in gradients}
     dtype = kinds.pop() if len(kinds) == 1 else torch.float32
     return dtype if dtype.is_floating_point else torch.float32

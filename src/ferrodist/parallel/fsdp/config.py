@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 
 from ferrodist.arguments import check_int
 from ferrodist.backends.base import Backend
 from ferrodist.backends.non_member import NonMemberGroup
+from ferrodist.errors import add_error_context
 from ferrodist.mesh import DeviceMesh
 from ferrodist.torch_private.modules import own_buffers
 from ferrodist.torch_private.pytree import tree_map
 from ferrodist.wording import counted
+
+if TYPE_CHECKING:
+    from contextlib import AbstractContextManager
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -120,12 +124,8 @@ ShardingStrategy.NO_SHARD = ShardingStrategy(name="NO_SHARD", is_sharded=False, 
 class ShardAxes:
     """The ranks of a model, as a grid: a row shards one replica, a column holds the same shard of each replica.
 
-    Args:
-        world: The group of all ranks.
-        shard: This rank's row; None if it has one rank.
-        replicate: This rank's column; None if it has one rank.
-        other_groups: Groups over which parameters are DTensors; each of their ranks is in another grid. See [Note:
-            sharded DTensors] in `dtensor_params.py`.
+    ``shard`` and ``replicate`` are this rank's row and column, None if of one rank. Over ``other_groups`` parameters
+    are DTensors: each of their ranks is in another grid. See [Note: sharded DTensors] in `dtensor_params.py`.
     """
 
     world: Backend
@@ -142,6 +142,10 @@ class ShardAxes:
     def shard_rank(self) -> int:
         """Index of this rank's shard."""
         return 0 if self.shard is None else self.shard.rank
+
+    def in_collective(self, what: str) -> AbstractContextManager[None]:
+        """A block whose errors say what this rank was doing, which every rank must do."""
+        return add_error_context(lambda: f"Rank {self.world.rank} was {what}.", "Every rank must call it.")
 
     @staticmethod
     def make(group: Backend | DeviceMesh | None, strategy: ShardingStrategy) -> ShardAxes:

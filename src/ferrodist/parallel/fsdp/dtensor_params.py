@@ -80,12 +80,9 @@ def mesh_groups(specs: Iterable[DTensorSpec | None]) -> tuple[Backend, ...]:
 
 @contextlib.contextmanager
 def use_local_params(units: Sequence[UnitSpec]) -> Iterator[dict[str, DTensorSpec]]:
-    """Replace DTensors by parameters with their local tensors, in units and modules; see [Note: sharded DTensors].
+    """Replace DTensors by local parameters, and yield their specs by name; see [Note: sharded DTensors].
 
     When the block raises, modules have their DTensors again, unchanged.
-
-    Yields:
-        The specs of the DTensors by name.
     """
     before: list[tuple[torch.nn.Module, str, torch.nn.Parameter]] = []
     specs: dict[str, DTensorSpec] = {}

@@ -14,8 +14,8 @@ import torch
 from ferrodist.collectives.all_gather import async_reduce_scatter
 from ferrodist.collectives.reduce import async_allreduce
 from ferrodist.collectives.reduce_op import ReduceOp
-from ferrodist.errors import UnsupportedOpError
 from ferrodist.parallel.fsdp.dtensor_params import local_tensor, same_placements
+from ferrodist.parallel.module_guard import check_dense
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -72,7 +72,7 @@ class FlatGradients:
     @torch.no_grad()
     def start(self, buffer: GradientBuffer) -> None:
         """Start averaging the full parameters' gradients over the ranks, and drop them."""
-        self._check_layouts()
+        check_dense(self._names, self._full_params, self._axes.world, wrapper="FSDP")
         axes, layout = self._axes, self._layout
         rows = buffer.acquire(layout.num_shards * layout.row_size, self.dtype, self.reduce_across_replicas)
         self._fill(rows)
@@ -118,16 +118,6 @@ class FlatGradients:
                 parameter.grad = mean
             else:
                 parameter.grad.add_(mean)
-
-    def _check_layouts(self) -> None:
-        for name, full in zip(self._names, self._full_params, strict=True):
-            if full.grad is not None and full.grad.layout is not torch.strided:
-                group = self._axes.world
-                raise UnsupportedOpError(
-                    f"the gradient of {name!r} on rank {group.rank} of group {group.name!r} has layout"
-                    f" {full.grad.layout}: FSDP averages dense gradients, as of an embedding with sparse=False",
-                    ranks=(group.rank,),
-                )
 
     def _fill(self, rows: torch.Tensor) -> None:
         """Copy gradients and gradient mask to the rows, and drop the gradients."""

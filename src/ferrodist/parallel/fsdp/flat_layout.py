@@ -58,14 +58,7 @@ _CHANNELS_LAST = {4: torch.channels_last, 5: torch.channels_last_3d}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ShardRange:
-    """A rank's range of a parameter's elements.
-
-    Args:
-        rank: The rank among those that divide the unit.
-        start: First element in the parameter.
-        offset: First element in the rank's shard.
-        size: Number of elements; may be 0.
-    """
+    """A rank's ``size`` elements of a parameter from its element ``start``, at ``offset`` in the rank's shard."""
 
     rank: int
     start: int
@@ -76,14 +69,9 @@ class ShardRange:
 class FlatLayout:
     """Offsets of some parameters in a flat tensor, and of its shards; see [Note: flat units].
 
-    Args:
-        shapes: The parameters' shapes.
-        num_shards: Number of equal shards.
-        group: The group among whose layouts this one gets ids; see [Note: ids of layouts].
-        dim_orders: For each parameter the order of its dims in memory, from `dim_order`; None for row-major.
-        shard_dtype: Dtype of the shards.
-        param_dtype: Dtype in which they are gathered.
-        reduce_dtype: Dtype in which their gradients are averaged.
+    Shards have the ``shard_dtype``, are gathered in the ``param_dtype`` and get gradients in the ``reduce_dtype``.
+    ``dim_orders`` are from `dim_order`, and ``group`` is that in which this layout gets an id; see [Note: ids of
+    layouts].
     """
 
     def __init__(
@@ -105,7 +93,7 @@ class FlatLayout:
         needed = max(1, -(-sum(_align(numel) for numel in self.numels) // num_shards))
         is_small = needed * shard_dtype.itemsize < _SMALL_BYTES
         self.shard_size = _align(needed, _ALIGNMENT if is_small else _PAGE_BYTES // shard_dtype.itemsize)
-        ids = _ids_of(group)
+        ids = layout_ids(group)
         ids.begin(self)
         position = ids.claim(f"{param_dtype}[{self.shard_size}]", 0)
         self.dim = min(position, _NUM_DIMS - 1)
@@ -154,10 +142,7 @@ class FlatLayout:
 
 
 def dim_order(tensor: torch.Tensor) -> tuple[int, ...] | None:
-    """The order of a channels-last tensor's dims in memory, or None for other tensors.
-
-    Convolutions expect their weights in the memory format of their inputs, and otherwise copy them in each call.
-    """
+    """The order of a channels-last tensor's dims in memory, or None: convolutions copy weights of another format."""
     if tensor.ndim not in _CHANNELS_LAST:
         return None
     row_major = torch.empty(tensor.shape, device="meta").stride()
@@ -191,24 +176,15 @@ class _LayoutIds:
         return [index for index, (layout, _) in enumerate(self._claims) if layout() is None]
 
     def release(self, indices: Collection[int]) -> None:
-        """Release the ids of layouts."""
+        """Release the ids of layouts that all ranks have collected; all ranks release the same."""
         for index in indices:
             for kind, claimed in self._claims[index][1]:
                 self._taken[kind].discard(claimed)
         self._claims = [claim for index, claim in enumerate(self._claims) if index not in indices]
 
 
-def find_collected(group: Backend) -> list[int]:
-    """Indices of the group's layouts that this rank has collected."""
-    return _ids_of(group).find_collected()
-
-
-def release_ids(group: Backend, indices: Collection[int]) -> None:
-    """Release the ids of layouts that all ranks have collected; all ranks release the same."""
-    _ids_of(group).release(indices)
-
-
-def _ids_of(group: Backend) -> _LayoutIds:
+def layout_ids(group: Backend) -> _LayoutIds:
+    """The ids of a group's layouts."""
     ids: _LayoutIds = group.attachments.setdefault(_ATTACHMENT, _LayoutIds())
     return ids
 

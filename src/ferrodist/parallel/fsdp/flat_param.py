@@ -52,17 +52,11 @@ if TYPE_CHECKING:
 
 
 class FlatParameters:
-    """Some parameters of a unit, of one dtype; see [Note: two parameters for one] and [Note: flat units].
+    """The parameters of a unit that have one dtype; see [Note: two parameters for one] and [Note: flat units].
 
-    Args:
-        names: The parameters' names in the model.
-        parameters: The module's own parameters, which become this rank's local shards.
-        slots: For each parameter the (module, attribute) pairs where it is registered.
-        layout: Layout of their elements.
-        axes: The grid of ranks.
-        dtypes: Dtypes in which they are gathered, and their gradients averaged.
-        memory: Zeros for the shard, with its buffers.
-        dtensor_specs: Specs of the DTensors whose local tensors the parameters are; None for plain parameters.
+    ``parameters`` are the module's own, which become this rank's local shards; ``slots`` the (module, attribute) pairs
+    where each is registered; ``dtensor_specs`` those of the DTensors whose local tensors the parameters are. ``memory``
+    has zeros for the shard.
     """
 
     def __init__(
@@ -103,7 +97,8 @@ class FlatParameters:
         self._hooked: set[int] = set()
         self._summoned: list[torch.nn.Parameter] = []
         self._addresses: list[int] = []  # of the local shards
-        self._on_gradient: Callable[[], None] | None = None
+        self.on_gradient: Callable[[], None] | None = None
+        """Called for each full parameter's gradient, when autograd has accumulated it."""
         self._gathering: PendingCollective[torch.Tensor] | None = None
         self.gradients = FlatGradients(
             self.names, self.full_params, self.parameters, layout, axes=axes, dtype=dtypes[1]
@@ -145,29 +140,21 @@ class FlatParameters:
         for index, (full, shard) in enumerate(zip(self.full_params, self.parameters, strict=True)):
             if full.requires_grad != shard.requires_grad:
                 full.requires_grad_(shard.requires_grad)
-            if full.requires_grad and self._on_gradient is not None and index not in self._hooked:
+            if full.requires_grad and self.on_gradient is not None and index not in self._hooked:
                 self._hooked.add(index)
                 if self.dtensor_specs[index] is not None:
                     keep_grad_placements(full)
-                _hook(full, self._on_gradient)
+                _hook(full, self.on_gradient)
         if not self._versions:
             self._versions = [version_of(tensor) for _, tensor in self._versioned]
-        self._install(self.full_params)
-
-    def install_shards(self) -> None:
-        """Install the shards in the module's slots, though the full parameters are there."""
-        self._install(self.parameters)
+        self.install(self.full_params)
 
     def free(self) -> list[str]:
-        """Install the shards in the module, and empty the full parameters.
-
-        Returns:
-            Names of parameters that were changed since they were gathered; those changes are lost.
-        """
+        """Install the shards, and empty the full parameters; return names of those whose changes are lost."""
         if self._gathering is not None:  # prefetched, and not needed in the end
             self._gathering.wait()
             self._gathering = None
-        self._install(self.parameters)
+        self.install(self.parameters)
         versions, self._versions = self._versions, []
         if self.is_alias:
             return []
@@ -184,7 +171,7 @@ class FlatParameters:
     def reset_after_failure(self) -> None:
         """Install the shards again after a failure of the group, and leave running collectives alone."""
         was_gathering, self._gathering = self._gathering is not None, None
-        self._install(self.parameters)
+        self.install(self.parameters)
         self.gradients.reset_after_failure()
         if not was_gathering:  # otherwise the engine may still use its address
             self._empty()
@@ -198,10 +185,6 @@ class FlatParameters:
         """Number of the parameters that require grad."""
         return sum(parameter.requires_grad for parameter in self.parameters)
 
-    def watch(self, on_gradient: Callable[[], None]) -> None:
-        """Call ``on_gradient()`` for each full parameter's gradient, when autograd has accumulated it."""
-        self._on_gradient = on_gradient
-
     # Values.
 
     def full_shape(self, index: int) -> tuple[int, ...]:
@@ -214,10 +197,7 @@ class FlatParameters:
         return slice_local(value, self.dtensor_specs[index])
 
     def gather_full(self) -> list[torch.Tensor]:
-        """Copies of the full parameters, in the dtype of the shards; every rank that shards them calls this.
-
-        For DTensors they are this rank's local tensors.
-        """
+        """Copies of the full (local) parameters, in the dtype of the shards; every rank that shards them calls this."""
         joined = self.shard.clone() if self._axes.shard is None else all_gather(self.shard, group=self._axes.shard)
         layout = self.layout
         return [
@@ -262,7 +242,7 @@ class FlatParameters:
                     parameter.data = local
                 self._annotate(index)
         self._addresses = [parameter.data_ptr() for parameter in self.parameters]
-        self._install(self.parameters)
+        self.install(self.parameters)
 
     def _annotate(self, index: int) -> None:
         """Mark the module's parameter as a shard for checkpoints and for torch's functions."""
@@ -298,12 +278,12 @@ class FlatParameters:
         for each in self._summoned:
             if each.requires_grad:
                 each.register_post_accumulate_grad_hook(_refuse_backward)  # type: ignore[no-untyped-call]
-        self._install(self._summoned)
+        self.install(self._summoned)
 
     def end_summon(self, *, writeback: bool) -> None:
         """Give the module its shards again, with the values of the full parameters if ``writeback``."""
         summoned, self._summoned = self._summoned, []
-        self._install(self.parameters)
+        self.install(self.parameters)
         if writeback:
             for index, value in enumerate(summoned):
                 self.load(index, local_tensor(value))
@@ -320,7 +300,6 @@ class FlatParameters:
         return torch.nn.Parameter(full, requires_grad=self.parameters[index].requires_grad)
 
     def _make_memory(self) -> torch.Tensor:
-        """The memory of the full parameters."""
         if self.is_alias:
             return self.shard.data
         if self._shared_view is not None:
@@ -353,7 +332,8 @@ class FlatParameters:
                 " = ..., and FSDP gathers the old one: change the module before FSDP, and values in place"
             )
 
-    def _install(self, parameters: Sequence[torch.nn.Parameter]) -> None:
+    def install(self, parameters: Sequence[torch.nn.Parameter]) -> None:
+        """Install the full parameters or the shards in the module's slots."""
         for parameter, slots in zip(parameters, self.slots, strict=True):
             for module, attribute in slots:
                 if type(module).__setattr__ is torch.nn.Module.__setattr__:

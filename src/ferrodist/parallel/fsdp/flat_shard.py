@@ -41,22 +41,13 @@ _grad: Any = torch.Tensor.grad
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ShardGroups:
-    """The ranks that have the other elements of a tensor.
-
-    Args:
-        groups: Groups whose ranks together have each element.
-        num_copies: Number of their ranks that have each element.
-    """
+    """Groups whose ranks together have each element of a tensor, ``num_copies`` times."""
 
     groups: tuple[Backend, ...]
     num_copies: int
 
     def reduce(self, own: torch.Tensor, op: ReduceOp) -> torch.Tensor:
-        """Reduce a number over all ranks; every rank calls this.
-
-        Returns:
-            The same number on all ranks. Its gradient is that of a loss that all ranks have: each shard gets its own.
-        """
+        """Reduce a number over all ranks, with the gradient of a loss that all have; every rank calls this."""
         total = own.detach()
         if op is ReduceOp.SUM:
             total = total / self.num_copies
@@ -134,7 +125,8 @@ class FlatShardParameter(torch.nn.Parameter):
     @property
     def grad(self) -> torch.Tensor | None:
         """The shard's gradient, as a `FlatShardTensor`, whoever has set it."""
-        found = _get_grad(self)
+        with plain_functions():
+            found: torch.Tensor | None = _grad.__get__(self)
         if type(found) is torch.Tensor and self.shard_groups is not None:
             found = _as_shard(found, self.shard_groups)
             _set_grad(self, found)
@@ -160,12 +152,6 @@ class FlatShardParameter(torch.nn.Parameter):
     def _as_parameter(self, *, copies: bool = False) -> torch.nn.Parameter:
         value = to_plain(self)
         return torch.nn.Parameter(value.clone() if copies else value, requires_grad=self.requires_grad)
-
-
-def _get_grad(shard: torch.Tensor) -> torch.Tensor | None:
-    with plain_functions():
-        found: torch.Tensor | None = _grad.__get__(shard)
-        return found
 
 
 def _set_grad(shard: torch.Tensor, gradient: torch.Tensor | None) -> None:
@@ -312,17 +298,14 @@ def _norms(tensors: Sequence[torch.Tensor], order: float, dtype: torch.dtype | N
         assert groups is not None
         members.setdefault(groups, []).append(index)
     results = list(tensors)
+    op = {math.inf: ReduceOp.MAX, -math.inf: ReduceOp.MIN}.get(order, ReduceOp.SUM)
     for groups, indices in members.items():
-        folded = groups.reduce(torch.stack([_power(tensors[index], order) for index in indices]), _op_of_norm(order))
+        folded = groups.reduce(torch.stack([_power(tensors[index], order) for index in indices]), op)
         if order and not math.isinf(order):  # the gradient of a norm that is 0 is 0
             folded = torch.where(folded == 0, 0.0, torch.where(folded == 0, 1.0, folded) ** (1 / order))
         for index, norm in zip(indices, folded, strict=True):
             results[index] = norm.to(dtype or tensors[index].dtype.to_real())
     return results
-
-
-def _op_of_norm(order: float) -> ReduceOp:
-    return {math.inf: ReduceOp.MAX, -math.inf: ReduceOp.MIN}.get(order, ReduceOp.SUM)
 
 
 def _power(tensor: torch.Tensor, order: float) -> torch.Tensor:
@@ -435,10 +418,7 @@ _SPECIAL: dict[Any, Callable[..., Any]] = {
     **{form.__get__: _preserve for form in (torch.Tensor.data, torch.Tensor.T, torch.Tensor.mT)},  # type: ignore[attr-defined]
     **dict.fromkeys([*_LINALG_NORMS, torch.norm, torch.Tensor.norm], _norm),
     torch._foreach_norm: _foreach_norm,  # noqa: SLF001
-    **dict.fromkeys(
-        _functions((torch, torch.Tensor), "sum mean max min amax amin any all count_nonzero"),
-        _reduce,
-    ),
+    **dict.fromkeys(_functions((torch, torch.Tensor), "sum mean max min amax amin any all count_nonzero"), _reduce),
     **dict.fromkeys(
         [
             *_functions(

@@ -69,10 +69,7 @@ def install_hooks(unit: Unit, scheduler: UnitScheduler) -> None:
 
 
 def outside_of_compiler(function: Callable[..., R]) -> Callable[..., R]:
-    """Hide a function from torch.compile of a surrounding module.
-
-    The compiler is slow to load, and is asked only where something else has loaded it.
-    """
+    """Hide a function from torch.compile, which is slow to load, where something else has loaded it."""
 
     @wraps(function)
     def wrapper(*arguments: Any, **keywords: Any) -> R:
@@ -252,8 +249,7 @@ class FSDP(TransparentWrapper, Generic[WrappedModule]):
         Raises:
             DistributedError: Communication between the ranks failed. The group has failed.
         """
-        if self._scheduler.has_unsynced:
-            self._scheduler.reduce_all()
+        self._scheduler.reduce_all()
 
     def clip_grad_norm_(
         self, max_norm: float, norm_type: float = 2.0, *, error_if_nonfinite: bool = False
@@ -507,7 +503,4 @@ def _choose_device(device: torch.device, *, cpu_offload: bool) -> torch.device:
 
 def _row_bytes(units: Sequence[Unit]) -> int:
     """Size of the largest unit's rows."""
-    return max(
-        (flat.gradients.size_bytes for unit in units for flat in unit.flats if flat.num_trainable),
-        default=0,
-    )
+    return max((flat.gradients.size_bytes for unit in units for flat in unit.flats if flat.num_trainable), default=0)

@@ -15,13 +15,14 @@ from ferrodist.collectives.reduce_op import ReduceOp, check_dtype, check_reducti
 from ferrodist.deadline import Deadline
 from ferrodist.errors import UnsupportedOpError, add_error_context
 from ferrodist.parallel.fsdp.dtensor_params import local_tensor, spec_of
-from ferrodist.parallel.fsdp.flat_layout import FlatLayout, dim_order, find_collected, release_ids
+from ferrodist.parallel.fsdp.flat_layout import FlatLayout, dim_order, layout_ids
 from ferrodist.parallel.fsdp.flat_param import FlatParameters
 from ferrodist.parallel.fsdp.memory import allocate_shards
 from ferrodist.parallel.fsdp.unit import Unit
 from ferrodist.parallel.module_guard import claim_parameters, describe_owner
 from ferrodist.parallel.module_init import (
     describe,
+    describe_tensors,
     find_unsynchronised_batch_norm,
     has_meta_tensors,
     materialise,
@@ -47,18 +48,15 @@ _ADVICE = "Every rank of the group must make it, at the same point of its progra
 def verify_units(
     specs: Sequence[UnitSpec], root: torch.nn.Module, axes: ShardAxes, settings: str, *, device: torch.device
 ) -> None:
-    """Compare units, parameters and buffers with those of rank 0; every rank of the group calls this.
-
-    Ids of layouts that all ranks have collected are released; see [Note: ids of layouts] in `flat_layout.py`.
-    """
+    """Compare units, parameters and buffers with those of rank 0; every rank of the group calls this."""
     group = axes.world
     lines = [f"settings {settings}", *_describe(specs, root)]
     refusal = _find_refusal(specs, root, device, group)
     deadline = Deadline(group.timeout)
     verify_across_ranks(lines, group, deadline, maker="FSDP", module=type(root).__name__, refusal=refusal)
-    own = (find_collected(group), _mesh_coordinates(specs))
+    own = (layout_ids(group).find_collected(), _mesh_coordinates(specs))
     gathered = all_gather_object(own, group=group, timeout=deadline.remaining())
-    release_ids(group, set.intersection(*(set(collected) for collected, _ in gathered)))
+    layout_ids(group).release(set.intersection(*(set(collected) for collected, _ in gathered)))
     _check_same_local_tensors(specs, [coordinates for _, coordinates in gathered], group)
 
 
@@ -86,12 +84,8 @@ def _check_same_local_tensors(
 def _describe(specs: Sequence[UnitSpec], root: torch.nn.Module) -> list[str]:
     lines: list[str] = []
     for spec in specs:
-        lines.append(f"unit {spec.name!r}")
-        lines += [
-            f"{'' if parameter.requires_grad else 'frozen '}parameter {_describe_tensor(name, parameter)}"
-            for name, parameter in spec.parameters.items()
-        ]
-    return lines + [f"buffer {_describe_tensor(name, buffer)}" for name, buffer in root.named_buffers()]
+        lines += [f"unit {spec.name!r}", *describe_tensors(spec.parameters.items(), (), _describe_tensor)]
+    return lines + describe_tensors((), root.named_buffers(), _describe_tensor)
 
 
 def _describe_tensor(name: str, tensor: torch.Tensor) -> str:
@@ -205,10 +199,7 @@ def build_units(
     dtensor_specs: Mapping[str, DTensorSpec],
     device: torch.device,
 ) -> list[Unit]:
-    """Shard a model's parameters, with the values of rank 0; every rank of the group calls this.
-
-    Beside the shards it needs the memory of one unit, twice.
-    """
+    """Shard a model's parameters, with rank 0's values, in a unit's memory twice; every rank calls this."""
     flat_specs = [
         flat_spec
         for index, spec in enumerate(specs)

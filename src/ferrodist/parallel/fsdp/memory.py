@@ -22,12 +22,9 @@ _ALIGNMENT = 64
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FlatMemory:
-    """The memory of `FlatParameters`.
+    """The memory of `FlatParameters`: this rank's shard, and a buffer for it in the dtype in which it is sent.
 
-    Args:
-        shard: This rank's shard.
-        cast_buffer: Buffer for the shard in the dtype in which it is sent, if that differs.
-        shared_view: Contiguous view of the shards of all ranks, where they can be used in shared memory.
+    ``shared_view`` is a contiguous view of the shards of all ranks, where they can be used in shared memory.
     """
 
     shard: torch.Tensor
@@ -91,10 +88,7 @@ def alias_memory(flat: torch.Tensor) -> torch.Tensor:
 
 
 class GradientBuffer:
-    """Symmetric memory that units use in turn to average their gradients.
-
-    Units use it in the same order on all ranks, so that each finds its peers' gradients at the same address.
-    """
+    """Symmetric memory in which units average their gradients in turn, in the same order on all ranks."""
 
     def __init__(self, size_bytes: int, group: Backend | None, device: torch.device) -> None:
         self._group = group
@@ -103,10 +97,7 @@ class GradientBuffer:
         self._release: Callable[[], None] | None = None
 
     def acquire(self, numel: int, dtype: torch.dtype, release: Callable[[], None]) -> torch.Tensor:
-        """The memory as ``numel`` elements, once its previous user has released it.
-
-        ``release`` is called before the next use, and returns when the elements are not needed any more.
-        """
+        """The memory, once its previous user has released it; ``release`` waits until it is not needed any more."""
         previous, self._release = self._release, None
         if previous is not None:
             previous()

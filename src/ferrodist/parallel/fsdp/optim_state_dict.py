@@ -16,17 +16,20 @@ import torch
 
 from ferrodist.collectives.all_gather import all_gather_with_sizes
 from ferrodist.collectives.objects import all_gather_object
-from ferrodist.errors import CollectiveMismatchError, add_error_context
+from ferrodist.errors import CollectiveMismatchError
 from ferrodist.parallel.fsdp.dtensor_params import full_tensor
 from ferrodist.parallel.fsdp.state_dict import check_owner, describe_owner
 from ferrodist.wording import counted
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
+    from typing import TypeAlias
 
     from ferrodist.parallel.fsdp.config import ShardAxes
     from ferrodist.parallel.fsdp.flat_param import FlatParameters
     from ferrodist.parallel.fsdp.unit import Unit
+
+    Locations: TypeAlias = Mapping[torch.Tensor, tuple[FlatParameters, int]]
 
 
 class OptimizerStateDict:
@@ -56,11 +59,8 @@ class OptimizerStateDict:
     def load_full(self, optimizer: torch.optim.Optimizer, state: Mapping[str, Any]) -> None:
         """Load a full state that all ranks have."""
         locations = self._locate(optimizer)
-        group = self._axes.world
-        with add_error_context(
-            lambda: f"Rank {group.rank} was in load_full_optimizer_state_dict().", "Every rank must call it."
-        ):
-            problems = all_gather_object(_find_mismatch(optimizer, locations, state), group=group)
+        with self._axes.in_collective("in load_full_optimizer_state_dict()"):
+            problems = all_gather_object(_find_mismatch(optimizer, locations, state), group=self._axes.world)
         for rank, problem in enumerate(problems):
             if problem is not None:
                 raise ValueError(
@@ -127,9 +127,7 @@ class OptimizerStateDict:
                 found[parameter] = known[parameter]
         return found
 
-    def _verify_same_entries(
-        self, optimizer: torch.optim.Optimizer, locations: Mapping[torch.Tensor, tuple[FlatParameters, int]]
-    ) -> None:
+    def _verify_same_entries(self, optimizer: torch.optim.Optimizer, locations: Locations) -> None:
         """Raise, the same on every rank, unless all ranks have the same entries."""
         kinds = [
             (flat.names[index], list(optimizer.state[parameter]), _divided_keys(optimizer, parameter))
@@ -138,9 +136,7 @@ class OptimizerStateDict:
         ]
         digest = hashlib.sha256(repr(kinds).encode()).hexdigest()
         group = self._axes.world
-        with add_error_context(
-            lambda: f"Rank {group.rank} was collecting full_optimizer_state_dict().", "Every rank must call it."
-        ):
+        with self._axes.in_collective("collecting full_optimizer_state_dict()"):
             digests = all_gather_object(digest, group=group)
         differing = tuple(rank for rank, other in enumerate(digests) if other != digests[0])
         if differing:
@@ -184,11 +180,7 @@ def _is_divided_elsewhere(optimizer: torch.optim.Optimizer, key: str) -> bool:
     return any(own == of_parameter for own, of_parameter in shapes) if shapes else key not in _SCALAR_ENTRIES
 
 
-def _find_mismatch(
-    optimizer: torch.optim.Optimizer,
-    locations: Mapping[torch.Tensor, tuple[FlatParameters, int]],
-    state: Mapping[str, Any],
-) -> str | None:
+def _find_mismatch(optimizer: torch.optim.Optimizer, locations: Locations, state: Mapping[str, Any]) -> str | None:
     """The reason why a full state does not fit an optimizer, or None."""
     if problem := _find_form_mismatch(optimizer, locations, state):
         return problem
@@ -210,11 +202,7 @@ def _find_mismatch(
     return None
 
 
-def _find_form_mismatch(
-    optimizer: torch.optim.Optimizer,
-    locations: Mapping[torch.Tensor, tuple[FlatParameters, int]],
-    state: Mapping[str, Any],
-) -> str | None:
+def _find_form_mismatch(optimizer: torch.optim.Optimizer, locations: Locations, state: Mapping[str, Any]) -> str | None:
     """The reason why a state can't belong to the optimizer's parameters, or None."""
     if not isinstance(state, Mapping) or not isinstance(state.get("state"), Mapping):
         return "it lacks state, by names"
@@ -238,9 +226,7 @@ def _copy(value: Any) -> Any:
     return value.clone() if isinstance(value, torch.Tensor) else value
 
 
-def _named_groups(
-    optimizer: torch.optim.Optimizer, locations: Mapping[torch.Tensor, tuple[FlatParameters, int]]
-) -> list[dict[str, Any]]:
+def _named_groups(optimizer: torch.optim.Optimizer, locations: Locations) -> list[dict[str, Any]]:
     def name(parameter: torch.Tensor) -> str:
         flat, index = locations[parameter]
         return flat.names[index]
@@ -248,11 +234,7 @@ def _named_groups(
     return [{**group, "params": [name(parameter) for parameter in group["params"]]} for group in optimizer.param_groups]
 
 
-def _load(
-    optimizer: torch.optim.Optimizer,
-    locations: Mapping[torch.Tensor, tuple[FlatParameters, int]],
-    state: Mapping[str, Any],
-) -> None:
+def _load(optimizer: torch.optim.Optimizer, locations: Locations, state: Mapping[str, Any]) -> None:
     """Load a state by parameter names into an optimizer."""
     own = [group["params"] for group in _named_groups(optimizer, locations)]
     indices = {name: index for index, name in enumerate(name for names in own for name in names)}

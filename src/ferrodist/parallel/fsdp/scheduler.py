@@ -32,13 +32,7 @@ from ferrodist.collectives.all_to_all import barrier
 from ferrodist.errors import DistributedError, GroupAbortedError, UnsupportedOpError, add_error_context, describe_error
 from ferrodist.parallel.fsdp.backward_plan import Action, BackwardRun, ForwardTrace, Step, plan_backward
 from ferrodist.parallel.fsdp.unit import ADVICE, Unit, UnitState
-from ferrodist.parallel.module_guard import (
-    current_backward_id,
-    find_outputs,
-    find_tensors,
-    hook_gradients,
-    weak_method,
-)
+from ferrodist.parallel.module_guard import current_backward_id, find_outputs, find_tensors, hook_gradients, weak_method
 from ferrodist.torch_private.autograd import queue_callback
 from ferrodist.wording import counted
 
@@ -78,12 +72,13 @@ class UnitScheduler:
         self._prefetched: set[int] = set()
         self._unsynced: set[int] = set()  # units with gradients that no_sync left
         self._uses_shared_views = any(flat.uses_shared_view for unit in units for flat in unit.flats)
-        self._unsharded_units = dict.fromkeys(unit for unit in self.units if unit.is_unsharded)
+        # This rank has all of these: they can stay installed from the beginning of a forward to its end.
+        self._unsharded_units = dict.fromkeys(unit for unit in self.units if all(flat.is_alias for flat in unit.flats))
         self.is_summoned = False
         for unit in self.units:
             # torch holds hooks on full parameters where Python's garbage collector sees no cycle.
             for flat in unit.flats:
-                flat.watch(weak_method(self, UnitScheduler.on_gradient, unit.index))
+                flat.on_gradient = weak_method(self, UnitScheduler.on_gradient, unit.index)
 
     # Forward.
 
@@ -285,17 +280,14 @@ class UnitScheduler:
                 self._do(run, step)
 
     def reduce_all(self) -> None:
-        """Average the gradients that backwards without synchronisation left on this rank."""
+        """Average the gradients that backwards without synchronisation left on this rank, if any."""
+        if not self._unsynced:
+            return
         self.recover()
         with self._abort_on_error():
             for index in sorted(self._unsynced, reverse=True):
                 self._reduce(self.units[index])
             self._finish_reductions()
-
-    @property
-    def has_unsynced(self) -> bool:
-        """True if backwards without synchronisation left gradients on this rank."""
-        return bool(self._unsynced)
 
     def drop_unsynced(self) -> None:
         """Drop gradients that backwards without synchronisation left."""
@@ -308,8 +300,8 @@ class UnitScheduler:
         if self._run is not None:  # of another forward in the same backward, as for the sum of two losses
             self._finish_backward()
         for unit in self.units:
-            unit.reset_gradient_count()
-        trainable = [unit.index for unit in self.units if unit.is_trainable]
+            unit.num_gradients = 0
+        trainable = [unit.index for unit in self.units if any(flat.num_trainable for flat in unit.flats)]
         self._run = BackwardRun(trace, plan_backward(trace.events, self._backward_prefetch, trainable))
         for unit in self.units:
             unit.set_module_params(full=True)  # for recomputed checkpoints
@@ -329,7 +321,7 @@ class UnitScheduler:
             if self.is_syncing:
                 # Nested backwards may produce a gradient after its unit was reduced: averages add up.
                 for unit in reversed(self.units):
-                    if unit.index in self._unsynced or unit.has_gradients:
+                    if unit.index in self._unsynced or any(flat.gradients.exist for flat in unit.flats):
                         self._reduce(unit)
             self._finish_reductions()
             for unit in self.units:
@@ -339,11 +331,9 @@ class UnitScheduler:
     def _wait_for_readers(self) -> None:
         """Return when no rank computes with this rank's shards any more; see [Note: shared shards]."""
         if self._uses_shared_views:
-            with self._abort_on_error(), add_error_context(self._context, ADVICE):
+            where = f"Rank {self._group.rank} was at the end of a forward or backward of an FSDP model."
+            with self._abort_on_error(), add_error_context(lambda: where, ADVICE):
                 barrier(group=self._axes.shard)
-
-    def _context(self) -> str:
-        return f"Rank {self._group.rank} was at the end of a forward or backward of an FSDP model."
 
     def _do(self, run: BackwardRun, step: Step) -> None:
         run.advance()

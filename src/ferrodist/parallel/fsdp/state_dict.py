@@ -11,7 +11,6 @@ import torch
 
 from ferrodist.collectives.objects import all_gather_object, broadcast_object
 from ferrodist.collectives.reduce import broadcast
-from ferrodist.errors import add_error_context
 from ferrodist.parallel.fsdp.dtensor_params import describe_local, full_tensor, local_tensor, slice_local, spec_of
 
 if TYPE_CHECKING:
@@ -48,9 +47,7 @@ class ModelStateDict:
         """Gather the full state dict."""
         is_wanted = not rank0_only or self._axes.world.rank == 0
         values: dict[torch.nn.Parameter, torch.Tensor] = {}
-        with add_error_context(
-            lambda: f"Rank {self._axes.world.rank} was collecting full_state_dict().", "Every rank must call it."
-        ):
+        with self._axes.in_collective("collecting full_state_dict()"):
             for flat in self._flats:
                 full = flat.gather_full()
                 if not is_wanted:
@@ -94,7 +91,7 @@ class ModelStateDict:
         """Compare the ranks' arguments; False when all have the state."""
         group = self._axes.world
         problem = None if state is None else self._find_mismatch(state)
-        with add_error_context(lambda: f"Rank {group.rank} was in load_full_state_dict().", "Every rank must call it."):
+        with self._axes.in_collective("in load_full_state_dict()"):
             answers = all_gather_object([state is not None, problem], group=group)
         for rank, (_, found) in enumerate(answers):
             if found is not None:
@@ -188,8 +185,7 @@ class ModelStateDict:
 def describe_owner(axes: ShardAxes, flats: Sequence[FlatParameters]) -> dict[str, Any]:
     """The entries of a sharded state that identify the rank and its shards.
 
-    ``parts`` is there for local tensors of DTensors, and ``orders`` for elements in another order of dims than
-    row-major.
+    ``parts`` is for DTensors' local tensors, ``orders`` for dims that are not row-major.
     """
     parts = {
         name: describe_local(spec)

@@ -52,7 +52,8 @@ class Unit:
         self.flats = tuple(flats)
         self.state = UnitState.SHARDED
         self._group = group
-        self._num_gradients = 0
+        self.num_gradients = 0
+        """Number of gradients of the present backward."""
         self._versions: tuple[int, ...] = ()  # of the shards, when gathering started
         self.is_reducing = False
         self.has_full_params = False
@@ -65,24 +66,9 @@ class Unit:
         return f"unit {self.name!r} ({kind})" if self.name else f"the outermost unit ({kind})"
 
     @property
-    def is_unsharded(self) -> bool:
-        """True if this rank has all of it, so that it can stay installed from the beginning of a forward to its end."""
-        return all(flat.is_alias for flat in self.flats)
-
-    @property
-    def is_trainable(self) -> bool:
-        """True if it has gradients to average."""
-        return any(flat.num_trainable for flat in self.flats)
-
-    @property
     def has_all_gradients(self) -> bool:
         """True if this backward has produced a gradient for each parameter that requires one."""
-        return self._num_gradients >= sum(flat.num_trainable for flat in self.flats)
-
-    @property
-    def has_gradients(self) -> bool:
-        """True if it has gradients that are not averaged yet."""
-        return any(flat.gradients.exist for flat in self.flats)
+        return self.num_gradients >= sum(flat.num_trainable for flat in self.flats)
 
     def start_gather(self) -> None:
         """Start gathering, unless that has started."""
@@ -131,7 +117,7 @@ class Unit:
                 if full:
                     flat.install_full()
                 else:
-                    flat.install_shards()
+                    flat.install(flat.parameters)
 
     def owns_memory_of(self, tensor: torch.Tensor) -> bool:
         """True if a tensor shares memory with the unit's full parameters."""
@@ -177,11 +163,7 @@ class Unit:
         self.has_full_params = True
 
     def end_summon(self, *, writeback: bool) -> bool:
-        """Give the module its shards again, with the values of the full parameters if ``writeback``.
-
-        Returns:
-            Whether the shards were changed meanwhile; then these changes are kept.
-        """
+        """Give the module its shards again; return whether they were changed meanwhile, which is kept."""
         if self.state is not UnitState.GATHERED:
             return False
         self.state = UnitState.SHARDED
@@ -193,12 +175,8 @@ class Unit:
 
     def count_gradient(self) -> bool:
         """Count a gradient that autograd has accumulated; True if it was the last one."""
-        self._num_gradients += 1
+        self.num_gradients += 1
         return self.has_all_gradients
-
-    def reset_gradient_count(self) -> None:
-        """Start counting for a new backward."""
-        self._num_gradients = 0
 
     def start_reduce(self, buffer: GradientBuffer) -> None:
         """Start averaging the gradients; after `finish_reduce` the shards have them."""

@@ -42,13 +42,10 @@ def by_size(min_numel: int) -> WrapPolicy:
 
 @dataclass(slots=True, kw_only=True)
 class UnitSpec:
-    """A unit before it is sharded.
+    """A unit before it is sharded: a module, and its parameters without those of units inside it.
 
-    Args:
-        name: The module's name; empty for the whole model.
-        module: The module.
-        parameters: The module's parameters by name, without those of units inside it.
-        slots: For each parameter the (module, attribute) pairs where it is registered.
+    Names are those in the model, whose own is empty; ``slots`` are the (module, attribute) pairs where each parameter
+    is registered.
     """
 
     name: str
@@ -58,19 +55,11 @@ class UnitSpec:
 
 
 def find_units(root: torch.nn.Module, wrap: object) -> list[UnitSpec]:
-    """Divide a model's parameters among units; a pure function of module and policy.
+    """Divide a model's parameters among units, the root first; a pure function of module and policy.
 
     A parameter belongs to the smallest unit that contains all modules where it is registered, so that tied ones are
     gathered whenever one of their modules is called. Units without parameters of their own are left out, except the
-    root.
-
-    Args:
-        root: The model, which is the first unit.
-        wrap: A module class, several of them, or a function of a module's name and the module. None makes one unit, and
-            so does a policy that chooses no module, with a warning.
-
-    Raises:
-        TypeError: ``wrap`` has another type, or returned something else than a bool.
+    root, which is alone, with a warning, if the policy chooses no module.
     """
     policy = _policy_of(wrap)
     chosen = {module: name for name, module in root.named_modules() if _applies(policy, name, module)}
@@ -124,10 +113,7 @@ def _applies(policy: WrapPolicy | None, name: str, module: torch.nn.Module) -> b
 
 
 def _is_called(module: torch.nn.Module) -> bool:
-    """True if a module's forward is called when its parameters are needed.
-
-    ModuleLists have no forward, and the weight of attention's last layer is used by the attention itself.
-    """
+    """True unless parameters are needed without a call of the module's forward, as in attention's last layer."""
     return _has_forward(module) and not isinstance(module, torch.nn.modules.linear.NonDynamicallyQuantizableLinear)
 
 

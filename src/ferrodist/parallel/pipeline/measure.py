@@ -24,22 +24,11 @@ _NUM_RUNS = 5
 def measure_times(
     children: Sequence[tuple[str, torch.nn.Module]], sample: Any, *, clock: Callable[[], float]
 ) -> list[float]:
-    """Measure each child's time for a forward and a backward: the median of 5 runs, after 2 for warm-up.
+    """Measure the seconds of each child's forward and backward: the median of 5 runs, after 2 for warm-up.
 
-    Each child gets the result of the previous one; if that has a gradient, the backward continues to it. Copies of the
-    children run, so that their parameters, gradients, buffers and other attributes stay unchanged; the states of random
-    generators are restored. Gradients add up from run to run, as they do over microbatches.
-
-    Args:
-        children: Names and modules, in order.
-        sample: The first child's input, which stays unchanged.
-        clock: Function that returns the time in seconds.
-
-    Returns:
-        Seconds for each child.
-
-    Raises:
-        ValueError: A child can't be copied, or fails on its inputs; it is named. Or it is on the meta device.
+    Each child gets the result of the previous one. Copies run, so that the children stay unchanged; the states of
+    random generators are restored. Gradients add up from run to run, as they do over microbatches. Raises ValueError,
+    naming a child that can't be copied, fails on its inputs or is on the meta device.
     """
     times = []
     inputs = sample

@@ -26,18 +26,10 @@ class Microbatches(list[Any]):
 
 
 def split_batch(batch: Any, num_microbatches: int, what: str) -> tuple[list[Any], list[int] | None]:
-    """Split a batch along dim 0 of its tensors.
+    """Split a batch along dim 0 of its tensors; return the microbatches, and the number of samples of each.
 
-    Args:
-        batch: Nested values, or `Microbatches`. Tensors without dims, and other values, are passed to all microbatches.
-        num_microbatches: Number of microbatches: the first have one sample more, where sizes can't be equal.
-        what: The batch's name for errors.
-
-    Returns:
-        The microbatches, and the number of samples of each; None for those that were split already.
-
-    Raises:
-        ValueError: The batch can't be split, or is split in another way.
+    Tensors without dims and other values go to all. The first microbatches have one sample more, where sizes can't be
+    equal; those of `Microbatches` are None. ``what`` names the batch in a ValueError.
     """
     if isinstance(batch, Microbatches):
         if len(batch) != num_microbatches:

@@ -42,10 +42,7 @@ if TYPE_CHECKING:
 
 
 class StepScope:
-    """The sub-group in which ranks run steps, made anew after each failure.
-
-    So no message of a failed step reaches the next.
-    """
+    """The sub-group of steps, made anew after each failure: so no message of a failed step reaches the next."""
 
     def __init__(self, parent: Backend, executor: Executor, shared: TiedParameters) -> None:
         self._parent = parent
@@ -169,7 +166,6 @@ class Pipeline(TransparentWrapper):
         shared = find_shared(stages) if shared is None else shared
         self._tied = self._compare(stages, shared)
         self.stages = torch.nn.ModuleDict({str(index): module for index, module in self._local_stages.items()})
-        """This rank's stages, by their numbers."""
         prefixes = (stages if isinstance(stages, Stages) else Stages(stages)).prefixes
         self._mapper = StateDictMapper(self._local_stages, prefixes)
         names = [[f"{prefixes[stage]}{name}" for stage, name in locations] for locations in shared]
@@ -333,12 +329,7 @@ class Pipeline(TransparentWrapper):
         """
         return super().load_state_dict(self._mapper.rename_versions(state_dict), strict=strict, assign=assign)
 
-    def _load_from_state_dict(
-        self,
-        state_dict: dict[str, Any],
-        prefix: str,
-        *_: Any,
-    ) -> None:
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *_: Any) -> None:
         """Rename the loaded tensors for `stages`, which torch loads next."""
         self._check_unwrapped("load_state_dict")
         self._loaded_prefixes = self._mapper.rename(state_dict, prefix)

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 
 from ferrodist.backends.request import wait_all
+from ferrodist.collectives.arguments import bytes_of
 from ferrodist.collectives.engines.select import engine_of
 from ferrodist.collectives.p2p import recv, start_tensor_send
 from ferrodist.collectives.serialization import PackedValue, decode_value, encode_value
@@ -44,8 +45,8 @@ def send_value(packed: PackedValue, dst: int, tag: int, group: Backend) -> list[
     for tensor in packed.tensors:
         if tensor.is_cuda:
             engine_of(group, tensor.device)
-    message, out_of_band = encode_value(packed, "a value between stages")
-    requests = start_tensor_send(message, dst, tag=tag, group=group)
+    encoded, out_of_band = encode_value(packed, "a value between stages")
+    requests = start_tensor_send(torch.frombuffer(encoded, dtype=torch.uint8), dst, tag=tag, group=group)
     for tensor in out_of_band:
         requests += start_send(group, tensor, dst, tag)
     return requests
@@ -54,13 +55,8 @@ def send_value(packed: PackedValue, dst: int, tag: int, group: Backend) -> list[
 class PendingRecv:
     """A value under way to this rank.
 
-    Args:
-        src: The source rank.
-        tag: The tag.
-        group: The group.
-        prefetch: Start receiving at once, which pays for large values. Small ones arrive anyway, and receiving them
-            when they are needed costs a fraction.
-        device: Device for tensors that the sender has on a GPU.
+    With ``prefetch`` receiving starts at once, which pays for large values: small ones arrive anyway. ``device`` gets
+    the tensors that the sender has on a GPU.
     """
 
     def __init__(self, src: int, tag: int, group: Backend, *, prefetch: bool, device: torch.device = _HOST) -> None:
@@ -122,7 +118,7 @@ class PendingRecv:
     def _decode(self, message: torch.Tensor) -> None:
         """Decode the message, and start receiving its out-of-band tensors."""
         try:
-            self._packed, out_of_band_specs = decode_value(message)
+            self._packed, out_of_band_specs = decode_value(bytes_of(message))
             for each in out_of_band_specs:
                 body = TensorReceive(self._group, self._src, self._tag, shape=each.shape, dtype=each.dtype)
                 self._out_of_band.append((each.index, body))
@@ -147,11 +143,8 @@ class _TransferKey(NamedTuple):
 class StepInputs:
     """Inputs of the first stage and gradients of the last one, for each microbatch; empty on other ranks.
 
-    Args:
-        inputs: Inputs of the first stage.
-        on_output: Called with the index of a microbatch and the result of the last stage; returns the tensors from
-            which its backward begins.
-        gradients: For each microbatch the gradients of those tensors, from the start of its backward on.
+    ``on_output`` is called with a microbatch's index and the last stage's result, and returns the tensors from which
+    its backward begins; ``gradients`` are theirs, from the start of that backward on.
     """
 
     inputs: Sequence[Any]

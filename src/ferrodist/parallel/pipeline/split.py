@@ -19,7 +19,6 @@ from ferrodist.arguments import check_int
 from ferrodist.collectives.arguments import group_and_timeout
 from ferrodist.collectives.objects import broadcast_object
 from ferrodist.deadline import Deadline
-from ferrodist.errors import UnsupportedOpError
 from ferrodist.parallel.module_init import verify_across_ranks
 from ferrodist.parallel.pipeline.measure import measure_times
 from ferrodist.parallel.pipeline.state_dict import unwrap
@@ -176,7 +175,9 @@ def _check_modules(stages: Sequence[torch.nn.Module | None], prefixes: Sequence[
     module_prefixes: list[list[str]] = []
     for index, (stage, prefix) in enumerate(zip(stages, prefixes, strict=True)):
         children = unwrap(stage).named_children() if stage is not None else ()
-        found = [f"{prefix}{name}." for name, child in children if _holds_tensors(child)]
+        found = [
+            f"{prefix}{name}." for name, child in children if any(True for _ in (*child.parameters(), *child.buffers()))
+        ]
         owners.update(dict.fromkeys(found, index))
         module_prefixes.append([prefix, *found])
     for index, own in enumerate(module_prefixes):
@@ -188,27 +189,15 @@ def _check_modules(stages: Sequence[torch.nn.Module | None], prefixes: Sequence[
                 )
 
 
-def _holds_tensors(module: torch.nn.Module) -> bool:
-    return any(True for _ in (*module.parameters(), *module.buffers()))
-
-
 def partition(costs: Sequence[float], num_parts: int) -> tuple[int, ...]:
-    """Divide a row of costs into non-empty parts, of which the largest costs as little as possible.
+    """Divide finite costs from 0 into non-empty parts, whose numbers are returned; the largest costs least.
 
     Exact, in integers: first the least limit that ``num_parts`` parts can keep, by bisection, then the best parts
-    within that limit, by dynamic programming from the end. Of several divisions with the same largest part it takes the
-    most even one, which has the least sum of squares. Of several of these each part, from the first on, costs as little
-    as possible, since the first stages of a pipeline hold the most microbatches, and is then as long as possible, so
-    that an element of no cost joins the part before. If all costs are 0, they are taken as equal.
-
-    Takes O(n log(total)) and O(num_parts n w) steps for n costs, of which at most w are in a part.
-
-    Args:
-        costs: Finite costs from 0; at least ``num_parts``.
-        num_parts: Number of parts, at least 1.
-
-    Returns:
-        The number of costs in each part.
+    within that limit, by dynamic programming from the end, in O(n log(total)) and O(num_parts n w) steps for n costs,
+    of which at most w are in a part. Of several divisions it takes the most even one, which has the least sum of
+    squares. Of several of these each part, from the first on, costs as little as possible, since the first stages of a
+    pipeline hold the most microbatches, and is then as long as possible, so that an element of no cost joins the part
+    before. If all costs are 0, they are taken as equal.
     """
     whole = _as_integers(costs) if any(costs) else [1] * len(costs)
     sums = [0, *accumulate(whole)]
@@ -368,13 +357,7 @@ def _find_on_rank_0(
             found = find_costs()
         except (TypeError, ValueError) as error:
             failure = error
-    refusal = None if failure is None else str(failure)
-    try:
-        verify_across_ranks(lines, group, deadline, maker="split_sequential", module="Sequential", refusal=refusal)
-    except UnsupportedOpError:
-        if failure is not None:
-            raise failure from failure.__cause__
-        raise
+    verify_across_ranks(lines, group, deadline, maker="split_sequential", module="Sequential", failure=failure)
     costs: ChildCosts = broadcast_object(found, group=group, timeout=deadline.remaining())
     return costs
 

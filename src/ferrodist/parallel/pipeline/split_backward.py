@@ -44,7 +44,7 @@ import contextlib
 from collections import Counter
 from dataclasses import dataclass
 from functools import cache
-from typing import TYPE_CHECKING, NamedTuple, Protocol, cast
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import torch
 from torch.autograd.function import BackwardCFunction
@@ -73,13 +73,9 @@ _STRIDE = 997
 class BackwardGraph:
     """The graph of a backward; see [Note: inside and outside].
 
-    Args:
-        edges: The next functions of each node. The nodes' Python objects live as long as this: later code relies on
-            each staying the same.
-        parents: For each node the nodes from which gradients come.
-        inside: The nodes on a path to the inputs.
-        components: The index of the component of each outside node.
-        branches: The inside nodes from which gradients go outside.
+    For each node there are the next functions (``edges``) and the nodes from which gradients come (``parents``); from
+    ``branches`` gradients go outside. The nodes' Python objects live as long as this, since later code relies on each
+    staying the same.
     """
 
     edges: Mapping[Node, tuple[tuple[Node | None, int], ...]]
@@ -181,36 +177,21 @@ def _find_components(
     return components
 
 
-class _SavedTensor(Protocol):
-    """torch's ``SavedTensor``, which its types don't describe."""
-
-    @property
-    def data(self) -> object: ...
-
-    @property
-    def unpack_hook(self) -> object: ...
-
-    def register_hooks(self, pack: Callable[[torch.Tensor], object], unpack: Callable[[object], torch.Tensor]) -> None:
-        """Pass the tensor to ``pack``, and store the result in its place."""
-
-
 def has_packed_tensors(node: Node) -> bool:
     """True if a node's saved tensors have hooks: checkpoints, or tensors offloaded to other memory."""
     return any(saved.unpack_hook is not None for saved in _saved(node))
 
 
 def release_saved(nodes: Iterable[Node]) -> None:
-    """Free the saved tensors of nodes, as the engine does where it doesn't keep the graph.
-
-    Results of pack hooks stay. Another backward through such a node is an error.
-    """
+    """Free the saved tensors of nodes, as the engine does; results of pack hooks stay."""
     for node in nodes:
         for saved in _saved(node):
             if saved.unpack_hook is None and saved.data is not None:
                 saved.register_hooks(_drop, _refuse)  # the only way from Python
 
 
-def _saved(node: Node) -> Iterator[_SavedTensor]:
+def _saved(node: Node) -> Iterator[Any]:
+    """The ``SavedTensor`` objects of a node, which torch's types don't describe."""
     # Each Function of Python has a class of its own; a cache would hold these classes.
     for name in ("_raw_saved_tensors",) if is_python_function(node) else _names(type(node)):
         saved = getattr(node, name)
@@ -279,26 +260,13 @@ class _DeferredNode(NamedTuple):
 
 
 def backward_inputs(
-    outputs: Sequence[torch.Tensor],
-    gradients: Sequence[torch.Tensor | None],
-    inputs: Sequence[torch.Tensor],
+    outputs: Sequence[torch.Tensor], gradients: Sequence[torch.Tensor | None], inputs: Sequence[torch.Tensor]
 ) -> tuple[list[torch.Tensor | None], WeightBackward]:
-    """Compute the gradients of a stage's inputs, and leave those of its parameters for later.
+    """Compute the gradients of a stage's inputs, leaves that require grad, and defer those of its parameters.
 
-    On return the graph is used up: of the saved tensors only those stay that the parameters' gradients need.
-
-    Args:
-        outputs: Outputs of the stage's forward; all require grad.
-        gradients: Gradients of the outputs; None for an unused output. They are retained: don't change them before
-            `WeightBackward.run`.
-        inputs: Leaves that require grad; may be empty.
-
-    Returns:
-        The gradient of each input, or None where none reaches it, as an ordinary backward would leave it in ``.grad``
-        (which stays unchanged); and the deferred rest, on a GPU under the stream of this call.
-
-    Raises:
-        ValueError: An argument doesn't meet these conditions.
+    On return the graph is used up: of the saved tensors only those stay that the parameters' gradients need. An
+    output's gradient may be None, and must not change before `WeightBackward.run`. An input that no gradient reaches
+    gets None, and ``.grad`` of inputs stays unchanged.
     """
     _check(outputs, gradients, inputs)
     used = [
@@ -322,13 +290,8 @@ def backward_inputs(
 class WeightBackward:
     """The deferred rest of a backward: the gradients of the parameters. Made by `backward_inputs`.
 
-    Dropping it frees its memory. For autograd `run` is more than one backward: callbacks at the end of a backward are
-    called more than once.
-
-    Args:
-        roots: Edges that go outside, and their gradients.
-        deferred: Branches to call, in the order in which the first phase reached them.
-        owners: Edges that keep the graph alive; the Python objects of custom Functions' nodes don't in every torch.
+    Dropping it frees its memory. Autograd calls the callbacks at the end of a backward more than once in `run`.
+    ``owners`` keep the graph alive: the Python objects of custom Functions' nodes don't in every torch.
     """
 
     def __init__(
@@ -393,19 +356,12 @@ def _record_branches(
             or has_packed_tensors(branch)
         )
         if not is_all_or_nothing:
-            handle = branch.register_hook(_record(branch, arrived))
+            handle = branch.register_hook(lambda _, gradients, branch=branch: arrived.append((branch, gradients)))
             handles.append(handle)
             is_all_or_nothing = len(handle.hooks_dict_ref() or ()) > 1
         if is_all_or_nothing:
             not_deferred |= graph.components_below(branch)
     return not_deferred
-
-
-def _record(branch: Node, arrived: list[tuple[Node, Gradients]]) -> Callable[[Gradients, Gradients], None]:
-    def record(_: Gradients, gradients: Gradients) -> None:
-        arrived.append((branch, gradients))
-
-    return record
 
 
 def _find_out_edges(graph: BackwardGraph, branch: Node, not_deferred: set[int]) -> list[_OutEdge]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
@@ -26,13 +26,7 @@ MAIN = ""
 
 
 class Edge(NamedTuple):
-    """A path of values from stage to stage.
-
-    Args:
-        name: The name of a skip, or `MAIN`.
-        source: The source stage.
-        target: The destination stage.
-    """
+    """A path of values from stage to stage; ``name`` is that of a skip, or `MAIN`."""
 
     name: str
     source: int
@@ -71,14 +65,6 @@ class PipelineOutput:
         self.skips = skips
 
 
-@runtime_checkable
-class _GradSyncer(Protocol):
-    """A module that averages gradients over other ranks, such as DDP and FSDP."""
-
-    def no_sync(self) -> AbstractContextManager[None]:
-        """Leave averaging to a later backward."""
-
-
 class _WritableLeaf(torch.autograd.Function):
     """Makes a non-leaf of a leaf, so that a stage may write to it, as to the result of a layer in one process."""
 
@@ -105,7 +91,8 @@ class Stage:
     def __init__(self, module: torch.nn.Module, last: int) -> None:
         self.module = module
         self._last_microbatch = last
-        self._grad_syncer = module if isinstance(module, _GradSyncer) else None
+        self._grad_syncer: Any = module if hasattr(module, "no_sync") else None
+        """The module, if it averages gradients over other ranks, as DDP and FSDP do."""
         self._is_sequential = type(unwrap(module)).forward is torch.nn.Sequential.forward
         self._in_flight: dict[int, _InFlightMicrobatch] = {}
         self._weights: dict[int, WeightBackward | None] = {}
@@ -204,7 +191,7 @@ class Stage:
 
     def _sync_only_at(self, microbatch: int) -> AbstractContextManager[None]:
         if self._grad_syncer is not None and microbatch != self._last_microbatch:
-            return self._grad_syncer.no_sync()
+            return self._grad_syncer.no_sync()  # type: ignore[no-any-return]
         return contextlib.nullcontext()
 
 

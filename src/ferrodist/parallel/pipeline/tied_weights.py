@@ -23,17 +23,9 @@ if TYPE_CHECKING:
 
 
 class TiedParameters:
-    """This rank's shared parameters.
+    """This rank's shared parameters, given by their (stage, name) pairs; ValueError where there is none.
 
     They are looked up by name each time, since ``load_state_dict(assign=True)`` and ``to_empty`` replace them.
-
-    Args:
-        locations: For each shared parameter the (stage, name) pairs.
-        stages: This rank's modules, by the indices of their stages.
-        stage_ranks: The rank of each stage.
-
-    Raises:
-        ValueError: There is no such parameter.
     """
 
     def __init__(

@@ -26,10 +26,6 @@ class AsyncTPLinear:
     Forward gathers chunk by chunk of the ranks' shards, and multiplies each when it arrives; backward gathers the input
     again in the same way, for the weight's gradient, and reduce-scatters the input's gradient in chunks. Inputs with
     other placements, or of a length that has no equal chunks, are gathered first.
-
-    Args:
-        linear: The layer, whose weight is sharded along dim 0.
-        chunks: The number of chunks.
     """
 
     def __init__(self, linear: nn.Linear, chunks: int) -> None:
@@ -44,10 +40,7 @@ class AsyncTPLinear:
             return functional.linear(tensor.redistribute(Replicate()), weight, bias)
         assert isinstance(weight, DTensor), "the layer is sharded"
         local: torch.Tensor = _GatherAndMultiply.apply(  # type: ignore[no-untyped-call]
-            tensor.to_local(),
-            weight.to_local(),
-            None if bias is None else bias.to_local(),
-            (tensor.mesh, self._chunks),
+            tensor.to_local(), weight.to_local(), None if bias is None else bias.to_local(), (tensor.mesh, self._chunks)
         )
         shape = (*tensor.shape[:-1], weight.shape[0])
         (columns,) = weight.placements

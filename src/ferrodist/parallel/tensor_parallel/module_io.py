@@ -89,11 +89,7 @@ def find_arguments(forward: Callable[..., Any]) -> tuple[list[str], bool]:
 class ShardedForward:
     """A forward whose inputs and outputs get the placements of a style; see [Note: plain tensors].
 
-    Args:
-        forward: The module's own forward.
-        mesh: The mesh of the parameters, of one axis.
-        placements: The placements of inputs and outputs.
-        given: The placement of plain inputs, for a single layer; None inside of a parallel module.
+    ``given`` is the placement of plain inputs, for a single layer; None inside of a parallel module.
     """
 
     def __init__(
@@ -172,11 +168,6 @@ class ReplicatedForward:
 
     If it is called from outside of the model, plain inputs are replicated, and results are full plain tensors, unless
     some inputs are DTensors. Everywhere in the model plain tensors that its code makes count as replicated.
-
-    Args:
-        forward: The module's forward, which may be a `ShardedForward`.
-        path: The module's path in the model.
-        model: The state that the model's modules share.
     """
 
     def __init__(self, forward: Callable[..., Any], path: str, model: ParallelModel) -> None:
@@ -221,10 +212,8 @@ class ReplicatedForward:
 class ParallelModel:
     """The state that the modules of a parallel model share.
 
-    Args:
-        mesh: The mesh of the parameters.
-        gathers: Whether results become full plain tensors if a module is called from outside.
-        checks: Whether the ranks compare each plain tensor when it is used, and the inputs too.
+    ``gathers``: results become full plain tensors if a module is called from outside. ``checks``: ranks compare each
+    plain tensor when it is used, and the inputs too.
     """
 
     def __init__(self, mesh: DeviceMesh, *, gathers: bool, checks: bool) -> None:
@@ -245,19 +234,13 @@ class ParallelModel:
         """A block in which the forward of the module at a path runs, called from outside of the model."""
         if current_backward_id() == -1:
             self.backward_check.forget()  # the records of a backward that raised
-        with self._checking(self.forward_check):
+        with self.checking(self.forward_check):
             self.forward_check.path = path
-            yield
-
-    @contextlib.contextmanager
-    def around(self) -> Iterator[None]:
-        """A block in which a method runs that calls the model's forwards."""
-        with self._checking(ReplicaCheck(self.mesh, immediate=self.checks)):
             yield
 
     @staticmethod
     @contextlib.contextmanager
-    def _checking(check: ReplicaCheck) -> Iterator[None]:
+    def checking(check: ReplicaCheck) -> Iterator[None]:
         """A block in which plain tensors count as replicated; the ranks compare them at its end."""
         before = ACTIVE_CHECK.set(check)
         try:
@@ -269,12 +252,7 @@ class ParallelModel:
 
 
 class GatheredMethod:
-    """A method such as ``generate``, which calls the model's forwards and works on their caches.
-
-    Args:
-        method: The model's own method.
-        model: The state that the model's modules share.
-    """
+    """A method such as ``generate``, which calls the model's forwards and works on their caches."""
 
     def __init__(self, method: Callable[..., Any], model: ParallelModel) -> None:
         functools.update_wrapper(self, method)
@@ -282,7 +260,8 @@ class GatheredMethod:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Call the method; its results are plain tensors."""
-        with self._model.around():
+        model = self._model
+        with model.checking(ReplicaCheck(model.mesh, immediate=model.checks)):
             return map_nested(_gather, self._method(*args, **kwargs))
 
 

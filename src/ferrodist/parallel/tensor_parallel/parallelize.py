@@ -124,17 +124,7 @@ def parallelize(
 
 
 def apply_style(module: nn.Module, mesh: DeviceMesh, style: Style, given: Placement) -> None:
-    """Shard a single module and wrap its forward; every rank of the mesh calls this.
-
-    Args:
-        module: The module, which is changed in place.
-        mesh: The ranks, along one axis.
-        style: The module's style.
-        given: The placement of plain inputs, which are this rank's shards.
-
-    Raises:
-        TypeError, ValueError, CollectiveMismatchError: As for `parallelize`.
-    """
+    """Shard a module in place and wrap its forward, which takes plain inputs placed as ``given``; all ranks call."""
     check_mesh(mesh)
     shard_module(module, mesh, {"": style}, settings=f"plain inputs {given}")
     _wrap_forward(module, mesh, style, given)
@@ -150,18 +140,8 @@ def shard_module(
 ) -> dict[str, Style]:
     """Make the parameters and buffers of a module and its sub-modules DTensors, with the values of the mesh's rank 0.
 
-    Args:
-        module: The module.
-        mesh: The ranks; all of them call this.
-        plan: The plan of `parallelize`; the parameters of modules without a style are replicated.
-        settings: A text of other settings that must be the same on all ranks.
-        init: The initializer; see `parallelize`.
-
-    Returns:
-        The styles by the paths of modules.
-
-    Raises:
-        TypeError, ValueError, UnsupportedOpError, CollectiveMismatchError: As for `parallelize`.
+    Every rank of the mesh calls this. Parameters of modules without a style are replicated. ``settings`` must be the
+    same on all ranks. Returns the styles by the paths of modules.
     """
     failure = None
     styles: dict[str, Style] = {}
@@ -173,15 +153,9 @@ def shard_module(
     except (TypeError, ValueError, UnsupportedOpError) as error:
         failure = error  # the other ranks are told below, else they would wait for this one
     lines = [] if failure else [f"the settings {settings!r}", *describe_plan(module, styles, placements)]
-    refusal = None if failure is None else str(failure)
     deadline = Deadline(mesh.group.timeout)
     name = type(module).__name__
-    try:
-        verify_across_ranks(lines, mesh.group, deadline, maker="parallelize", module=name, refusal=refusal)
-    except UnsupportedOpError:
-        if failure is not None:
-            raise failure from None
-        raise
+    verify_across_ranks(lines, mesh.group, deadline, maker="parallelize", module=name, failure=failure)
     _distribute(module, mesh, placements, init)
     accept_full_state_dicts(module)
     return styles

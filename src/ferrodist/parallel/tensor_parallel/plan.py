@@ -6,12 +6,13 @@ import fnmatch
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
+from torch import nn
 from torch.nn.parameter import is_lazy
 
 from ferrodist.collectives.reduce_op import DTYPES
 from ferrodist.errors import UnsupportedOpError
 from ferrodist.parallel.module_guard import describe_owner
-from ferrodist.parallel.module_init import describe, find_initialiser, has_meta_tensors
+from ferrodist.parallel.module_init import describe, describe_tensors, find_initialiser, has_meta_tensors
 from ferrodist.parallel.tensor_parallel.module_io import find_arguments
 from ferrodist.parallel.tensor_parallel.styles import Style
 from ferrodist.tensor.dtensor import DTensor
@@ -23,15 +24,10 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     import torch
-    from torch import nn
 
 
 def resolve_plan(module: nn.Module, plan: Mapping[str, Style]) -> dict[str, Style]:
-    """The styles of modules by path; a module with several paths is under its first one.
-
-    Raises:
-        TypeError, ValueError: The plan doesn't fit the module.
-    """
+    """The styles of modules by path; a module with several paths is under its first one."""
     if not isinstance(plan, Mapping):
         raise TypeError(f"a plan is a mapping from paths to styles, not {type(plan).__name__}")
     # A module that is registered several times has a path for each.
@@ -78,11 +74,7 @@ def _check_arguments(name: str, module: nn.Module, wanted: Any) -> None:
 
 
 def parameter_placements(module: nn.Module, styles: Mapping[str, Style]) -> dict[nn.Parameter, Placement]:
-    """The placement of each parameter; a shared one has that of the style of any of its modules.
-
-    Raises:
-        ValueError: A parameter can't be sharded so, or the styles of its modules disagree.
-    """
+    """The placement of each parameter; a shared one has that of the style of any of its modules."""
     found: dict[nn.Parameter, Placement] = {}
     by: dict[nn.Parameter, str] = {}
     for path, owner in module.named_modules():
@@ -140,13 +132,7 @@ def _check_dim(name: str, parameter: nn.Parameter, placement: Placement) -> None
 
 
 def check_values(module: nn.Module, init: Callable[[nn.Module], object] | None) -> None:
-    """Raise unless all parameters and buffers can be sent, and those on the meta device initialized.
-
-    Raises:
-        ValueError: A parameter belongs to an FSDP.
-        TypeError: A parameter or a buffer has a dtype that no collective carries.
-        UnsupportedOpError: A module on the meta device can't be initialized.
-    """
+    """Raise unless all parameters and buffers can be sent, and those on the meta device initialized."""
     if reason := describe_owner(module.named_parameters()):
         raise ValueError(f"{reason}: parallelize the module first, and wrap it afterwards")
     for name, one in module.named_modules():
@@ -162,11 +148,9 @@ def describe_plan(
 ) -> list[str]:
     """The lines that must be the same on all ranks: styles, parameters and buffers."""
     lines = [f"the style {style} for {name!r}" for name, style in styles.items()]
-    for name, parameter in module.named_parameters():
-        frozen = "" if parameter.requires_grad else "frozen "
-        lines.append(f"{frozen}parameter {describe(name, parameter)} as {placements[parameter]}{_device(parameter)}")
-    return lines + [f"buffer {describe(name, buffer)}{_device(buffer)}" for name, buffer in module.named_buffers()]
 
+    def describe_placed(name: str, tensor: torch.Tensor) -> str:
+        placement = f" as {placements[tensor]}" if isinstance(tensor, nn.Parameter) else ""
+        return f"{describe(name, tensor)}{placement}{' on the meta device' if tensor.is_meta else ''}"
 
-def _device(tensor: torch.Tensor) -> str:
-    return " on the meta device" if tensor.is_meta else ""
+    return lines + describe_tensors(module.named_parameters(), module.named_buffers(), describe_placed)

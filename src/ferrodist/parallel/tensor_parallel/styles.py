@@ -8,7 +8,7 @@ Recomputation in Large Transformer Models", 2022.
 from __future__ import annotations
 
 from dataclasses import dataclass, field, fields
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ClassVar
 
 from torch import nn
 from typing_extensions import override
@@ -24,12 +24,10 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class IOPlacements:
-    """The placements of a module's inputs and outputs.
+    """The placements to which a module's inputs and outputs are redistributed.
 
-    Args:
-        wanted: The placements that the forward's inputs are redistributed to: one for all, one for each argument in
-            order, or by the names of arguments, however these are passed; None leaves them as they are.
-        outputs: The placements that outputs are redistributed to: one for all, or one for each; None leaves them.
+    ``wanted`` is one for all inputs, one for each argument in order, or by the names of arguments, however these are
+    passed; ``outputs`` one for all, or one for each. None leaves them as they are.
     """
 
     wanted: Placement | Sequence[Placement | None] | Mapping[str, Placement] | None = None
@@ -84,16 +82,20 @@ def _refuse(style: Style, *names: str) -> None:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _LinearStyle(Style):
+class _LayerStyle(Style):
+    """A style of one class of layers."""
+
+    _layer: ClassVar[type[nn.Module]] = nn.Linear
+
     @override
     def check(self, name: str, module: nn.Module) -> None:
-        if not isinstance(module, nn.Linear):
+        if not isinstance(module, self._layer):
             kind = with_article(type(module).__name__)
-            raise TypeError(f"{type(self).__name__} shards an nn.Linear, and {name!r} is {kind}")
+            raise TypeError(f"{type(self).__name__} shards an nn.{self._layer.__name__}, and {name!r} is {kind}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ColumnParallel(_LinearStyle):
+class ColumnParallel(_LayerStyle):
     """A linear layer sharded by its outputs: the weight (O, C) is (O/p, C) on each rank, the output (B, T, O/p).
 
     Each rank needs the full input: forward gathers a sharded one, and sends nothing for a replicated one. Backward sums
@@ -132,7 +134,7 @@ class ColumnParallel(_LinearStyle):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class RowParallel(_LinearStyle):
+class RowParallel(_LayerStyle):
     """A linear layer sharded by its inputs: the weight (O, C) is (O, C/p) on each rank, the input (B, T, C/p).
 
     Each rank has a partial sum, which forward reduces by an allreduce or a reduce_scatter; backward sends nothing, or
@@ -157,7 +159,7 @@ class RowParallel(_LinearStyle):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class VocabularyParallel(Style):
+class VocabularyParallel(_LayerStyle):
     """An embedding sharded by its vocabulary: the weight (V, C) is (V/p, C) on each rank.
 
     Each rank looks up the tokens of its shard, and gives zeros for the others; forward sums these by an allreduce or a
@@ -167,16 +169,11 @@ class VocabularyParallel(Style):
         outputs: `Replicate`, or ``Shard(dim)`` for a sequence that is sharded between layers.
     """
 
+    _layer: ClassVar[type[nn.Module]] = nn.Embedding
     outputs: Placement | Sequence[Placement | None] | None = Replicate()
 
     def __post_init__(self) -> None:
         _refuse(self, "parameters", "wanted")
-
-    @override
-    def check(self, name: str, module: nn.Module) -> None:
-        if not isinstance(module, nn.Embedding):
-            kind = with_article(type(module).__name__)
-            raise TypeError(f"VocabularyParallel shards an nn.Embedding, and {name!r} is {kind}")
 
     @override
     def placement_of(self, name: str, parameter: torch.Tensor) -> Placement:

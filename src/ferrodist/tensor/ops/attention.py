@@ -7,12 +7,10 @@ shard the fewer heads evenly. A single head of keys and values is replicated, an
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, Any
-
-import torch
+from typing import TYPE_CHECKING
 
 from ferrodist.collectives.reduce_op import ReduceOp
-from ferrodist.tensor.op_strategy import EinsumPattern, Labels, OpRule, einsum_strategies, rule_table
+from ferrodist.tensor.op_strategy import EinsumPattern, Labels, OpRule, einsum_strategies, make_zeros, rule_table
 from ferrodist.tensor.placement import Shard
 
 if TYPE_CHECKING:
@@ -74,12 +72,8 @@ def _handle_empty(call: OpCall) -> LocalFunction | None:
     """Empty results, or zero gradients, on a rank without heads or samples: torch's kernel divides by their number."""
     if all(0 not in spec.local_shape for spec in call.placed_inputs):
         return None
-    forms = [(spec.local_shape, spec.dtype) for spec in call.outputs]
-
-    def compute(*_: Any, **__: Any) -> list[torch.Tensor]:
-        return [torch.zeros(shape, dtype=dtype, device="cpu") for shape, dtype in forms]
-
-    return compute
+    outputs = call.outputs
+    return lambda *_, **__: make_zeros(outputs)
 
 
 RULES = rule_table(

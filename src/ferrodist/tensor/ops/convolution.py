@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ferrodist.collectives.reduce_op import ReduceOp
-from ferrodist.tensor.op_strategy import EinsumPattern, Labels, OpRule, einsum_rule
+from ferrodist.tensor.op_strategy import EinsumPattern, Labels, OpRule, einsum_rule, make_zeros
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -61,15 +61,15 @@ def _handle_empty(call: OpCall) -> LocalFunction | None:
     """Zeros on a rank without channels or samples, for which torch refuses to compute some results."""
     if all(0 not in spec.local_shape for spec in call.placed_inputs):
         return None
-    forms = [(spec.local_shape, spec.dtype) for spec in call.outputs]
+    outputs = call.outputs
     wanted: Sequence[bool] = call.arguments.get("output_mask", ())
 
     def forward(_: torch.Tensor, __: torch.Tensor, bias: torch.Tensor | None, *___: Any, **____: Any) -> torch.Tensor:
-        zeros = torch.zeros(forms[0][0], dtype=forms[0][1], device="cpu")
+        zeros = make_zeros(outputs)[0]
         return zeros if bias is None else zeros + bias.view(-1, *[1] * (zeros.dim() - 2))
 
     def backward(grad: torch.Tensor, *_: Any, **__: Any) -> list[torch.Tensor | None]:
-        zeros = iter([torch.zeros(shape, dtype=dtype, device="cpu") for shape, dtype in forms])
+        zeros = iter(make_zeros(outputs))
         grads = [next(zeros) if want else None for want in wanted[:2]]
         return [*grads, grad.sum([0, *range(2, grad.dim())]) if wanted[2] else None]
 

@@ -17,8 +17,7 @@ if TYPE_CHECKING:
 
     from ferrodist.tensor.op_strategy import Labels, OpCall
 
-_INDEX = "i"
-"""The label of the dim along which an index has its elements."""
+_INDEX = "i"  # the label of the dim along which an index has its elements
 
 
 def _replace_label(call: OpCall, dim: int, label: str | None) -> list[Any]:
@@ -199,10 +198,7 @@ RULES = rule_table(
         "index_fill.int_Scalar index_fill.int_Tensor index_fill_.int_Scalar index_fill_.int_Tensor",
     ),
     (einsum_rule(_index_put, is_data_dependent=_is_data_dependent), "index_put.default index_put_.default"),
-    (
-        einsum_rule(partial(_scatter, adds=True, is_linear=True)),
-        "scatter_add.default scatter_add_.default",
-    ),
+    (einsum_rule(partial(_scatter, adds=True, is_linear=True)), "scatter_add.default scatter_add_.default"),
     (einsum_rule(partial(_scatter, is_linear=True)), "scatter.src scatter_.src"),
     (
         einsum_rule(_scatter),

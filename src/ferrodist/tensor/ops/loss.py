@@ -164,11 +164,7 @@ class _LocalClasses:
         self._indices = local_indices(spec, self.dim) if sharding_axes(spec.placements, (self.dim,)) else None
 
     def find(self, target: torch.Tensor, ignore_index: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """For each target whether it counts, whether its class is local, and the local index of its class.
-
-        Raises:
-            IndexError: A target is out of bounds.
-        """
+        """For each target whether it counts, whether its class is local, and the local index of its class."""
         counts = target != ignore_index
         wrong = counts & ((target < 0) | (target >= self._num_classes))
         if wrong.any():

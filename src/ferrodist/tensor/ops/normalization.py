@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ferrodist.collectives.reduce_op import ReduceOp
-from ferrodist.tensor.op_strategy import EinsumPattern, Labels, einsum_rule, rule_table
+from ferrodist.tensor.op_strategy import EinsumPattern, Labels, einsum_rule, make_zeros, rule_table
 from ferrodist.torch_private.operators import private_aten
 
 if TYPE_CHECKING:
@@ -61,14 +61,14 @@ def _batch_forward(call: OpCall) -> LocalFunction:
     """
     operator, spec = call.operator, call.placed_inputs[0]
     is_empty = 0 in spec.local_shape and 0 not in spec.shape
-    forms = [(output.local_shape, output.dtype) for output in call.outputs]
+    outputs = call.outputs
 
     def forward(*given: Any) -> list[torch.Tensor]:
         if is_empty:
-            return [torch.zeros(shape, dtype=dtype) for shape, dtype in forms]
+            return make_zeros(outputs)
         return [
-            one.to(dtype) if one.shape == shape else torch.zeros(shape, dtype=dtype, device="cpu")
-            for one, (shape, dtype) in zip(operator(*given), forms, strict=True)
+            one.to(spec.dtype) if one.shape == spec.local_shape else make_zeros([spec])[0]
+            for one, spec in zip(operator(*given), outputs, strict=True)
         ]
 
     return forward
@@ -78,11 +78,11 @@ def _batch_backward(call: OpCall) -> LocalFunction | None:
     """Empty gradients on a rank without channels: torch's kernel divides by the number of elements."""
     if 0 not in call.placed_inputs[0].local_shape:
         return None
-    forms = [(output.local_shape, output.dtype) for output in call.outputs]
+    outputs = call.outputs
     wanted: Sequence[bool] = call["output_mask"]
 
     def backward(*_: Any) -> list[torch.Tensor | None]:
-        zeros = iter([torch.zeros(shape, dtype=dtype) for shape, dtype in forms])
+        zeros = iter(make_zeros(outputs))
         return [next(zeros) if want else None for want in wanted]
 
     return backward
@@ -188,10 +188,7 @@ RULES = rule_table(
         ),
     ),
     (einsum_rule(_batch_backward_pattern, local=_batch_backward), "native_batch_norm_backward.default"),
-    (
-        einsum_rule(partial(_forward_pattern, _layer_labels), local=_widen_statistics),
-        "native_layer_norm.default",
-    ),
+    (einsum_rule(partial(_forward_pattern, _layer_labels), local=_widen_statistics), "native_layer_norm.default"),
     (
         einsum_rule(partial(_backward_pattern, _layer_labels), local=_narrow_statistics),
         "native_layer_norm_backward.default",

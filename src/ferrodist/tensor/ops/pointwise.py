@@ -18,8 +18,7 @@ if TYPE_CHECKING:
 
     from ferrodist.tensor.op_strategy import LocalFunction, OpCall, OpStrategy
 
-    InputGroups = Sequence[Sequence[int]]
-    """Groups of inputs in which an operator is linear; see `EinsumPattern.linear`."""
+    InputGroups = Sequence[Sequence[int]]  # groups of inputs in which an operator is linear; see `EinsumPattern.linear`
 
 
 def cast_is_linear(dtype: torch.dtype, result: torch.dtype) -> bool:

@@ -28,14 +28,8 @@ if TYPE_CHECKING:
 def check_generators(mesh: DeviceMesh, generator: torch.Generator | None, name: str) -> None:
     """Raise unless the generators of all ranks of a mesh are in the same state; all of them call this.
 
-    Args:
-        mesh: The mesh.
-        generator: This rank's generator, or None for torch's default one. Ranks that are threads share that one and
-            would draw from it in any order: they need generators of their own.
-        name: The operator's name, for the error.
-
-    Raises:
-        CollectiveMismatchError: On all ranks: the states differ.
+    None is torch's default generator. Ranks that are threads share that one and would draw from it in any order: they
+    need generators of their own.
     """
     group = mesh.group
     if group.world_size == 1:

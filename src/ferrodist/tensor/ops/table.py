@@ -46,8 +46,7 @@ FAMILIES = (
 )
 """The modules of rules, in the order in which the operator table lists them."""
 
-RULES: dict[torch._ops.OpOverload, OpRule] = {}
-"""The rule of each operator that is computed on local shards."""
+RULES: dict[torch._ops.OpOverload, OpRule] = {}  # the rule of each operator that is computed on local shards
 
 DECOMPOSITIONS: dict[torch._ops.OpOverload, Callable[..., Any]] = {}
 """Functions that compute an operator by others, given distributed tensors."""

@@ -23,12 +23,7 @@ def public_functions(module: str) -> tuple[Callable[..., None], ...]:
 
 
 def run_checks(suite: str, checks: Iterable[tuple[str, Callable[..., None], tuple[Any, ...]]]) -> None:
-    """Call every check and raise AssertionError with the rules that are broken.
-
-    Args:
-        suite: The name of the suite, for the message.
-        checks: Name, function and arguments of each check. A check fails by raising; its docstring states the rule.
-    """
+    """Call all checks, and raise AssertionError with the docstrings of those that raise: the broken rules."""
     failures: list[tuple[str, Exception]] = []
     num_checks = 0
     for name, check, args in checks:

@@ -24,7 +24,6 @@ if TYPE_CHECKING:
 
     from ferrodist.rendezvous import Store
 
-if TYPE_CHECKING:
     StoreFactory: TypeAlias = Callable[[], Sequence[Store]]
     StoreCheck: TypeAlias = Callable[[StoreFactory], None]
 

@@ -196,7 +196,7 @@ def test_a_missing_out_of_band_tensor(prefetch):
     def program(group):
         if group.rank == 0:
             parcel = PackedValue.of(torch.ones(300 * KIB), "it")
-            letter = encode_value(parcel, "it")[0]
+            letter = torch.frombuffer(encode_value(parcel, "it")[0], dtype=torch.uint8)
             for request in start_tensor_send(letter, 1, tag=0, group=group):
                 request.wait(10)
             group.barrier()
@@ -231,7 +231,7 @@ def test_cancelled_out_of_band_receives_take_nothing():
         tensor = torch.ones(300 * KIB)
         if group.rank == 0:
             parcel = PackedValue.of(tensor, "it")
-            start_tensor_send(encode_value(parcel, "it")[0], 1, tag=0, group=group)
+            start_tensor_send(torch.frombuffer(encode_value(parcel, "it")[0], dtype=torch.uint8), 1, tag=0, group=group)
             group.barrier()
             group.barrier()
             send(tensor, 1, tag=0, group=group)
@@ -276,7 +276,7 @@ def test_a_message_that_arrives_during_cancel(monkeypatch, ends):
         own = SubBackend(group, [0, 1])
         if group.rank == 0:
             parcel = PackedValue.of(torch.ones(300 * KIB), "it")
-            start_tensor_send(encode_value(parcel, "it")[0], 1, tag=0, group=own)
+            start_tensor_send(torch.frombuffer(encode_value(parcel, "it")[0], dtype=torch.uint8), 1, tag=0, group=own)
             group.barrier()
             return
         pending = PendingRecv(0, 0, own, prefetch=True)

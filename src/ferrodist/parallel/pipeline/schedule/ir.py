@@ -215,12 +215,7 @@ class PipelineSize:
 
 @dataclass(frozen=True, slots=True)
 class Slot:
-    """An action without its microbatch, which is the next of its kind in its stage.
-
-    Args:
-        kind: A compute action.
-        local_stage: Index of the stage among its rank's.
-    """
+    """A compute action of a rank's local stage; its microbatch is the next of its kind there."""
 
     kind: ActionKind
     local_stage: int

@@ -15,27 +15,25 @@ if TYPE_CHECKING:
 
 def receive_for(schedule: Schedule, action: Action) -> Action | None:
     """The receive of a compute action's data; None if they are on its rank already."""
-    if action.kind is ActionKind.FORWARD and _crosses_ranks(schedule, action.stage, action.stage - 1):
-        return Action(ActionKind.RECV_FORWARD, action.stage, action.microbatch)
-    if action.kind.gives_gradients and _crosses_ranks(schedule, action.stage, action.stage + 1):
-        return Action(ActionKind.RECV_BACKWARD, action.stage, action.microbatch)
-    return None
+    return _transfer_of(schedule, action, (ActionKind.RECV_FORWARD, -1), (ActionKind.RECV_BACKWARD, 1))
 
 
 def send_after(schedule: Schedule, action: Action) -> Action | None:
     """The send of a compute action's result; None if it stays on its rank."""
-    if action.kind is ActionKind.FORWARD and _crosses_ranks(schedule, action.stage, action.stage + 1):
-        return Action(ActionKind.SEND_FORWARD, action.stage, action.microbatch)
-    if action.kind.gives_gradients and _crosses_ranks(schedule, action.stage, action.stage - 1):
-        return Action(ActionKind.SEND_BACKWARD, action.stage, action.microbatch)
-    return None
+    return _transfer_of(schedule, action, (ActionKind.SEND_FORWARD, 1), (ActionKind.SEND_BACKWARD, -1))
 
 
-def _crosses_ranks(schedule: Schedule, stage: int, neighbour: int) -> bool:
-    """True if two stages exist, on different ranks."""
-    if min(stage, neighbour) < 0 or max(stage, neighbour) >= schedule.num_stages:
-        return False
-    return schedule.stage_ranks[stage] != schedule.stage_ranks[neighbour]
+def _transfer_of(
+    schedule: Schedule, action: Action, forward: tuple[ActionKind, int], backward: tuple[ActionKind, int]
+) -> Action | None:
+    """A forward's or backward's transfer, given by kind and distance of stages, if these are on different ranks."""
+    if action.kind is not ActionKind.FORWARD and not action.kind.gives_gradients:
+        return None
+    kind, distance = forward if action.kind is ActionKind.FORWARD else backward
+    neighbour, ranks = action.stage + distance, schedule.stage_ranks
+    if not 0 <= neighbour < schedule.num_stages or not 0 <= action.stage < schedule.num_stages:
+        return None
+    return None if ranks[action.stage] == ranks[neighbour] else Action(kind, action.stage, action.microbatch)
 
 
 class Dependencies:
@@ -103,10 +101,7 @@ def add_communication(schedule: Schedule) -> Schedule:
 
 
 def forward_only(schedule: Schedule) -> Schedule:
-    """The forward of a schedule, for inference.
-
-    Its sends and receives, if any, are placed anew: forwards overlap the receives that backwards overlapped.
-    """
+    """The forward of a schedule, for inference, with its sends and receives, if any, placed anew."""
     forwards = dataclasses.replace(
         schedule,
         name=f"{schedule.name}, forward only",

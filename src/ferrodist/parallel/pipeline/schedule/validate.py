@@ -43,14 +43,10 @@ class Execution:
 
 
 def execute(schedule: Schedule, cost: Callable[[Action], float]) -> Execution:
-    """Simulate a schedule: each rank runs its actions in order, and each as soon as its dependencies are done.
+    """Simulate a schedule with sends and receives: ranks run actions in order, each when its dependencies are done.
 
     Sends and receives block no rank. The result does not depend on the order in which ranks are visited, since no
-    action can take away another's data.
-
-    Args:
-        schedule: A schedule with sends and receives.
-        cost: Duration of a compute action, and of a send until its data have arrived.
+    action can take away another's data. ``cost`` is that of a compute action, or of a send until its data have arrived.
     """
     dependencies = Dependencies(schedule)
     spans: list[list[Span]] = [[] for _ in schedule.actions]

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
     from matplotlib.axes import Axes
 
-    from ferrodist.parallel.pipeline.schedule.ir import Action, Schedule
+    from ferrodist.parallel.pipeline.schedule.ir import Schedule
     from ferrodist.parallel.pipeline.schedule.timeline import Costs
     from ferrodist.parallel.pipeline.schedule.validate import Span
 
@@ -149,7 +149,8 @@ class _Cell:
     __slots__ = ("label", "num_columns", "start")
 
     def __init__(self, span: Span, unit: float, *, with_stages: bool) -> None:
-        self.label = _label(span.action, with_stages=with_stages)
+        stage = f"{span.action.stage}." if with_stages else ""
+        self.label = f"{_message(span.action.kind)}{stage}{span.action.microbatch}"
         self.start = _column(span.start, unit)
         self.num_columns = _column(span.stop, unit) - self.start
 
@@ -157,11 +158,6 @@ class _Cell:
     def wanted_width(self) -> int:
         """Characters that a column needs for the label and a space after it."""
         return -(-(len(self.label) + 1) // self.num_columns)
-
-
-def _label(action: Action, *, with_stages: bool) -> str:
-    stage = f"{action.stage}." if with_stages else ""
-    return f"{_message(action.kind)}{stage}{action.microbatch}"
 
 
 def _message(kind: ActionKind) -> str:

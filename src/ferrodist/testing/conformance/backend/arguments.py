@@ -9,13 +9,7 @@ import numpy as np
 
 from ferrodist.backends.tags import ANY_SOURCE
 from ferrodist.errors import InvalidRankError, SelfSendError
-from ferrodist.testing.conformance.backend.harness import (
-    TIMEOUT,
-    error_of,
-    rank_check,
-    receive,
-    transfer_error,
-)
+from ferrodist.testing.conformance.backend.harness import TIMEOUT, error_of, rank_check, receive, transfer_error
 from ferrodist.testing.conformance.runner import public_functions
 
 if TYPE_CHECKING:

@@ -7,10 +7,7 @@ import time
 from typing import TYPE_CHECKING
 
 from ferrodist.backends.tags import ANY_SOURCE
-from ferrodist.errors import (
-    DistributedError,
-    DistributedTimeoutError,
-)
+from ferrodist.errors import DistributedError, DistributedTimeoutError
 from ferrodist.testing.conformance.backend.harness import (
     LARGE,
     SLACK_SECONDS,
@@ -33,8 +30,7 @@ if TYPE_CHECKING:
     from ferrodist.backends.base import Backend
     from ferrodist.testing.conformance.backend.harness import BackendCheck
 
-_REPORT_SECONDS = 0.5
-"""Seconds past its deadline that a rank may wait for the names of the stragglers."""
+_REPORT_SECONDS = 0.5  # seconds past its deadline that a rank may wait for the names of the stragglers
 
 
 @rank_check()

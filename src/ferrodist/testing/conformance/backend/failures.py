@@ -25,10 +25,16 @@ from ferrodist.testing.conformance.backend.harness import (
     LARGE,
     TIMEOUT,
     RankRunner,
+    await_ranks,
     backend_check,
     check_bytes,
     error_key,
     error_of,
+    in_barrier,
+    in_recv,
+    in_recv_of_any,
+    in_send,
+    in_wait,
     let_others_block,
     make_counter,
     make_signal,
@@ -41,35 +47,32 @@ from ferrodist.testing.conformance.runner import public_functions
 
 if TYPE_CHECKING:
     from collections.abc import Callable
-    from multiprocessing.synchronize import Semaphore
 
     from ferrodist.backends.base import Backend
     from ferrodist.testing.conformance.backend.harness import BackendCheck
 
-_DETECTION_SECONDS = 1.0
-"""Seconds within which a rank must detect that another has left."""
+_DETECTION_SECONDS = 1.0  # seconds within which a rank must detect that another has left
 
-_CLOSE_SECONDS = 0.5
-"""The timeout of a close while other ranks stay: rank 0 of a star goes on serving them that long."""
+_CLOSE_SECONDS = 0.5  # the timeout of a close while other ranks stay: rank 0 of a star goes on serving them that long
 
 
 @backend_check()
 def an_abort_wakes_every_rank(runner: RankRunner, world_size: int) -> None:
     """`abort` makes every rank that waits in a call raise `GroupAbortedError` with the aborting rank and the reason."""
     for aborter in (0, world_size - 1):
-        for wait in (_in_recv, _in_recv_of_any, _in_wait, _in_send, _in_barrier):
+        for wait in (in_recv, in_recv_of_any, in_wait, in_send, in_barrier):
             _one_abort(runner, world_size, aborter, wait)
 
 
 def _one_abort(runner: RankRunner, world_size: int, aborter: int, wait: Callable[[Backend, int], None]) -> None:
-    where = wait.__name__.removeprefix("_in_")
+    where = wait.__name__.removeprefix("in_")
     ready = make_counter()
 
     def program(group: Backend) -> DistributedError:
         if group.rank != aborter:
             ready.release()
             return error_of(GroupAbortedError, lambda: wait(group, aborter), f"{where}, when rank {aborter} aborts,")
-        _acquire(ready, world_size - 1)
+        await_ranks(ready, world_size - 1)
         let_others_block(group, (aborter + 1) % world_size)
         group.abort("the reason given")
         return error_of(GroupAbortedError, lambda: wait(group, (aborter + 1) % world_size), "a call after abort")
@@ -77,35 +80,6 @@ def _one_abort(runner: RankRunner, world_size: int, aborter: int, wait: Callable
     for rank, error in enumerate(runner.run(world_size, program)):
         assert error.ranks == (aborter,), f"rank {aborter} aborted, rank {rank} names {error.ranks}"
         assert "the reason given" in str(error), f"rank {rank} does not say why the group was aborted: {error}"
-
-
-def _acquire(ready: Semaphore, num_ranks: int) -> None:
-    """Wait for as many ranks: an abort before all have opened their group would fail the opening."""
-    for _ in range(num_ranks):
-        assert ready.acquire(timeout=TIMEOUT), "a rank is missing"
-
-
-def _in_recv(group: Backend, peer: int) -> None:
-    group.recv(bytearray(1), peer, timeout=TIMEOUT)
-
-
-def _in_recv_of_any(group: Backend, peer: int) -> None:
-    del peer
-    group.recv(bytearray(1), ANY_SOURCE, timeout=TIMEOUT)
-
-
-def _in_wait(group: Backend, peer: int) -> None:
-    group.irecv(bytearray(1), peer).wait(TIMEOUT)
-
-
-def _in_send(group: Backend, peer: int) -> None:
-    group.send(bytes(LARGE), peer, timeout=TIMEOUT)
-    _in_recv(group, peer)  # a backend that takes any message over does not wait in send
-
-
-def _in_barrier(group: Backend, peer: int) -> None:
-    del peer
-    group.barrier(timeout=TIMEOUT)
 
 
 @backend_check()
@@ -116,13 +90,13 @@ def a_failed_group_stays_failed(runner: RankRunner, world_size: int) -> None:
     def program(group: Backend) -> list[DistributedError]:
         ready.release()
         if group.rank == 1:
-            _acquire(ready, world_size)
+            await_ranks(ready, world_size)
             group.abort("the first reason")
             aborted.set()
         else:
             assert aborted.wait(TIMEOUT), "the abort did not return"
         peer = (group.rank + 1) % world_size
-        first = error_of(GroupAbortedError, lambda: _in_recv(group, peer), "recv after abort")
+        first = error_of(GroupAbortedError, lambda: in_recv(group, peer), "recv after abort")
         group.abort("the second reason")
         group.abort(PeerLostError("a third reason", ranks=(0,)))
         errors = [first, *_errors_of_all_calls(group, peer, GroupAbortedError)]
@@ -144,10 +118,10 @@ def an_abort_with_an_error_raises_it(runner: RankRunner, world_size: int) -> Non
     def program(group: Backend) -> DistributedError:
         ready.release()
         if group.rank == world_size - 1:
-            _acquire(ready, world_size)
+            await_ranks(ready, world_size)
             group.abort(given)
         return error_of(
-            CollectiveMismatchError, lambda: _in_recv(group, (group.rank + 1) % world_size), "recv after abort"
+            CollectiveMismatchError, lambda: in_recv(group, (group.rank + 1) % world_size), "recv after abort"
         )
 
     for rank, error in enumerate(runner.run(world_size, program)):
@@ -179,19 +153,18 @@ def a_closed_group_says_so(runner: RankRunner, world_size: int) -> None:
 def a_rank_that_left_is_named(runner: RankRunner, world_size: int) -> None:
     """A rank that waits for one that closes the group gets `PeerLostError` with its rank within a second."""
     for leaver in (0, world_size - 1):
-        for wait in (_in_recv, _in_wait, _in_send, _in_barrier):
+        for wait in (in_recv, in_wait, in_send, in_barrier):
             _one_departure(runner, world_size, leaver, wait)
 
 
 def _one_departure(runner: RankRunner, world_size: int, leaver: int, wait: Callable[[Backend, int], None]) -> None:
-    where = wait.__name__.removeprefix("_in_")
+    where = wait.__name__.removeprefix("in_")
     ready = make_counter()
     left_at = multiprocessing.get_context("fork").Value("d", 0.0)
 
     def program(group: Backend) -> None:
         if group.rank == leaver:
-            for _ in range(world_size - 1):
-                assert ready.acquire(timeout=TIMEOUT), "a rank is missing"
+            await_ranks(ready, world_size - 1)
             let_others_block(group, (leaver + 1) % world_size)
             left_at.value = time.monotonic()
             group.close(timeout=_CLOSE_SECONDS)
@@ -228,7 +201,7 @@ def what_was_sent_before_close_arrives(runner: RankRunner, world_size: int) -> N
         assert closed.wait(TIMEOUT), "close did not return"
         for i in range(10):
             check_bytes(receive(group, 0, 1000, tag=i % 2), pattern(1000, seed=i), f"message {i}, sent before close,")
-        error = error_of(PeerLostError, lambda: _in_recv(group, 0), "recv of more than was sent before close")
+        error = error_of(PeerLostError, lambda: in_recv(group, 0), "recv of more than was sent before close")
         assert error.ranks == (0,), f"rank 0 left, the error names {error.ranks}"
 
     runner.run(world_size, program)
@@ -277,7 +250,7 @@ def close_callbacks_run_last(group: Backend) -> None:
 
     def callback() -> None:
         errors.append(error_of(GroupClosedError, lambda: request.wait(TIMEOUT), "a request in on_close"))
-        errors.append(error_of(GroupClosedError, lambda: _in_recv(group, 1), "recv in on_close"))
+        errors.append(error_of(GroupClosedError, lambda: in_recv(group, 1), "recv in on_close"))
 
     group.on_close(callback)
     group.close(timeout=_CLOSE_SECONDS)
@@ -307,11 +280,11 @@ def errors_pickle(runner: RankRunner, world_size: int) -> None:
         sent.wait(TIMEOUT)
         through.release()
         if group.rank == 0:
-            _acquire(through, world_size)
+            await_ranks(through, world_size)
             group.abort("to see its error")
-        errors.append(error_of(GroupAbortedError, lambda: _in_recv(group, peer), "recv after abort"))
+        errors.append(error_of(GroupAbortedError, lambda: in_recv(group, peer), "recv after abort"))
         group.close()
-        errors.append(error_of(GroupClosedError, lambda: _in_recv(group, peer), "recv after close"))
+        errors.append(error_of(GroupClosedError, lambda: in_recv(group, peer), "recv after close"))
         for error in errors:
             copy = pickle.loads(pickle.dumps(error))
             assert error_key(copy) == error_key(error), f"{error!r} came out of pickle as {copy!r}"

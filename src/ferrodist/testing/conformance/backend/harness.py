@@ -11,6 +11,7 @@ import multiprocessing
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, Protocol, TypeAlias, TypeVar
 
+from ferrodist.backends.tags import ANY_SOURCE
 from ferrodist.deadline import Deadline
 from ferrodist.errors import DistributedError, DistributedTimeoutError
 from ferrodist.testing.ranks import run_ranks
@@ -23,19 +24,15 @@ if TYPE_CHECKING:
     from ferrodist.backends.request import Request
     from ferrodist.testing.ranks import BackendFactory
 
-if TYPE_CHECKING:
     BackendUnderTest: TypeAlias = BackendFactory | "RankRunner"
     BackendCheck: TypeAlias = Callable[..., None]
 
 
-TIMEOUT = 10.0
-"""Seconds for calls that a correct backend ends at once."""
+TIMEOUT = 10.0  # seconds for calls that a correct backend ends at once
 
-SLACK_SECONDS = 0.5
-"""Seconds past its deadline at which a call may return, on a busy machine."""
+SLACK_SECONDS = 0.5  # seconds past its deadline at which a call may return, on a busy machine
 
-LARGE = 8 << 20
-"""Bytes of a message that no transport sends at once."""
+LARGE = 8 << 20  # bytes of a message that no transport sends at once
 
 _RUN_SECONDS = 60.0
 _ERROR = TypeVar("_ERROR", bound=BaseException)
@@ -105,6 +102,38 @@ def make_signal() -> Event:
 def make_counter() -> Semaphore:
     """A semaphore that starts at 0, for threads or processes forked later."""
     return multiprocessing.get_context("fork").Semaphore(0)
+
+
+def await_ranks(ready: Semaphore, num_ranks: int) -> None:
+    """Wait for as many ranks: an abort before all have opened their group would fail the opening."""
+    for _ in range(num_ranks):
+        assert ready.acquire(timeout=TIMEOUT), "a rank is missing"
+
+
+def in_recv(group: Backend, peer: int) -> None:
+    """Wait in a receive."""
+    group.recv(bytearray(1), peer, timeout=TIMEOUT)
+
+
+def in_recv_of_any(group: Backend, _: int) -> None:
+    """Wait in a receive from any rank."""
+    group.recv(bytearray(1), ANY_SOURCE, timeout=TIMEOUT)
+
+
+def in_wait(group: Backend, peer: int) -> None:
+    """Wait for a receive that was started."""
+    group.irecv(bytearray(1), peer).wait(TIMEOUT)
+
+
+def in_send(group: Backend, peer: int) -> None:
+    """Wait in a send, or in a receive after it where a backend takes any message over."""
+    group.send(bytes(LARGE), peer, timeout=TIMEOUT)
+    in_recv(group, peer)
+
+
+def in_barrier(group: Backend, _: int) -> None:
+    """Wait in a barrier."""
+    group.barrier(timeout=TIMEOUT)
 
 
 def pattern(size: int, seed: int = 0) -> bytes:

@@ -23,6 +23,9 @@ from ferrodist.testing.conformance.backend.harness import (
     backend_check,
     check_bytes,
     error_of,
+    in_barrier,
+    in_recv,
+    in_send,
     let_others_block,
     make_counter,
     make_signal,
@@ -83,11 +86,7 @@ def groups_nest(world: Backend) -> None:
     inner = SubBackend(outer, [1, 0])  # the world's ranks 1 and 2
     assert inner.rank == {1: 0, 2: 1}[world.rank], f"rank {world.rank} is rank {inner.rank} of the inner group"
     other = 1 - inner.rank
-    sends = [
-        inner.isend(b"inner", other),
-        outer.isend(b"outer", 1 - outer.rank),
-        world.isend(b"world", 3 - world.rank),
-    ]
+    sends = [inner.isend(b"inner", other), outer.isend(b"outer", 1 - outer.rank), world.isend(b"world", 3 - world.rank)]
     check_bytes(receive(world, 3 - world.rank, 5), b"world", "in the world")
     check_bytes(receive(outer, 1 - outer.rank, 5), b"outer", "in the outer group")
     check_bytes(receive(inner, other, 5), b"inner", "in the inner group")
@@ -170,7 +169,7 @@ def ranks_are_named_as_their_subgroup_does(runner: RankRunner, world_size: int) 
     """Errors in a sub-group, nested or not, name ranks as the sub-group numbers them: a peer that left the world, and
     the sender of a message of the wrong size.
     """
-    for wait in (_in_recv, _in_send, _in_barrier):
+    for wait in (in_recv, in_send, in_barrier):
         for nested in (False, True):
             _one_departure(runner, world_size, wait, nested=nested)
 
@@ -202,20 +201,6 @@ def _one_departure(
         assert f"rank {leaver} of group 'inner'" in error.message, f"{what} says: {error}"
 
     runner.run(world_size, program)
-
-
-def _in_recv(group: Backend, peer: int) -> None:
-    group.recv(bytearray(1), peer, timeout=TIMEOUT)
-
-
-def _in_send(group: Backend, peer: int) -> None:
-    group.send(bytes(LARGE), peer, timeout=TIMEOUT)
-    _in_recv(group, peer)  # a backend that takes any message over does not wait in send
-
-
-def _in_barrier(group: Backend, peer: int) -> None:
-    del peer
-    group.barrier(timeout=TIMEOUT)
 
 
 CHECKS: tuple[BackendCheck, ...] = public_functions(__name__)

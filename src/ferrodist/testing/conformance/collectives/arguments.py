@@ -18,7 +18,6 @@ if TYPE_CHECKING:
     from ferrodist.backends.base import Backend
     from ferrodist.testing.conformance.collectives.oracle import CollectiveCheck
 
-if TYPE_CHECKING:
     Call = Callable[[], object]
 
 

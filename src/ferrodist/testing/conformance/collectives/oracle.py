@@ -26,8 +26,8 @@ if TYPE_CHECKING:
 
     from ferrodist.backends.base import Backend
 
-if TYPE_CHECKING:
     Array = NDArray[Any]
+    CollectiveCheck: TypeAlias = Callable[[Backend], None]
 
 
 _PARTS = {torch.complex64: torch.float32, torch.complex128: torch.float64}
@@ -44,7 +44,7 @@ def all_reductions(factor: float = 0.75) -> tuple[Op, ...]:
 
 
 def is_defined(dtype: torch.dtype, op: Op) -> bool:
-    """Whether ``op`` is defined for ``dtype``."""
+    """Return whether ``op`` is defined for ``dtype``."""
     if dtype in (*_INTEGERS, torch.bool):
         return op is not ReduceOp.MEAN and not isinstance(op, PremultipliedSum)
     return op not in (_BITWISE if dtype not in _PARTS else (*_BITWISE, *_ORDERED))
@@ -185,11 +185,7 @@ def _encode(array: Array, dtype: torch.dtype) -> torch.Tensor:
 class _Format8:
     """A floating-point format of 8 bits, as the list of its values.
 
-    Args:
-        exponent_bits: Bits of the exponent.
-        bias: Bias of the exponent.
-        num_finite: Codes 0 to num_finite - 1 are finite; the next one stands for larger numbers.
-        has_infinity: Whether that one is infinity, or NaN.
+    Codes from 0 are finite up to ``num_finite``, which stands for larger numbers: infinity if there is one, else NaN.
     """
 
     def __init__(self, exponent_bits: int, bias: int, num_finite: int, *, has_infinity: bool) -> None:
@@ -231,7 +227,9 @@ class _Format8:
 
 @functools.cache
 def _torch_saturates() -> bool:
-    """Whether torch rounds numbers too large for float8_e4m3fn to its largest one, as newer versions do, or to NaN."""
+    """Return whether torch rounds numbers too large for float8_e4m3fn to its largest one, as newer versions do, or
+    to NaN.
+    """
     return not torch.tensor(1e6).to(torch.float8_e4m3fn).isnan()
 
 
@@ -269,10 +267,6 @@ def check_bits(actual: torch.Tensor, expected: torch.Tensor, what: str, *, any_n
             f" {values[1]!r} (bytes {raw_bytes(actual).view(-1, size)[place].tolist()}, not"
             f" {raw_bytes(expected).view(-1, size)[place].tolist()})"
         )
-
-
-if TYPE_CHECKING:
-    CollectiveCheck: TypeAlias = Callable[[Backend], None]
 
 
 # The sizes at which the reference implementation changes its algorithm. Other engines have other thresholds; checks on
