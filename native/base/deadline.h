@@ -19,7 +19,9 @@ public:
     [[nodiscard]] Clock::duration remaining() const { return end() - Clock::now(); }
     [[nodiscard]] Clock::time_point end() const { return start() + to_duration(seconds_); }
     [[nodiscard]] double seconds() const noexcept { return seconds_; }
-    [[nodiscard]] double elapsed_seconds() const { return std::chrono::duration<double>(Clock::now() - start()).count(); }
+    [[nodiscard]] double elapsed_seconds() const {
+        return std::chrono::duration<double>(Clock::now() - start()).count();
+    }
 
 private:
     static Clock::duration to_duration(double seconds) {

@@ -13,20 +13,20 @@
 namespace ferrodist {
 
 enum class FailureKind : int {
-    late,        // the deadline passed; `ranks` have not called the collective
-    stalled,     // the deadline passed; `ranks` have called the collective and are stuck in it
-    left,        // `ranks` have left the group
-    mismatch,    // the ranks made different calls; `record` holds every rank's call
-    sizes,       // the number of elements from `ranks` differs from the expected one; `record` is both, as uint64
-    aborted,     // the group was aborted on all ranks; `record` is the reason given to `abort`
-    stopped,     // this rank has left the group
-    broken,      // an earlier operation failed on this rank
-    queue,       // an operation started earlier has not ended in time
-    unsupported, // the engine does not support the operation
-    lost,        // the connection to `ranks` has ended
-    protocol,    // `ranks` violated the protocol; `record` says how
-    failed,      // a collective has failed on `ranks`, which report the reason over the control plane
-    unreadable,  // the kernel now refuses to read the memory of `ranks`; `record` is the errno, as int32
+    late,         // the deadline passed; `ranks` have not called the collective
+    stalled,      // the deadline passed; `ranks` have called the collective and are stuck in it
+    left,         // `ranks` have left the group
+    mismatch,     // the ranks made different calls; `record` holds every rank's call
+    sizes,        // the number of elements from `ranks` differs from the expected one; `record` is both, as uint64
+    aborted,      // the group was aborted on all ranks; `record` is the reason given to `abort`
+    stopped,      // this rank has left the group
+    broken,       // an earlier operation failed on this rank
+    queue,        // an operation started earlier has not ended in time
+    unsupported,  // the engine does not support the operation
+    lost,         // the connection to `ranks` has ended
+    protocol,     // `ranks` violated the protocol; `record` says how
+    failed,       // a collective has failed on `ranks`, which report the reason over the control plane
+    unreadable,   // the kernel now refuses to read the memory of `ranks`; `record` is the errno, as int32
 };
 
 class Failure : public std::exception {

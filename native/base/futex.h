@@ -26,7 +26,8 @@ inline constexpr std::uint32_t any_bit = FUTEX_BITSET_MATCH_ANY;
 inline void futex_wait(std::atomic<std::uint32_t>& word, std::uint32_t seen, std::chrono::nanoseconds timeout,
                        FutexScope sleepers, std::uint32_t bits = any_bit) noexcept {
     // FUTEX_WAIT_BITSET takes an absolute time on the clock of `Clock`.
-    const std::chrono::nanoseconds end = Clock::now().time_since_epoch() + std::max(timeout, std::chrono::nanoseconds(0));
+    const std::chrono::nanoseconds end =
+        Clock::now().time_since_epoch() + std::max(timeout, std::chrono::nanoseconds(0));
     const auto seconds = std::chrono::duration_cast<std::chrono::seconds>(end);
     const timespec until{.tv_sec = static_cast<std::time_t>(seconds.count()),
                          .tv_nsec = static_cast<long>((end - seconds).count())};

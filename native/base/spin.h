@@ -78,13 +78,17 @@ public:
     // For connections, where a poll makes system calls. A thread that never yields is preempted by whoever needs its
     // processor, which shows as a gap between two clock checks. A hypervisor's pause looks the same and is treated the
     // same.
-    static constexpr Policy on_connections{16, 0, std::chrono::microseconds(1000), std::chrono::microseconds(50), false};
+    static constexpr Policy on_connections{16, 0, std::chrono::microseconds(1000), std::chrono::microseconds(50),
+                                           false};
     // For all waits of a group with more ranks than processors.
     static constexpr Policy oversubscribed{4, 1, std::chrono::microseconds(1000), std::chrono::microseconds(15), false};
 
     // `longest` applies without contention. `work` is the number of rings or connections that one poll covers.
     Spin(Contention& contention, std::chrono::microseconds longest, const Policy& policy, int work = 1)
-        : contention_(contention), longest_(longest), policy_(policy), tries_per_check_(std::max(1, policy.tries_per_check / work)) {}
+        : contention_(contention),
+          longest_(longest),
+          policy_(policy),
+          tries_per_check_(std::max(1, policy.tries_per_check / work)) {}
 
     // Starts the spin phase anew: the wait has made progress.
     void restart() noexcept {

@@ -17,15 +17,15 @@ class TwoWayAutotuner {
 public:
     // The second choice is used where it has been `min_speedup` times as fast. One call in `trial_period` uses the
     // slower choice, so that both stay measured.
-    constexpr TwoWayAutotuner(double min_speedup, unsigned trial_period) : min_speedup_(min_speedup), trial_period_(trial_period) {}
+    constexpr TwoWayAutotuner(double min_speedup, unsigned trial_period)
+        : min_speedup_(min_speedup), trial_period_(trial_period) {}
 
     [[nodiscard]] Choice better() const noexcept {
-        return recent_[0].best_seconds_per_byte() > min_speedup_ * recent_[1].best_seconds_per_byte() ? Choice::second : Choice::first;
+        return recent_[0].best_seconds_per_byte() > min_speedup_ * recent_[1].best_seconds_per_byte() ? Choice::second
+                                                                                                      : Choice::first;
     }
 
-    [[nodiscard]] Choice next() noexcept {
-        return ++num_calls_ % trial_period_ == 0 ? other(better()) : better();
-    }
+    [[nodiscard]] Choice next() noexcept { return ++num_calls_ % trial_period_ == 0 ? other(better()) : better(); }
 
     // Records that `size` bytes with one choice took `seconds`.
     void record(Choice choice, double seconds, std::size_t size) noexcept {
@@ -39,7 +39,9 @@ private:
         std::array<double, 4> seconds_per_byte{};  // 0 until measured, so that the choice is tried
         unsigned next = 0;
 
-        [[nodiscard]] double best_seconds_per_byte() const noexcept { return *std::ranges::min_element(seconds_per_byte); }
+        [[nodiscard]] double best_seconds_per_byte() const noexcept {
+            return *std::ranges::min_element(seconds_per_byte);
+        }
     };
 
     double min_speedup_;

@@ -65,7 +65,9 @@ bool fast_allreduce(const std::optional<Pair>& pair, int op, const Go& go) {
     const Reduction reduction{.dtype = pair->source.dtype, .op = static_cast<ReduceOp>(op)};
     if (find_fold(reduction.dtype, reduction.op, InstructionSet::baseline) == nullptr) return false;
     go(size_of_pair(*pair), [out = pair->out.data, source = pair->source.data, count = pair->source.count, reduction](
-           Context& context, const Deadline& deadline) { allreduce(context, out, source, count, reduction, deadline); });
+                                Context& context, const Deadline& deadline) {
+        allreduce(context, out, source, count, reduction, deadline);
+    });
     return true;
 }
 
@@ -73,7 +75,8 @@ template <class Go>
 bool fast_broadcast(const Communicator& self, nb::handle tensor, nb::handle out, int root, const Go& go) {
     const auto target = view_tensor(tensor.ptr());
     if (!tensor.is(out) || !target || root < 0 || root >= self.num_ranks()) return false;
-    go(target->count * size_of(target->dtype), [data = target->data, count = target->count, dtype = target->dtype, root](
+    go(target->count * size_of(target->dtype),
+       [data = target->data, count = target->count, dtype = target->dtype, root](
            Context& context, const Deadline& deadline) { broadcast(context, data, count, dtype, root, deadline); });
     return true;
 }
@@ -98,7 +101,7 @@ bool fast_reduce_scatter(const Communicator& self, nb::handle tensor, nb::handle
     const Reduction reduction{.dtype = pair->source.dtype, .op = static_cast<ReduceOp>(op)};
     if (find_fold(reduction.dtype, reduction.op, InstructionSet::baseline) == nullptr) return false;
     go(size_of_pair(*pair), [out = pair->out.data, source = pair->source.data, count = pair->out.count, reduction](
-           Context& context, const Deadline& deadline) {
+                                Context& context, const Deadline& deadline) {
         std::fill(context.counts.begin(), context.counts.end(), count);
         reduce_scatter(context, out, source, context.counts, 0, reduction, deadline);
     });
@@ -112,7 +115,7 @@ bool fast_all_to_all(const Communicator& self, nb::handle tensor, nb::handle out
     if (!pair || !fits(pair->out.shape, pair->source.shape, 1) || overlap(*pair)) return false;
     if (static_cast<std::size_t>(pair->source.shape[0]) % ranks != 0) return false;
     go(size_of_pair(*pair), [out = pair->out.data, source = pair->source.data, part = pair->source.count / ranks,
-        dtype = pair->source.dtype](Context& context, const Deadline& deadline) {
+                             dtype = pair->source.dtype](Context& context, const Deadline& deadline) {
         std::fill(context.counts.begin(), context.counts.end(), part);
         all_to_all(context, out, source, context.counts, context.counts, part, dtype, deadline);
     });
@@ -149,8 +152,8 @@ nb::object value_of(PyObject* variable) {
     return nb::steal(value);
 }
 
-// The engine of a group whose calls can use the fast path, kept alive by `held`: a FastPath of
-// backends/engine.py.
+// The communicator of a group whose calls can use the fast path, with its timeout and engine: a `FastPath` of
+// backends/engine.py, tensors alive by `guard`.
 struct FastPath {
     nb::object guard;
     Communicator* communicator;
@@ -227,14 +230,15 @@ void raise_for(const FastPath& path, const char* operation, nb::handle tensor, n
 template <class Collective>
 void run(const FastPath& path, std::size_t size, const Collective& collective) {
     const std::uint64_t ticket = path.communicator->reserve();
-    const GilRelease released(path.communicator->is_short(size) ? GilRelease::When::when_waiting : GilRelease::When::at_once);
+    const GilRelease released(path.communicator->is_short(size) ? GilRelease::When::when_waiting
+                                                                : GilRelease::When::at_once);
     path.communicator->run(ticket, path.timeout, collective);
 }
 
 // Runs a collective if `check(go)` allows the fast path. Returns the result, or None if it does not.
 template <class Check>
 PyObject* run_fast(const FastPath& path, const char* operation, nb::handle tensor, nb::object out,
-                    std::initializer_list<Fact> facts, const Check& check) {
+                   std::initializer_list<Fact> facts, const Check& check) {
     if (!out.is_valid()) return nullptr;
     const auto go = [&](std::size_t size, const auto& collective) { run(path, size, collective); };
     bool is_done = false;
@@ -256,9 +260,9 @@ PyObject* call_allreduce(PyObject*, PyObject* const* arguments, Py_ssize_t count
     const auto path = find_fast_path(group);
     if (!path) Py_RETURN_NONE;
     return run_fast(*path, "allreduce", tensor, result_of(out, tensor, *path, same), {{"op", op.ptr()}},
-                     [&](nb::handle result, const auto& go) {
-                         return fast_allreduce(view_pair(tensor, result), number_of(op), go);
-                     });
+                    [&](nb::handle result, const auto& go) {
+                        return fast_allreduce(view_pair(tensor, result), number_of(op), go);
+                    });
 }
 
 // In place, untracked by autograd, like a call on `tensor.data`, which takes 0.2 us to create. Returns whether it was
@@ -284,9 +288,9 @@ PyObject* call_broadcast(PyObject*, PyObject* const* arguments, Py_ssize_t count
     const auto path = find_fast_path(group);
     if (!path) Py_RETURN_NONE;
     return run_fast(*path, "broadcast", tensor, nb::borrow(out), {{"root", root.ptr()}},
-                     [&](nb::handle result, const auto& go) {
-                         return fast_broadcast(*path->communicator, tensor, result, index_of(root), go);
-                     });
+                    [&](nb::handle result, const auto& go) {
+                        return fast_broadcast(*path->communicator, tensor, result, index_of(root), go);
+                    });
 }
 
 PyObject* call_all_gather(PyObject*, PyObject* const* arguments, Py_ssize_t count) {
@@ -294,10 +298,9 @@ PyObject* call_all_gather(PyObject*, PyObject* const* arguments, Py_ssize_t coun
     const nb::handle tensor = arguments[0], dim = arguments[1], group = arguments[2], out = arguments[3];
     const auto path = index_of(dim) == 0 ? find_fast_path(group) : std::nullopt;
     if (!path) Py_RETURN_NONE;
-    return run_fast(*path, "all_gather", tensor, result_of(out, tensor, *path, joined), {{"dim", dim.ptr()}},
-                     [&](nb::handle result, const auto& go) {
-                         return fast_all_gather(*path->communicator, tensor, result, go);
-                     });
+    return run_fast(
+        *path, "all_gather", tensor, result_of(out, tensor, *path, joined), {{"dim", dim.ptr()}},
+        [&](nb::handle result, const auto& go) { return fast_all_gather(*path->communicator, tensor, result, go); });
 }
 
 PyObject* call_reduce_scatter(PyObject*, PyObject* const* arguments, Py_ssize_t count) {
@@ -307,9 +310,9 @@ PyObject* call_reduce_scatter(PyObject*, PyObject* const* arguments, Py_ssize_t 
     const auto path = index_of(dim) == 0 ? find_fast_path(group) : std::nullopt;
     if (!path) Py_RETURN_NONE;
     return run_fast(*path, "reduce_scatter", tensor, result_of(out, tensor, *path, part),
-                     {{"op", op.ptr()}, {"dim", dim.ptr()}}, [&](nb::handle result, const auto& go) {
-                         return fast_reduce_scatter(*path->communicator, tensor, result, number_of(op), go);
-                     });
+                    {{"op", op.ptr()}, {"dim", dim.ptr()}}, [&](nb::handle result, const auto& go) {
+                        return fast_reduce_scatter(*path->communicator, tensor, result, number_of(op), go);
+                    });
 }
 
 PyObject* call_all_to_all(PyObject*, PyObject* const* arguments, Py_ssize_t count) {
@@ -317,10 +320,9 @@ PyObject* call_all_to_all(PyObject*, PyObject* const* arguments, Py_ssize_t coun
     const nb::handle tensor = arguments[0], group = arguments[1], out = arguments[2];
     const auto path = find_fast_path(group);
     if (!path) Py_RETURN_NONE;
-    return run_fast(*path, "all_to_all", tensor, result_of(out, tensor, *path, same), {},
-                     [&](nb::handle result, const auto& go) {
-                         return fast_all_to_all(*path->communicator, tensor, result, go);
-                     });
+    return run_fast(
+        *path, "all_to_all", tensor, result_of(out, tensor, *path, same), {},
+        [&](nb::handle result, const auto& go) { return fast_all_to_all(*path->communicator, tensor, result, go); });
 }
 
 // Returns whether it was done.
@@ -342,14 +344,10 @@ constexpr PyMethodDef method(const char* name, Function* function) {
 }
 
 PyMethodDef fast_functions[] = {
-    method("quick_allreduce", call_allreduce),
-    method("quick_allreduce_data", call_allreduce_data),
-    method("quick_broadcast", call_broadcast),
-    method("quick_all_gather", call_all_gather),
-    method("quick_reduce_scatter", call_reduce_scatter),
-    method("quick_all_to_all", call_all_to_all),
-    {"quick_barrier", call_barrier, METH_O, nullptr},
-    {nullptr, nullptr, 0, nullptr},
+    method("fast_allreduce", call_allreduce),           method("fast_allreduce_data", call_allreduce_data),
+    method("fast_broadcast", call_broadcast),           method("fast_all_gather", call_all_gather),
+    method("fast_reduce_scatter", call_reduce_scatter), method("fast_all_to_all", call_all_to_all),
+    {"fast_barrier", call_barrier, METH_O, nullptr},    {nullptr, nullptr, 0, nullptr},
 };
 
 // A started collective, with the tensors whose addresses the engine has. If it is destroyed before the collective has
@@ -362,10 +360,10 @@ public:
     Started& operator=(const Started&) = delete;
     ~Started() {
         if (!pending_ || pending_->is_done()) return;
-        auto* kept = new std::array<nb::object, 2>(std::move(tensors_));
-        communicator_.retain(std::move(pending_), std::shared_ptr<void>(kept, [](void* object) {
-                               delete static_cast<std::array<nb::object, 2>*>(object);
-                           }));
+        auto* tensors = new std::array<nb::object, 2>(std::move(tensors_));
+        communicator_.retain(std::move(pending_), std::shared_ptr<void>(tensors, [](void* object) {
+                                 delete static_cast<std::array<nb::object, 2>*>(object);
+                             }));
     }
 
     auto starter(double timeout) {
@@ -406,7 +404,7 @@ std::unique_ptr<Started> start(Communicator& self, nb::handle tensor, nb::handle
 void bind_fast_path(nb::module_& m, nb::class_<Communicator>& communicator) {
     if (PyModule_AddFunctions(m.ptr(), fast_functions) < 0) throw nb::python_error();
     m.def(
-        "load_short_ways",
+        "load_fast_paths",
         [](nb::handle collector, nb::handle local_group, nb::handle process, nb::handle make_same,
            nb::handle make_joined, nb::handle make_part) {
             static Lookup found;
@@ -434,25 +432,29 @@ void bind_fast_path(nb::module_& m, nb::class_<Communicator>& communicator) {
         .def(
             "start_broadcast",
             [](Communicator& self, nb::handle tensor, nb::handle out, int root, double timeout) {
-                return start(self, tensor, out, timeout, [&](const auto& go) { return fast_broadcast(self, tensor, out, root, go); });
+                return start(self, tensor, out, timeout,
+                             [&](const auto& go) { return fast_broadcast(self, tensor, out, root, go); });
             },
             "tensor"_a.none(), "out"_a.none(), "root"_a, "timeout"_a)
         .def(
             "start_all_gather",
             [](Communicator& self, nb::handle tensor, nb::handle out, double timeout) {
-                return start(self, tensor, out, timeout, [&](const auto& go) { return fast_all_gather(self, tensor, out, go); });
+                return start(self, tensor, out, timeout,
+                             [&](const auto& go) { return fast_all_gather(self, tensor, out, go); });
             },
             "tensor"_a.none(), "out"_a.none(), "timeout"_a)
         .def(
             "start_reduce_scatter",
             [](Communicator& self, nb::handle tensor, nb::handle out, int op, double timeout) {
-                return start(self, tensor, out, timeout, [&](const auto& go) { return fast_reduce_scatter(self, tensor, out, op, go); });
+                return start(self, tensor, out, timeout,
+                             [&](const auto& go) { return fast_reduce_scatter(self, tensor, out, op, go); });
             },
             "tensor"_a.none(), "out"_a.none(), "op"_a, "timeout"_a)
         .def(
             "start_all_to_all",
             [](Communicator& self, nb::handle tensor, nb::handle out, double timeout) {
-                return start(self, tensor, out, timeout, [&](const auto& go) { return fast_all_to_all(self, tensor, out, go); });
+                return start(self, tensor, out, timeout,
+                             [&](const auto& go) { return fast_all_to_all(self, tensor, out, go); });
             },
             "tensor"_a.none(), "out"_a.none(), "timeout"_a);
 }

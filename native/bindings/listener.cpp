@@ -31,8 +31,8 @@ namespace {
 class Listener final : public CompletionListener {
 public:
     Listener(std::shared_ptr<P2PEngine> engine, std::size_t size, int source, const Tag& tag, int num_slots,
-             nb::object on_messages, nb::object ended)
-        : engine_(std::move(engine)), size_(size), on_messages_(std::move(on_messages)), on_end_(std::move(ended)) {
+             nb::object on_messages, nb::object on_end)
+        : engine_(std::move(engine)), size_(size), on_messages_(std::move(on_messages)), on_end_(std::move(on_end)) {
         for (int i = 0; i < num_slots; ++i) slots_.emplace_back(size, source, tag);
     }
 
@@ -56,7 +56,7 @@ public:
     void close() {
         is_closed_ = true;
         const nb::object on_messages = std::move(on_messages_);
-        const nb::object ended = std::move(on_end_);
+        const nb::object on_end = std::move(on_end_);
         for (Slot& slot : slots_) {
             if (slot.is_posted) engine_->cancel(*slot.receive);
         }
@@ -142,7 +142,7 @@ private:
     nb::object on_messages_;
     nb::object on_end_;
     std::deque<Slot> slots_;  // a deque, for its elements must not move
-    std::size_t next_ = 0;      // the next slot to complete
+    std::size_t next_ = 0;    // the next slot to complete
     std::size_t num_posted_ = 0;
     nb::list messages_;
     std::optional<std::tuple<int, int, std::size_t, std::size_t>> end_info_;
@@ -179,22 +179,21 @@ void bind_listener(nb::module_& m) {
     m.def(
         "listen",
         [](std::shared_ptr<P2PEngine> engine, std::size_t size, int source, std::uint64_t group, std::uint64_t number,
-           int num_slots, nb::object on_messages, nb::object ended) {
+           int num_slots, nb::object on_messages, nb::object on_end) {
             auto* listener = new Listener(std::move(engine), size, source, Tag{group, number}, num_slots,
-                                          std::move(on_messages), std::move(ended));
+                                          std::move(on_messages), std::move(on_end));
             nb::object object = nb::cast(listener, nb::rv_policy::take_ownership);
             listener->start(object.ptr());
             return object;
         },
-        "messenger"_a, "size"_a, "source"_a, "group"_a, "number"_a, "num_places"_a, "heard"_a, "ended"_a);
+        "engine"_a, "size"_a, "source"_a, "group"_a, "number"_a, "num_slots"_a, "on_messages"_a, "on_end"_a);
 
     nb::class_<Signal>(m, "Signal", "An event that a thread waits for while it moves messages.")
-        .def(nb::new_([](std::shared_ptr<P2PEngine> engine) {
-                 return new Signal{.engine = std::move(engine)};
-             }),
-             "messenger"_a)
+        .def(nb::new_([](std::shared_ptr<P2PEngine> engine) { return new Signal{.engine = std::move(engine)}; }),
+             "engine"_a)
         .def("set", &Signal::set)
-        .def("wait", &Signal::wait, "timeout"_a, "Block until it is set or the timeout expires; return whether it was set, and clear it.");
+        .def("wait", &Signal::wait, "timeout"_a,
+             "Block until it is set or the timeout expires; return whether it was set, and clear it.");
 }
 
 }  // namespace ferrodist

@@ -87,14 +87,15 @@ NB_MODULE(_native, m) {
         [](nb::handle tensor_type, nb::handle parameter_type, nb::handle increment_version) {
             return load_tensor_interface(tensor_type.ptr(), parameter_type.ptr(), increment_version.ptr());
         },
-        "tensor_type"_a, "parameter_type"_a, "increment_version"_a, "Enable the fast paths; False if torch lacks the interface.");
+        "tensor_type"_a, "parameter_type"_a, "increment_version"_a,
+        "Enable the fast paths; False if torch lacks the interface.");
     m.def(
         "create_segment",
         [](int num_ranks, int group_size, std::size_t slot_bytes, bool is_oversubscribed, std::uint32_t spin_micros) {
             const GilRelease released;
             return create_segment(make_layout(num_ranks, group_size, slot_bytes, is_oversubscribed, spin_micros));
         },
-        "num_ranks"_a, "group_size"_a, "slot_bytes"_a, "is_crowded"_a, "spin_micros"_a,
+        "num_ranks"_a, "group_size"_a, "slot_bytes"_a, "is_oversubscribed"_a, "spin_micros"_a,
         "Create the shared memory of a group's ranks on one host; returns a descriptor, which the caller closes.");
     m.def(
         "fold",
@@ -128,16 +129,16 @@ NB_MODULE(_native, m) {
         .def(
             "__init__",
             [](Communicator* self, int descriptor, int rank, const std::vector<int>& hosts,
-               const std::vector<int>& links, int num_ranks, int group_size, std::size_t slot_bytes, bool is_oversubscribed,
-               std::uint32_t spin_micros) {
-                const shm::Layout layout = make_layout(num_ranks, group_size, slot_bytes, is_oversubscribed, spin_micros);
+               const std::vector<int>& links, int num_ranks, int group_size, std::size_t slot_bytes,
+               bool is_oversubscribed, std::uint32_t spin_micros) {
+                const shm::Layout layout =
+                    make_layout(num_ranks, group_size, slot_bytes, is_oversubscribed, spin_micros);
                 std::unique_ptr<tcp::Links> connections;
                 if (num_ranks < group_size) connections = std::make_unique<tcp::Links>(links, slot_bytes);
-                new (self) Communicator(Fabric(map_segment(descriptor, layout), rank, std::move(connections),
-                                               hosts));
+                new (self) Communicator(Fabric(map_segment(descriptor, layout), rank, std::move(connections), hosts));
             },
             "descriptor"_a, "rank"_a, "hosts"_a, "links"_a, "num_ranks"_a, "group_size"_a, "slot_bytes"_a,
-            "is_crowded"_a, "spin_micros"_a)
+            "is_oversubscribed"_a, "spin_micros"_a)
         .def("reserve", &Communicator::reserve)
         .def(
             "await_turn",
@@ -145,20 +146,23 @@ NB_MODULE(_native, m) {
                 const GilRelease released;
                 self.await_turn(ticket);
             },
-            "place"_a)
+            "ticket"_a)
         .def(
-            "tell_of_long_waits",
+            "set_long_wait_callback",
             [](Communicator& self, double seconds, nb::callable callback) {
                 auto call_python = [callback = std::move(callback)](std::uint64_t ticket, const shm::Arrival& own,
-                                                            const std::vector<int>& stragglers, const Deadline& deadline) {
+                                                                    const std::vector<int>& stragglers,
+                                                                    const Deadline& deadline) {
                     static_assert(offsetof(shm::Arrival, payload) == offsetof(shm::Arrival, call) + sizeof own.call);
                     if (!nb::is_alive()) return;
                     const nb::gil_scoped_acquire guard;
                     try {
                         nb::list ranks;
                         for (const int rank : stragglers) ranks.append(rank);
-                        callback(ticket, nb::bytes(reinterpret_cast<const char*>(&own.call), sizeof own.call + sizeof own.payload),
-                             ranks, deadline.elapsed_seconds(), deadline.seconds());
+                        callback(
+                            ticket,
+                            nb::bytes(reinterpret_cast<const char*>(&own.call), sizeof own.call + sizeof own.payload),
+                            ranks, deadline.elapsed_seconds(), deadline.seconds());
                     } catch (nb::python_error& error) {
                         error.discard_as_unraisable(callback);
                     }
@@ -168,12 +172,13 @@ NB_MODULE(_native, m) {
                     end();
                 });
             },
-            "seconds"_a, "tell"_a,
-            "Call tell(ticket, record, stragglers, elapsed, timeout) once in each collective that waits for `seconds`.")
+            "seconds"_a, "callback"_a,
+            "Call callback(ticket, record, stragglers, elapsed, timeout) once in each collective that waits for "
+            "`seconds`.")
         .def_prop_ro("is_broken", &Communicator::is_broken)
         .def_prop_ro("can_read_peers", &Communicator::can_read_peers, "Whether the ranks can read each other's memory.")
         .def(
-            "meet",
+            "handshake",
             [](Communicator& self, double timeout) {
                 const GilRelease released;
                 self.handshake(timeout);
@@ -191,31 +196,31 @@ NB_MODULE(_native, m) {
             [](Communicator& self, int descriptor, std::uint64_t id, std::size_t stride, std::size_t size) {
                 auto arena = map_arena(self, descriptor, id, stride, size);
                 std::byte* data = arena->buffer(self.rank());
-                const nb::capsule owner(new std::shared_ptr<const shm::Arena>(std::move(arena)), [](void* guard) noexcept {
-                    delete static_cast<std::shared_ptr<const shm::Arena>*>(guard);
-                });
+                const nb::capsule owner(
+                    new std::shared_ptr<const shm::Arena>(std::move(arena)),
+                    [](void* guard) noexcept { delete static_cast<std::shared_ptr<const shm::Arena>*>(guard); });
                 return nb::ndarray<nb::pytorch, std::uint8_t, nb::ndim<1>>(data, {size}, owner);
             },
             "descriptor"_a, "id"_a, "stride"_a, "size"_a,
             "Map symmetric memory; returns this rank's part as a tensor of bytes, which keeps the mapping.")
         .def("stop", &Communicator::stop)
         .def(
-            "barrier", [](Communicator& self, double timeout, std::uint64_t ticket) { run(self, ticket, timeout, barrier); },
-            "timeout"_a, "place"_a)
+            "barrier",
+            [](Communicator& self, double timeout, std::uint64_t ticket) { run(self, ticket, timeout, barrier); },
+            "timeout"_a, "ticket"_a)
         .def(
             "share",
             [](Communicator& self, nb::bytes name, nb::bytes data, double timeout, std::uint64_t ticket) {
                 const std::string_view key{static_cast<const char*>(name.data()), name.size()};
                 const std::string_view value{static_cast<const char*>(data.data()), data.size()};
                 std::vector<std::string> shared;
-                run(self, ticket, timeout, [&](Context& context, const Deadline& deadline) {
-                    shared = share(context, key, value, deadline);
-                });
+                run(self, ticket, timeout,
+                    [&](Context& context, const Deadline& deadline) { shared = share(context, key, value, deadline); });
                 nb::list result;
                 for (const std::string& each : shared) result.append(to_bytes(each));
                 return result;
             },
-            "name"_a, "data"_a, "timeout"_a, "place"_a)
+            "name"_a, "data"_a, "timeout"_a, "ticket"_a)
         .def(
             "allreduce",
             [](Communicator& self, Address out, Address source, std::size_t count, int dtype, int op, double factor,
@@ -224,7 +229,7 @@ NB_MODULE(_native, m) {
                     allreduce(context, at(out), at(source), count, make_reduction(dtype, op, factor), deadline);
                 });
             },
-            "out"_a, "source"_a, "count"_a, "dtype"_a, "op"_a, "factor"_a, "timeout"_a, "place"_a)
+            "out"_a, "source"_a, "count"_a, "dtype"_a, "op"_a, "factor"_a, "timeout"_a, "ticket"_a)
         .def(
             "reduce",
             [](Communicator& self, Address out, Address source, std::size_t count, int root, int dtype, int op,
@@ -233,7 +238,7 @@ NB_MODULE(_native, m) {
                     reduce(context, at(out), at(source), count, root, make_reduction(dtype, op, factor), deadline);
                 });
             },
-            "out"_a, "source"_a, "count"_a, "root"_a, "dtype"_a, "op"_a, "factor"_a, "timeout"_a, "place"_a)
+            "out"_a, "source"_a, "count"_a, "root"_a, "dtype"_a, "op"_a, "factor"_a, "timeout"_a, "ticket"_a)
         .def(
             "reduce_scatter",
             [](Communicator& self, Address out, Address source, const std::vector<std::size_t>& counts, int dim,
@@ -243,7 +248,7 @@ NB_MODULE(_native, m) {
                                    deadline);
                 });
             },
-            "out"_a, "source"_a, "counts"_a, "dim"_a, "dtype"_a, "op"_a, "factor"_a, "timeout"_a, "place"_a)
+            "out"_a, "source"_a, "counts"_a, "dim"_a, "dtype"_a, "op"_a, "factor"_a, "timeout"_a, "ticket"_a)
         .def(
             "broadcast",
             [](Communicator& self, Address data, std::size_t count, int dtype, int root, double timeout,
@@ -252,7 +257,7 @@ NB_MODULE(_native, m) {
                     broadcast(context, at(data), count, static_cast<DType>(dtype), root, deadline);
                 });
             },
-            "data"_a, "count"_a, "dtype"_a, "root"_a, "timeout"_a, "place"_a)
+            "data"_a, "count"_a, "dtype"_a, "root"_a, "timeout"_a, "ticket"_a)
         .def(
             "all_gather",
             [](Communicator& self, Address out, Address source, const std::vector<std::size_t>& counts, int dtype,
@@ -261,7 +266,7 @@ NB_MODULE(_native, m) {
                     all_gather(context, at(out), at(source), counts, static_cast<DType>(dtype), dim, deadline);
                 });
             },
-            "out"_a, "source"_a, "counts"_a, "dtype"_a, "dim"_a, "timeout"_a, "place"_a)
+            "out"_a, "source"_a, "counts"_a, "dtype"_a, "dim"_a, "timeout"_a, "ticket"_a)
         .def(
             "gather",
             [](Communicator& self, Address out, Address source, const std::vector<std::size_t>& counts, int dtype,
@@ -270,7 +275,7 @@ NB_MODULE(_native, m) {
                     gather(context, at(out), at(source), counts, static_cast<DType>(dtype), root, deadline);
                 });
             },
-            "out"_a, "source"_a, "counts"_a, "dtype"_a, "root"_a, "timeout"_a, "place"_a)
+            "out"_a, "source"_a, "counts"_a, "dtype"_a, "root"_a, "timeout"_a, "ticket"_a)
         .def(
             "scatter",
             [](Communicator& self, Address out, Address source, const std::vector<std::size_t>& counts, int dtype,
@@ -279,7 +284,7 @@ NB_MODULE(_native, m) {
                     scatter(context, at(out), at(source), counts, static_cast<DType>(dtype), root, deadline);
                 });
             },
-            "out"_a, "source"_a, "counts"_a, "dtype"_a, "root"_a, "timeout"_a, "place"_a)
+            "out"_a, "source"_a, "counts"_a, "dtype"_a, "root"_a, "timeout"_a, "ticket"_a)
         .def(
             "all_to_all",
             [](Communicator& self, Address out, Address source, const std::vector<std::size_t>& send_counts,
@@ -290,7 +295,7 @@ NB_MODULE(_native, m) {
                                static_cast<DType>(dtype), deadline);
                 });
             },
-            "out"_a, "source"_a, "send_counts"_a, "receive_counts"_a, "unit"_a, "dtype"_a, "timeout"_a, "place"_a);
+            "out"_a, "source"_a, "send_counts"_a, "receive_counts"_a, "unit"_a, "dtype"_a, "timeout"_a, "ticket"_a);
 }
 
 }  // namespace ferrodist

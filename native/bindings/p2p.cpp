@@ -96,18 +96,19 @@ void dispatch_events(P2PEngine& engine, nb::handle on_event) {
 
 // Takes ownership of the sockets, even if it throws.
 std::shared_ptr<P2PEngine> make_engine(const P2PEngine::Settings& settings, int memory, int num_local,
-                                          const std::vector<int>& local_indexes, const std::vector<int>& sockets,
-                                          nb::object on_event) {
+                                       const std::vector<int>& local_indexes, const std::vector<int>& sockets,
+                                       nb::object on_event) {
     P2PEngine::Routes routes{.rings = nullptr, .local_indexes = local_indexes, .sockets = {}};
     for (const int number : sockets) routes.sockets.emplace_back(number);
     const shm::RingLayout layout = shm::RingLayout::for_ranks(num_local);
-    routes.rings = std::make_shared<const shm::Rings>(
-        std::make_shared<const shm::Mapping>(memory, layout.size_bytes()), layout);
+    routes.rings =
+        std::make_shared<const shm::Rings>(std::make_shared<const shm::Mapping>(memory, layout.size_bytes()), layout);
     // Freed with the last reference, by Python.
-    return std::make_shared<P2PEngine>(settings, std::move(routes), [on_event = std::move(on_event)](P2PEngine& engine) {
-        const nb::gil_scoped_acquire guard;
-        dispatch_events(engine, on_event);
-    });
+    return std::make_shared<P2PEngine>(settings, std::move(routes),
+                                       [on_event = std::move(on_event)](P2PEngine& engine) {
+                                           const nb::gil_scoped_acquire guard;
+                                           dispatch_events(engine, on_event);
+                                       });
 }
 
 // The outcome of a transfer, for Python: see `NativeBackend`.
@@ -219,8 +220,7 @@ void bind_p2p(nb::module_& m) {
             shm::Rings(std::make_shared<const shm::Mapping>(memory.get(), layout.size_bytes()), layout).initialize();
             return memory.release();
         },
-        "num_ranks"_a,
-        "Create the rings of one host's ranks; returns a descriptor, which the caller closes.");
+        "num_ranks"_a, "Create the rings of one host's ranks; returns a descriptor, which the caller closes.");
 
     nb::class_<Request>(m, "Request", "A started transfer.")
         .def_prop_ro("peer", [](Request& self) { return self.transfer().peer; })
@@ -230,7 +230,7 @@ void bind_p2p(nb::module_& m) {
         .def("cancel", &cancel)
         .def("add_done_callback", &add_callback, "callback"_a)
         .def(
-            "ending",
+            "outcome",
             [](Request& self) { return outcome_tuple(self.transfer(), self.receive ? self.receive->size_sent : 0); },
             "The outcome, the peer, the message's size, and the reason's id.");
 
@@ -245,24 +245,26 @@ void bind_p2p(nb::module_& m) {
                                                     .spin_micros = spin_micros};
                  return make_engine(settings, memory, num_local, local_indexes, sockets, std::move(on_event));
              }),
-             "rank"_a, "eager_bytes"_a, "max_unasked_bytes"_a, "is_crowded"_a, "spin_micros"_a, "memory"_a, "num_local"_a,
-             "local_indexes"_a, "sockets"_a, "tell"_a)
-        .def("quick_send", &fast_send, "data"_a.none(), "dst"_a.none(), "tag"_a.none(), "timeout"_a.none(),
+             "rank"_a, "eager_bytes"_a, "max_unexpected_bytes"_a, "is_oversubscribed"_a, "spin_micros"_a, "memory"_a,
+             "num_local"_a, "local_indexes"_a, "sockets"_a, "on_event"_a)
+        .def("fast_send", &fast_send, "data"_a.none(), "dst"_a.none(), "tag"_a.none(), "timeout"_a.none(),
              "True if it was sent, None if the general path must take the call, else the outcome.")
         .def(
-            "quick_recv",
+            "fast_recv",
             [](P2PEngine& self, nb::handle into, nb::handle src, nb::handle tag, nb::handle timeout) {
                 nb::object result = fast_recv(self, into, src, tag, timeout);
                 return result.is_valid() ? result : nb::object(nb::none());
             },
-            "into"_a.none(), "src"_a.none(), "tag"_a.none(), "timeout"_a.none(), "Like `quick_send`; returns the sender's rank on success.")
+            "into"_a.none(), "src"_a.none(), "tag"_a.none(), "timeout"_a.none(),
+            "Like `fast_send`; returns the sender's rank on success.")
         .def(
             "try_send",
             [](P2PEngine& self, const nb::bytes& data, int dst, std::uint64_t group, std::uint64_t number) {
-                return self.is_open() &&
-                       self.try_send(reinterpret_cast<const std::byte*>(data.c_str()), data.size(), dst, {group, number});
+                return self.is_open() && self.try_send(reinterpret_cast<const std::byte*>(data.c_str()), data.size(),
+                                                       dst, {group, number});
             },
-            "data"_a, "dst"_a, "group"_a, "number"_a, "Try to send a small message at once; returns whether it was sent.")
+            "data"_a, "dst"_a, "group"_a, "number"_a,
+            "Try to send a small message at once; returns whether it was sent.")
         .def(
             "start_send",
             [](const std::shared_ptr<P2PEngine>& self, nb::handle data, int dst, std::uint64_t group,
@@ -288,11 +290,12 @@ void bind_p2p(nb::module_& m) {
             },
             "request"_a, "reason"_a)
         .def(
-            "parties",
+            "active_transfers",
             [](P2PEngine& self) {
                 std::vector<std::tuple<bool, std::uint64_t, int>> found;
                 const nb::gil_scoped_release released;
-                for (const TransferKey& key : self.active_transfers()) found.emplace_back(key.is_send, key.group, key.peer);
+                for (const TransferKey& key : self.active_transfers())
+                    found.emplace_back(key.is_send, key.group, key.peer);
                 return found;
             },
             "The active transfers: whether it is a send, its group, and its peer as requested.")
@@ -309,7 +312,7 @@ void bind_p2p(nb::module_& m) {
         .def("num_frames_to", &P2PEngine::num_frames_to, "rank"_a, nb::call_guard<nb::gil_scoped_release>())
         .def("await_frames", &P2PEngine::await_frames, "rank"_a, "count"_a, "timeout"_a,
              nb::call_guard<nb::gil_scoped_release>())
-        .def("fullest_source", &P2PEngine::fullest_source, "newest"_a, "size_kept"_a,
+        .def("fullest_source", &P2PEngine::fullest_source, "newest"_a, "buffered_size"_a,
              nb::call_guard<nb::gil_scoped_release>())
         .def("close", &P2PEngine::close, nb::call_guard<nb::gil_scoped_release>())
         .def("drain", &P2PEngine::drain, "timeout"_a, nb::call_guard<nb::gil_scoped_release>())

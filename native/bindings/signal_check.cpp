@@ -8,9 +8,9 @@ namespace ferrodist {
 
 namespace {
 
-// Thread-local; only the main thread ever keeps an exception.
+// Thread-local; only the main thread ever defers an exception.
 thread_local int depth = 0;
-thread_local PyObject* kept = nullptr;
+thread_local PyObject* deferred = nullptr;
 
 bool is_main_thread() {
     const nb::object threading = nb::module_::import_("threading");
@@ -27,22 +27,24 @@ int raise(void* error) {
 
 }  // namespace
 
-SignalCheck::Working::Working() noexcept { ++depth; }
+SignalCheck::Working::Working() noexcept {
+    ++depth;
+}
 
 SignalCheck::Working::~Working() {
-    if (--depth != 0 || kept == nullptr) return;
-    PyObject* error = std::exchange(kept, nullptr);
+    if (--depth != 0 || deferred == nullptr) return;
+    PyObject* error = std::exchange(deferred, nullptr);
     if (Py_AddPendingCall(&raise, error) == 0) return;
     Py_DECREF(error);  // the queue of pending calls is full: so the thread is interrupted by another one
 }
 
 void raise_later(nb::python_error& error, nb::handle function) {
     const nb::object value = nb::borrow(error.value());
-    if (depth == 0 || kept != nullptr || !is_main_thread()) {
+    if (depth == 0 || deferred != nullptr || !is_main_thread()) {
         error.discard_as_unraisable(function);
         return;
     }
-    kept = nb::object(value).release().ptr();
+    deferred = nb::object(value).release().ptr();
 }
 
 }  // namespace ferrodist

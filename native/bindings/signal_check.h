@@ -2,7 +2,7 @@
 //
 // [Note: interruptions]
 // Python runs signal handlers in the main thread, wherever it is in Python: also while it dispatches events for others,
-// which must not end because of that. So an exception that a handler raises is kept until the dispatch is over, and is
+// which must not end because of that. So an exception that a handler raises is deferred until the dispatch is over, and
 // raised then in the code that the thread was running.
 #pragma once
 

@@ -34,7 +34,13 @@ struct Exchange {
 };
 
 constexpr std::int32_t cpu = 1;
-enum TypeCode : std::uint8_t { signed_integer = 0, unsigned_integer = 1, floating = 2, brain_float = 4, boolean_code = 6 };
+enum TypeCode : std::uint8_t {
+    signed_integer = 0,
+    unsigned_integer = 1,
+    floating = 2,
+    brain_float = 4,
+    boolean_code = 6
+};
 
 const Exchange* interface = nullptr;
 PyTypeObject* tensor_type = nullptr;

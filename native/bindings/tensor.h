@@ -23,8 +23,8 @@ struct TensorView {
     std::span<const std::int64_t> shape;
 };
 
-// Finds the interface of torch.Tensor; false if it has none. `parameter_type` is a subclass that may be viewed the same
-// way; other subclasses may store their elements elsewhere. `increment_version` is torch's function of that name.
+// Finds the interface of torch.Tensor; false if it has none. `parameter_type` is a subclass that may be viewed,
+// too; other subclasses may store their elements elsewhere. `increment_version` is torch's function of that name.
 bool load_tensor_interface(PyObject* tensor_type, PyObject* parameter_type, PyObject* increment_version);
 
 // The view of a tensor, or nothing if the fast path does not apply: the tensor is not plain, requires grad, is not

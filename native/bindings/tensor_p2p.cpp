@@ -36,7 +36,7 @@ constexpr std::size_t max_dims = 12;
 
 // A tensor's header message: field for field `TensorHeader` of collectives/tensor_protocol.py.
 struct [[gnu::packed]] TensorHeader {
-    std::uint64_t number;
+    std::uint64_t payload_id;
     std::uint8_t dtype;
     std::uint8_t num_dims;
     std::array<std::int64_t, max_dims> shape;
@@ -45,8 +45,7 @@ static_assert(sizeof(TensorHeader) == 106);
 
 // A rank's point-to-point tensors in a group.
 struct TensorP2P {
-    TensorP2P(std::shared_ptr<P2PEngine> its_engine, std::uint64_t its_group, int its_rank,
-                   std::vector<int> its_ranks)
+    TensorP2P(std::shared_ptr<P2PEngine> its_engine, std::uint64_t its_group, int its_rank, std::vector<int> its_ranks)
         : engine(std::move(its_engine)), group(its_group), rank(its_rank), ranks(std::move(its_ranks)) {}
 
     std::shared_ptr<P2PEngine> engine;
@@ -75,10 +74,10 @@ struct TensorP2P {
 
 // The progress of a call that did not complete.
 struct Unfinished {
-    double seconds = 0.0;  // elapsed time
-    nb::object number = nb::none();  // of a send: the payload's number, if the header was sent and the payload was not
-    nb::object header = nb::none();    // of a receive: a header that has arrived, and whose payload was not received
-    int source = any_source;         // and the rank that sent it
+    double seconds = 0.0;                // elapsed time
+    nb::object payload_id = nb::none();  // of a send: the payload's id, if the header was sent and the payload was not
+    nb::object header = nb::none();      // of a receive: a header that has arrived, and whose payload was not received
+    int source = any_source;             // and the rank that sent it
     nb::object interruption = nb::none();  // the exception of a signal handler
 };
 
@@ -123,7 +122,7 @@ std::exception_ptr await_end(const TensorP2P& self, SomeTransfer& transfer, cons
 
 // Sends a message; false if it was not sent, and will not be.
 bool send_message(const TensorP2P& self, const std::byte* data, std::size_t size, int peer, const Tag& tag,
-             const Deadline& deadline, std::exception_ptr& interruption) {
+                  const Deadline& deadline, std::exception_ptr& interruption) {
     P2PEngine& engine = *self.engine;
     if (size <= small_bytes && engine.try_send(data, size, peer, tag)) return true;
     Send send(data, size, peer, tag);
@@ -146,9 +145,9 @@ bool recv_message(const TensorP2P& self, Receive& receive, const Deadline& deadl
     return receive.outcome == Outcome::done;
 }
 
-// `fd.send`. The payload gets the next of `numbers`. Returns None on success.
+// `fd.send`. The payload gets the next of `payload_ids`. Returns None on success.
 nb::object send(const TensorP2P& self, nb::handle tensor, nb::handle dst, nb::handle tag, nb::handle timeout,
-                nb::handle numbers) {
+                nb::handle payload_ids) {
     const auto peer = self.peer(dst, false);
     const auto user_tag = plain_uint(tag);
     const auto limit = seconds_of(timeout);
@@ -156,11 +155,11 @@ nb::object send(const TensorP2P& self, nb::handle tensor, nb::handle dst, nb::ha
     const auto view = view_tensor(tensor.ptr());
     if (!view || view->shape.size() > max_dims) return not_started();
 
-    const nb::object number = nb::steal(PyIter_Next(numbers.ptr()));
-    TensorHeader header{.number = nb::cast<std::uint64_t>(number),
-              .dtype = static_cast<std::uint8_t>(view->dtype),
-              .num_dims = static_cast<std::uint8_t>(view->shape.size()),
-              .shape = {}};
+    const nb::object payload_id = nb::steal(PyIter_Next(payload_ids.ptr()));
+    TensorHeader header{.payload_id = nb::cast<std::uint64_t>(payload_id),
+                        .dtype = static_cast<std::uint8_t>(view->dtype),
+                        .num_dims = static_cast<std::uint8_t>(view->shape.size()),
+                        .shape = {}};
     std::array<std::int64_t, max_dims> shape{};
     std::ranges::copy(view->shape, shape.begin());
     header.shape = shape;
@@ -170,12 +169,13 @@ nb::object send(const TensorP2P& self, nb::handle tensor, nb::handle dst, nb::ha
     const Deadline deadline(*limit);
     std::exception_ptr interruption;
     if (!send_message(self, reinterpret_cast<const std::byte*>(&header), sizeof(header), dst_rank,
-                 self.tag(header_channel, *user_tag), deadline, interruption))
+                      self.tag(header_channel, *user_tag), deadline, interruption))
         return unfinished(deadline, interruption);
-    if (size != 0 && (interruption || !send_message(self, view->data, size, dst_rank, self.tag(payload_channel, header.number),
-                                               deadline, interruption))) {
+    if (size != 0 &&
+        (interruption || !send_message(self, view->data, size, dst_rank, self.tag(payload_channel, header.payload_id),
+                                       deadline, interruption))) {
         Unfinished progress;
-        progress.number = number;
+        progress.payload_id = payload_id;
         return unfinished(deadline, interruption, std::move(progress));
     }
     return interruption ? unfinished(deadline, interruption) : nb::none();
@@ -206,8 +206,8 @@ struct Target {
 
 // Receives a tensor into the one that `target_of` returns for its header. `result_of` makes the result.
 template <class TargetOf, class ResultOf>
-nb::object receive(const TensorP2P& self, nb::handle src, nb::handle tag, nb::handle timeout,
-                   const TargetOf& target_of, const ResultOf& result_of) {
+nb::object receive(const TensorP2P& self, nb::handle src, nb::handle tag, nb::handle timeout, const TargetOf& target_of,
+                   const ResultOf& result_of) {
     const auto peer = self.peer(src, true);
     const auto user_tag = plain_uint(tag);
     const auto limit = seconds_of(timeout);
@@ -232,7 +232,7 @@ nb::object receive(const TensorP2P& self, nb::handle src, nb::handle tag, nb::ha
     if (!target.view || !matches(*target.view, header)) return give_up();
     const std::size_t size = target.view->count * size_of(target.view->dtype);
     if (size != 0) {
-        Receive second(target.view->data, size, first.peer, self.tag(payload_channel, header.number));
+        Receive second(target.view->data, size, first.peer, self.tag(payload_channel, header.payload_id));
         if (!recv_message(self, second, deadline, interruption)) return give_up();
         if (!mark_written(target.tensor.ptr())) throw nb::python_error();
         if (interruption) return unfinished(deadline, interruption);
@@ -241,19 +241,18 @@ nb::object receive(const TensorP2P& self, nb::handle src, nb::handle tag, nb::ha
 }
 
 // `fd.recv_into`; returns the rank that sent the tensor on success.
-nb::object receive_into(const TensorP2P& self, nb::handle tensor, nb::handle src, nb::handle tag,
-                        nb::handle timeout) {
+nb::object receive_into(const TensorP2P& self, nb::handle tensor, nb::handle src, nb::handle tag, nb::handle timeout) {
     const auto view = view_tensor(tensor.ptr());
     if (!view) return not_started();
     return receive(
-        self, src, tag, timeout, [&](const TensorHeader&, std::exception_ptr&) { return Target{nb::borrow(tensor), view}; },
+        self, src, tag, timeout,
+        [&](const TensorHeader&, std::exception_ptr&) { return Target{nb::borrow(tensor), view}; },
         [](const nb::object&, int source) { return nb::object(nb::int_(source)); });
 }
 
 // `fd.recv`, into the tensor that `make(dtype, shape)` returns, with the dtype as a number; it returns None for a
 // tensor that must not be received. Returns the tensor and the rank that sent it on success.
-nb::object receive_new(const TensorP2P& self, nb::handle src, nb::handle tag, nb::handle timeout,
-                       nb::handle make) {
+nb::object receive_new(const TensorP2P& self, nb::handle src, nb::handle tag, nb::handle timeout, nb::handle make) {
     const auto target_of = [&](const TensorHeader& header, std::exception_ptr& interruption) {
         const std::array<std::int64_t, max_dims> sizes = header.shape;
         nb::object shape = nb::steal(PyTuple_New(header.num_dims));
@@ -268,33 +267,33 @@ nb::object receive_new(const TensorP2P& self, nb::handle src, nb::handle tag, nb
             return Target{};
         }
     };
-    return receive(self, src, tag, timeout, target_of, [](const nb::object& tensor, int source) {
-        return nb::object(nb::make_tuple(tensor, source));
-    });
+    return receive(self, src, tag, timeout, target_of,
+                   [](const nb::object& tensor, int source) { return nb::object(nb::make_tuple(tensor, source)); });
 }
 
 }  // namespace
 
 void bind_tensor_p2p(nb::module_& m) {
-    nb::class_<Unfinished>(m, "Unfinished", "The progress of an incomplete call of `TensorP2P`; the general path goes on from there.")
+    nb::class_<Unfinished>(m, "Unfinished",
+                           "The progress of an incomplete call of `TensorP2P`; the general path goes on from there.")
         .def_ro("seconds", &Unfinished::seconds, "The elapsed time.")
-        .def_ro("number", &Unfinished::number, nb::arg().none(),
-                "Of a send: the payload's number, if the header was sent and the payload was not; else None.")
-        .def_ro("head", &Unfinished::header, nb::arg().none(),
+        .def_ro("payload_id", &Unfinished::payload_id, nb::arg().none(),
+                "Of a send: the payload's id, if the header was sent and the payload was not; else None.")
+        .def_ro("header", &Unfinished::header, nb::arg().none(),
                 "Of a receive: a header that has arrived, and whose payload was not received; else None.")
         .def_ro("source", &Unfinished::source, "The rank that sent the header.")
         .def_ro("interruption", &Unfinished::interruption, nb::arg().none(), "The exception to raise, or None.");
 
     nb::class_<TensorP2P>(m, "TensorP2P", "The fast path of a group's point-to-point tensors.",
-                               nb::is_weak_referenceable())
-        .def(nb::init<std::shared_ptr<P2PEngine>, std::uint64_t, int, std::vector<int>>(), "messenger"_a, "group"_a,
+                          nb::is_weak_referenceable())
+        .def(nb::init<std::shared_ptr<P2PEngine>, std::uint64_t, int, std::vector<int>>(), "engine"_a, "group"_a,
              "rank"_a, "ranks"_a)
         .def(
             "close", [](TensorP2P& self) { self.is_open.store(false); },
             "Make all further calls use the general path; the caller then ends the active ones.")
         .def("can_exchange", &can_exchange, "tensor"_a.none(), "src"_a.none(),
              "Whether a `send` of the tensor followed by a receive from `src` cannot deadlock.")
-        .def("send", &send, "tensor"_a.none(), "dst"_a.none(), "tag"_a.none(), "timeout"_a.none(), "numbers"_a,
+        .def("send", &send, "tensor"_a.none(), "dst"_a.none(), "tag"_a.none(), "timeout"_a.none(), "payload_ids"_a,
              "None if it was sent, else an `Unfinished`.")
         .def("receive_into", &receive_into, "tensor"_a.none(), "src"_a.none(), "tag"_a.none(), "timeout"_a.none(),
              "The rank that sent it, or an `Unfinished`.")

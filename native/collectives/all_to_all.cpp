@@ -24,7 +24,8 @@ public:
     // Returns the address of the offer.
     std::byte* write(std::byte* payload, const std::byte* source) const {
         std::memcpy(payload, &even_size_, sizeof even_size_);
-        if (is_inline_) copy_bytes(payload + sizeof even_size_, source, part_bytes_ * static_cast<std::size_t>(context_.num_ranks));
+        if (is_inline_)
+            copy_bytes(payload + sizeof even_size_, source, part_bytes_ * static_cast<std::size_t>(context_.num_ranks));
         return payload + sizeof even_size_ + max_parts_bytes;
     }
 
@@ -111,7 +112,8 @@ void all_to_all(Context& context, std::byte* out, const std::byte* source, std::
     const auto stage = [&](std::size_t k, std::byte* slot) {
         for_others([&](std::size_t r) {
             const Segmentation segmentation = pieces_of(send_counts[r]);
-            context.into_shared.copy(slot + r * room, source + sent_from[r] * element_size + segmentation.offset_bytes(k),
+            context.into_shared.copy(slot + r * room,
+                                     source + sent_from[r] * element_size + segmentation.offset_bytes(k),
                                      segmentation.size_bytes(k));
         });
     };
@@ -148,7 +150,8 @@ void all_to_all(Context& context, std::byte* out, const std::byte* source, std::
     }
     expect_writes(out, received_at[ranks] * element_size);
     const std::size_t largest = are_all_even ? part : compare_counts(context, receive_counts);
-    exchange_entered(context, offer_at, offer, (largest + segment_elements - 1) / segment_elements, stage, staged_for, take, direct, deadline);
+    exchange_entered(context, offer_at, offer, (largest + segment_elements - 1) / segment_elements, stage, staged_for,
+                     take, direct, deadline);
 }
 
 }  // namespace ferrodist

@@ -29,7 +29,7 @@ namespace ferrodist {
 bool can_fold_in_chain(const Fabric& fabric, const Reduction& reduction);
 
 // Runs the allreduce; `begin` has been called.
-void fold_in_chain(Context& context, ReductionFolder& folder, std::byte* out, const std::byte* source, std::size_t count,
-                   const Reduction& reduction, const Deadline& deadline);
+void fold_in_chain(Context& context, ReductionFolder& folder, std::byte* out, const std::byte* source,
+                   std::size_t count, const Reduction& reduction, const Deadline& deadline);
 
 }  // namespace ferrodist

@@ -46,7 +46,7 @@ struct Context {
     shm::PeerMemory peers = shm::PeerMemory(num_ranks);
     TransferMode transfer_mode = {};
     Clock::duration staging_time = {};  // of this call before `enter`, if it is measured
-    shm::SharedCopy into_shared = {};  // for copies into slots and into peers' symmetric memory
+    shm::SharedCopy into_shared = {};   // for copies into slots and into peers' symmetric memory
 
     // Preallocated per-rank scratch arrays, so that no collective allocates.
     std::vector<const std::byte*> inputs = std::vector<const std::byte*>(static_cast<std::size_t>(num_ranks));

@@ -47,7 +47,8 @@ void collect(Context& context, const shm::Call& call, std::byte* out, const std:
         return;
     }
     expect_writes(out, starts.back() * element_size);
-    const std::size_t segment_elements = elements_in(segment_bytes(largest * element_size, context.fabric.layout()), element_size);
+    const std::size_t segment_elements =
+        elements_in(segment_bytes(largest * element_size, context.fabric.layout()), element_size);
     const auto pieces_of = [&](std::size_t r) {
         return Segmentation{.count = counts[r], .element_size = element_size, .segment_elements = segment_elements};
     };
@@ -107,19 +108,23 @@ void broadcast(Context& context, std::byte* data, std::size_t count, DType dtype
         return;
     }
     if (!is_root) expect_writes(data, size);
-    const Segmentation segmentation{.count = count,
-                        .element_size = element_size,
-                        .segment_elements = elements_in(segment_bytes(size, context.fabric.layout()), element_size)};
-    const Offer offer = offer_source(context, Operation::broadcast, data, size, size <= most_read_from_one_bytes ? size : 0);
+    const Segmentation segmentation{
+        .count = count,
+        .element_size = element_size,
+        .segment_elements = elements_in(segment_bytes(size, context.fabric.layout()), element_size)};
+    const Offer offer =
+        offer_source(context, Operation::broadcast, data, size, size <= most_read_from_one_bytes ? size : 0);
     exchange(
         context, payload, offer, segmentation.num_segments(),
         [&](std::size_t k, std::byte* slot) {
-            if (is_root) context.into_shared.copy(slot, data + segmentation.offset_bytes(k), segmentation.size_bytes(k));
+            if (is_root)
+                context.into_shared.copy(slot, data + segmentation.offset_bytes(k), segmentation.size_bytes(k));
         },
         [&](std::size_t k, int) { return Range{.size = is_root ? segmentation.size_bytes(k) : 0}; },
         [&](std::size_t k, std::uint64_t number) {
             if (!is_root)
-                copy_bytes(data + segmentation.offset_bytes(k), context.fabric.slot(root, number), segmentation.size_bytes(k));
+                copy_bytes(data + segmentation.offset_bytes(k), context.fabric.slot(root, number),
+                           segmentation.size_bytes(k));
         },
         [&](const Sources& sources) {
             if (!is_root) sources.copy(root, 0, data, size);
@@ -166,7 +171,8 @@ void scatter(Context& context, std::byte* out, const std::byte* source, std::spa
             for (std::size_t r = 0; r < counts.size(); ++r) {
                 if (r == own) continue;
                 const Segmentation segmentation = pieces_of(r);
-                context.into_shared.copy(slot + r * room, source + starts[r] * element_size + segmentation.offset_bytes(k),
+                context.into_shared.copy(slot + r * room,
+                                         source + starts[r] * element_size + segmentation.offset_bytes(k),
                                          segmentation.size_bytes(k));
             }
         },

@@ -36,10 +36,10 @@ inline void finish_segment(Context& context, std::size_t k, std::size_t count, s
 struct Offer {
     shm::SymmetricTensor source = {};
     shm::SymmetricTensor out = {};
-    bool needs_out = false;           // whether zero-copy also requires `out` to be in symmetric memory
-    bool is_readable = false;         // whether the others may read `own`, at any address
-    const std::byte* own = nullptr;   // this rank's source
-    std::size_t read_size = 0;        // bytes that each other rank reads of it
+    bool needs_out = false;                       // whether zero-copy also requires `out` to be in symmetric memory
+    bool is_readable = false;                     // whether the others may read `own`, at any address
+    const std::byte* own = nullptr;               // this rank's source
+    std::size_t read_size = 0;                    // bytes that each other rank reads of it
     std::optional<TransferMode::Kind> kind = {};  // set if the autotuner decides for this call
 
     [[nodiscard]] bool is_made() const { return is_readable || (source.arena && (out.arena || !needs_out)); }
@@ -98,10 +98,7 @@ inline constexpr std::uint64_t process_address = ~std::uint64_t{0};
 class Sources {
 public:
     Sources(const Context& context, const std::byte* payload, const Offer& offer, bool is_mapped)
-        : context_(context),
-          payload_(payload),
-          offer_(offer),
-          is_mapped_(is_mapped) {}
+        : context_(context), payload_(payload), offer_(offer), is_mapped_(is_mapped) {}
 
     // Copies `size` bytes at `offset` of rank r's source.
     void copy(int r, std::size_t offset, std::byte* out, std::size_t size) const {
@@ -121,7 +118,8 @@ private:
 
 inline OfferAddresses addresses_of(const Offer& offer) {
     const shm::SymmetricAddress own{process_address, reinterpret_cast<std::uintptr_t>(offer.own)};
-    return {offer.is_made() ? offer.source.address() : shm::SymmetricAddress{}, offer.is_readable ? own : offer.out.address()};
+    return {offer.is_made() ? offer.source.address() : shm::SymmetricAddress{},
+            offer.is_readable ? own : offer.out.address()};
 }
 
 // Measures a part of an autotuned call on rank 0; in all other cases it reads no clock.
@@ -142,7 +140,8 @@ public:
         if (!is_on_) return;
         const Choice choice = offer_.is_readable ? TransferMode::direct_read : TransferMode::staged_copy;
         const Clock::duration whole = time() + context_.staging_time;
-        context_.transfer_mode.record(*offer_.kind, choice, std::chrono::duration<double>(whole).count(), offer_.read_size);
+        context_.transfer_mode.record(*offer_.kind, choice, std::chrono::duration<double>(whole).count(),
+                                      offer_.read_size);
     }
 
 private:
@@ -160,8 +159,8 @@ void stage_first(Context& context, const Stage& stage, const Deadline& deadline)
 
 // Writes the offer at `payload`, and stages segment 0 unless it may not be needed. `enter` comes next.
 template <class Stage, class StagedFor>
-void make_offer(Context& context, std::byte* payload, const Offer& offer, const Stage& stage, const StagedFor& staged_for,
-                const Deadline& deadline) {
+void make_offer(Context& context, std::byte* payload, const Offer& offer, const Stage& stage,
+                const StagedFor& staged_for, const Deadline& deadline) {
     const bool is_advising = offer.kind && context.rank == 0;
     const Offered offered{addresses_of(offer), is_advising ? context.transfer_mode.advise(*offer.kind) : 0};
     std::memcpy(payload, &offered, offer_bytes);
@@ -176,7 +175,7 @@ void make_offer(Context& context, std::byte* payload, const Offer& offer, const 
 // After `enter`: combines all ranks' offers. Stages segment 0 if it was not staged and is needed.
 template <class Stage, class StagedFor>
 Negotiated negotiate_zero_copy(Context& context, const std::byte* payload, const Offer& offer, const Stage& stage,
-                     const StagedFor& staged_for, const Deadline& deadline) {
+                               const StagedFor& staged_for, const Deadline& deadline) {
     const OfferAddresses addresses = addresses_of(offer);
     const bool is_made = offer.is_made();
     bool is_mapped = offer.source.arena != nullptr && is_made;
@@ -188,7 +187,8 @@ Negotiated negotiate_zero_copy(Context& context, const std::byte* payload, const
         is_readable = is_readable && theirs[1].arena == process_address;
         is_any_made = is_any_made || theirs[0].arena != 0 || theirs[1].arena == process_address;
     }
-    context.transfer_mode.follow(offered_by(context, payload, 0).advice);  // also on a rank whose own part is not autotuned
+    context.transfer_mode.follow(
+        offered_by(context, payload, 0).advice);  // also on a rank whose own part is not autotuned
     const bool is_direct = is_mapped || is_readable;
     if (!is_direct && is_any_made) {
         if (is_made) stage_first(context, stage, deadline);
@@ -205,10 +205,10 @@ inline void finish_direct(Context& context, const Deadline& deadline) {
     context.fabric.await(&shm::Progress::folded, next, deadline);
 }
 
-// Moves `num_segments` segments. `stage(k, slot)` copies this rank's part of segment k, counted from 0, into its slot, of
-// which rank r reads `staged_for(k, r)`; `take(k, number)` reads segment k, whose number is `number`, from all slots.
-// Segment 0 is always staged and read. All ranks have made their offers (`make_offer`) and entered. If all make the same
-// offer, `direct(sources)` does everything.
+// Moves `num_segments` segments. `stage(k, slot)` copies this rank's part of segment k, counted from 0, into its slot,
+// of which rank r reads `staged_for(k, r)`; `take(k, number)` reads segment k, whose number is `number`, from all slots.
+// Segment 0 is always staged and read. All ranks have made their offers (`make_offer`) and entered. If all make the
+// same offer, `direct(sources)` does everything.
 template <class Stage, class StagedFor, class Take, class Direct>
 void exchange_entered(Context& context, std::byte* payload, const Offer& offer, std::size_t num_segments,
                       const Stage& stage, const StagedFor& staged_for, const Take& take, const Direct& direct,
@@ -287,9 +287,9 @@ void exchange_folded(Context& context, std::byte* payload, const Offer& offer, s
 
 // A division of elements into segments of equal size, the last one smaller.
 struct Segmentation {
-    std::size_t count;         // total number of elements
-    std::size_t element_size;  // bytes
-    std::size_t segment_elements;         // elements per segment, at least 1
+    std::size_t count;             // total number of elements
+    std::size_t element_size;      // bytes
+    std::size_t segment_elements;  // elements per segment, at least 1
 
     [[nodiscard]] std::size_t num_segments() const { return (count + segment_elements - 1) / segment_elements; }
     [[nodiscard]] std::size_t begin_of(std::size_t k) const { return std::min(count, k * segment_elements); }

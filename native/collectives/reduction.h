@@ -52,7 +52,8 @@ public:
 
     // The same into shared memory, and into `out` unless that is null.
     template <class At>
-    void fold_into_shared(std::byte* shared, std::byte* out, std::size_t count, std::size_t element_size, const At& at) {
+    void fold_into_shared(std::byte* shared, std::byte* out, std::size_t count, std::size_t element_size,
+                          const At& at) {
         alignas(part_alignment) std::array<std::byte, copied_bytes> room;
         const std::size_t block = copied_bytes / element_size;
         for (std::size_t start = 0; start < count; start += block) {
@@ -87,7 +88,9 @@ struct Parts {
     std::size_t count;  // elements of the segment
     std::size_t part;   // elements per part
 
-    [[nodiscard]] std::size_t begin_of(int rank) const { return std::min(count, static_cast<std::size_t>(rank) * part); }
+    [[nodiscard]] std::size_t begin_of(int rank) const {
+        return std::min(count, static_cast<std::size_t>(rank) * part);
+    }
     [[nodiscard]] std::size_t size_of(int rank) const { return begin_of(rank + 1) - begin_of(rank); }
 };
 

@@ -36,8 +36,8 @@ void fold_inline(Context& context, ReductionFolder& folder, std::byte* out, cons
 }
 
 // Sends everything through one slot; every rank that needs the result folds all of it: one wait.
-void fold_one_shot(Context& context, ReductionFolder& folder, std::byte* out, const std::byte* source, std::size_t count,
-                   std::size_t element_size, int root, const Deadline& deadline) {
+void fold_one_shot(Context& context, ReductionFolder& folder, std::byte* out, const std::byte* source,
+                   std::size_t count, std::size_t element_size, int root, const Deadline& deadline) {
     const auto is_wanted_by = [&](int r) { return root < 0 || r == root; };
     exchange(
         context, folder.payload(), {}, 1,
@@ -45,8 +45,7 @@ void fold_one_shot(Context& context, ReductionFolder& folder, std::byte* out, co
         [&](std::size_t, int r) { return Range{.size = is_wanted_by(r) ? count * element_size : 0}; },
         [&](std::size_t, std::uint64_t number) {
             if (out == nullptr) return;
-            folder.fold(out, count,
-                        [&](int r) { return r == context.rank ? source : context.fabric.slot(r, number); });
+            folder.fold(out, count, [&](int r) { return r == context.rank ? source : context.fabric.slot(r, number); });
         },
         [](const Sources&) {}, deadline);
 }
@@ -54,13 +53,14 @@ void fold_one_shot(Context& context, ReductionFolder& folder, std::byte* out, co
 // Two ranks on two hosts: each sends the other its whole tensor and folds the whole. That takes as many bytes on the
 // wire as folding in parts, and one wait per segment. Nothing is staged: `source` is sent from its own memory, and may
 // be equal to `out`.
-void fold_with_partner(Context& context, ReductionFolder& folder, std::byte* out, const std::byte* source, const Segmentation& segmentation,
-                       int root, const Deadline& deadline) {
+void fold_with_partner(Context& context, ReductionFolder& folder, std::byte* out, const std::byte* source,
+                       const Segmentation& segmentation, int root, const Deadline& deadline) {
     Fabric& fabric = context.fabric;
     const std::uint64_t base = context.segments;
     const bool partner_folds = root < 0 || root != context.rank;
     const auto send = [&](std::size_t k) {
-        fabric.send_partner(base + k, {source + segmentation.offset_bytes(k), partner_folds ? segmentation.size_bytes(k) : 0});
+        fabric.send_partner(base + k,
+                            {source + segmentation.offset_bytes(k), partner_folds ? segmentation.size_bytes(k) : 0});
     };
     await_slot(context, base, deadline);
     send(0);
@@ -83,12 +83,13 @@ void fold_with_partner(Context& context, ReductionFolder& folder, std::byte* out
 }
 
 // Segments of which each rank folds a part and the others read the result. `out` is null on ranks that need no result.
-void fold_in_parts(Context& context, ReductionFolder& folder, std::byte* out, const std::byte* source, std::size_t count,
-                   std::size_t element_size, int root, const Deadline& deadline) {
+void fold_in_parts(Context& context, ReductionFolder& folder, std::byte* out, const std::byte* source,
+                   std::size_t count, std::size_t element_size, int root, const Deadline& deadline) {
     const shm::Layout& layout = context.fabric.layout();
-    const Segmentation segmentation{.count = count,
-                        .element_size = element_size,
-                        .segment_elements = elements_in(segment_bytes(count * element_size, layout), element_size)};
+    const Segmentation segmentation{
+        .count = count,
+        .element_size = element_size,
+        .segment_elements = elements_in(segment_bytes(count * element_size, layout), element_size)};
     const int rank = context.rank;
     const auto for_others = [&](std::size_t k, const auto& action) {
         const Parts parts = divide(segmentation.size_of(k), context.num_ranks, element_size);
@@ -134,9 +135,7 @@ void fold_in_parts(Context& context, ReductionFolder& folder, std::byte* out, co
             const std::size_t size = parts.size_of(rank);
             std::byte* slot = context.fabric.slot(rank, number) + offset;
             const std::byte* own = source + segmentation.offset_bytes(k) + offset;
-            const auto at = [&](int r) {
-                return r == rank ? own : context.fabric.slot(r, number) + offset;
-            };
+            const auto at = [&](int r) { return r == rank ? own : context.fabric.slot(r, number) + offset; };
             std::byte* result = out != nullptr ? out + segmentation.offset_bytes(k) + offset : nullptr;
             folder.fold_into_shared(slot, result, size, element_size, at);
         },
@@ -160,9 +159,10 @@ void fold_whole(Context& context, const shm::Call& call, std::byte* out, const s
     if (size + folder.factor_bytes() <= shm::max_inline_bytes) {
         fold_inline(context, folder, out, source, {.begin = 0, .size = count}, count, element_size, deadline);
     } else if (context.num_ranks == 2 && context.fabric.has_remote_ranks()) {
-        const Segmentation segmentation{.count = count,
-                            .element_size = element_size,
-                            .segment_elements = elements_in(partner_segment_bytes(context.fabric.layout()), element_size)};
+        const Segmentation segmentation{
+            .count = count,
+            .element_size = element_size,
+            .segment_elements = elements_in(partner_segment_bytes(context.fabric.layout()), element_size)};
         fold_with_partner(context, folder, out, source, segmentation, call.root, deadline);
     } else if (size <= one_shot_bytes(context.fabric.layout())) {
         fold_one_shot(context, folder, out, source, count, element_size, call.root, deadline);
@@ -204,12 +204,14 @@ void reduce_scatter(Context& context, std::byte* out, const std::byte* source, s
     const std::size_t slot_bytes = segment_bytes(largest * ranks * element_size, context.fabric.layout());
     const std::size_t segment_elements = elements_in(slot_bytes / ranks, element_size);
     const auto pieces_of = [&](int r) {
-        return Segmentation{.count = counts[static_cast<std::size_t>(r)], .element_size = element_size, .segment_elements = segment_elements};
+        return Segmentation{.count = counts[static_cast<std::size_t>(r)],
+                            .element_size = element_size,
+                            .segment_elements = segment_elements};
     };
     const std::size_t room = segment_elements * element_size;  // bytes of one rank's part of a slot
     const auto source_of = [&](int r) { return source + starts[static_cast<std::size_t>(r)] * element_size; };
-    const Offer offer = offer_source(context, Operation::reduce_scatter, source, starts[ranks] * element_size,
-                                     largest * element_size);
+    const Offer offer =
+        offer_source(context, Operation::reduce_scatter, source, starts[ranks] * element_size, largest * element_size);
     exchange(
         context, folder.payload(), offer, (largest + segment_elements - 1) / segment_elements,
         [&](std::size_t k, std::byte* slot) {
@@ -227,22 +229,25 @@ void reduce_scatter(Context& context, std::byte* out, const std::byte* source, s
             const Segmentation segmentation = pieces_of(context.rank);
             if (segmentation.size_of(k) == 0) return;
             folder.fold(out + segmentation.offset_bytes(k), segmentation.size_of(k), [&](int r) {
-                return r == context.rank ? source_of(r) + segmentation.offset_bytes(k)
-                                         : context.fabric.slot(r, number) +
-                                               static_cast<std::size_t>(context.rank) * room;
+                return r == context.rank
+                           ? source_of(r) + segmentation.offset_bytes(k)
+                           : context.fabric.slot(r, number) + static_cast<std::size_t>(context.rank) * room;
             });
         },
         [&](const Sources& sources) {
             const std::size_t count = counts[static_cast<std::size_t>(context.rank)];
             const std::byte* own = source_of(context.rank);
             const auto offset = static_cast<std::size_t>(own - source);
-            if (sources.are_mapped()) return folder.fold(out, count, [&](int r) { return offer.source.at(r) + offset; });
+            if (sources.are_mapped())
+                return folder.fold(out, count, [&](int r) { return offer.source.at(r) + offset; });
             // The others' parts go through this rank's slots, which stay in the cache.
             std::byte* slot = context.fabric.slot(context.rank, context.segments);
             const std::size_t block = elements_in(context.fabric.layout().slot_bytes / ranks, element_size);
             for (std::size_t start = 0; start < count; start += block) {
                 const std::size_t size = std::min(block, count - start);
-                const auto scratch_of = [&](int r) { return slot + static_cast<std::size_t>(r) * block * element_size; };
+                const auto scratch_of = [&](int r) {
+                    return slot + static_cast<std::size_t>(r) * block * element_size;
+                };
                 for (int r = 0; r < context.num_ranks; ++r)
                     if (r != context.rank)
                         sources.copy(r, offset + start * element_size, scratch_of(r), size * element_size);

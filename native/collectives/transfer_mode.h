@@ -30,7 +30,7 @@ public:
 
     // A kind: calls of one operation and of about the same size.
     using Kind = std::uint32_t;
-    static constexpr std::size_t num_sizes = 13;  // each twice the one before
+    static constexpr std::size_t num_sizes = 13;              // each twice the one before
     static constexpr std::size_t num_kinds = 10 * num_sizes;  // for each operation
 
     static Kind kind_of(Operation operation, std::size_t read_size) {
@@ -51,7 +51,9 @@ public:
         if ((advice & 1) != 0 && advice >> 2 < num_kinds) choices_[advice >> 2] = static_cast<Choice>(advice >> 1 & 1);
     }
 
-    void record(Kind kind, Choice choice, double seconds, std::size_t size) { tuners_[kind].record(choice, seconds, size); }
+    void record(Kind kind, Choice choice, double seconds, std::size_t size) {
+        tuners_[kind].record(choice, seconds, size);
+    }
 
 private:
     static constexpr std::size_t smallest = 16;  // bit width of the smallest autotuned size

@@ -27,7 +27,9 @@ struct PeerEvent {
 class Admission {
 public:
     Admission(int num_ranks, std::size_t its_eager_bytes, std::size_t max_unexpected_bytes)
-        : eager_bytes(its_eager_bytes), mailbox(max_unexpected_bytes), num_ranks_(static_cast<std::size_t>(num_ranks)) {}
+        : eager_bytes(its_eager_bytes),
+          mailbox(max_unexpected_bytes),
+          num_ranks_(static_cast<std::size_t>(num_ranks)) {}
 
     // Queues a message until its bytes or its receive arrive; false if it is rejected.
     [[nodiscard]] bool announce(const std::shared_ptr<Message>& message);

@@ -98,7 +98,7 @@ private:
 
     Run run_;
     std::mutex mutex_;
-    EventCount changed_;       // only the queue's thread sleeps on it
+    EventCount changed_;  // only the queue's thread sleeps on it
     std::deque<Started> started_;
     bool is_running_ = false;  // a thread runs the former first: one at a time, for each timeout counts from its turn
     int num_waiting_ = 0;      // threads that wait for a collective that another thread runs

@@ -80,12 +80,12 @@ public:
 
     // Sets a callback for collectives that wait for other ranks' arrival for `seconds`: `callback(ticket, own_arrival,
     // stragglers, deadline)`, called once per wait in the waiting thread, which may be the queue's. `run_end(end)` runs
-    // `end`, which waits for that thread, in a way that lets the callback return. Call it before anything runs.
+    // `end`, which waits for that thread, without blocking the callback. Call it before anything runs.
     template <class Callback, class RunEnd>
     void set_long_wait_callback(double seconds, Callback callback, RunEnd run_end) {
         run_end_ = std::move(run_end);
         auto notify = [this, callback = std::move(callback)](std::uint64_t sequence, const std::vector<int>& stragglers,
-                                                            const Deadline& deadline) {
+                                                             const Deadline& deadline) {
             callback(turn_.load(), fabric_.arrival(rank(), sequence), stragglers, deadline);
         };
         fabric_.set_long_wait({.seconds = seconds, .notify = std::move(notify)});
@@ -112,7 +112,7 @@ public:
     void retain(std::shared_ptr<Pending> pending, std::shared_ptr<void> owner);
     void free_retained();
 
-    // Whether this rank has left a collective half way, or the group: then nothing runs here any more.
+    // Whether this rank has left the group, or a collective before its end: then nothing runs here any more.
     [[nodiscard]] bool is_broken() const noexcept { return is_broken_.load(); }
 
     // Registers symmetric memory that all ranks have mapped.

@@ -3,7 +3,8 @@
 //
 // [Note: who may write into a receive's buffer]
 // Bytes are written into a user's buffer only under the lock of the mailbox's owner, and only while the message is
-// matched with the receive. The bytes received of a message whose receive was cancelled are kept for the next receive.
+// matched with the receive. The bytes received of a message whose receive was cancelled are retained for the next
+// receive.
 #pragma once
 
 #include <array>
@@ -113,7 +114,7 @@ private:
     TransferList<Receive> matched_;  // matched receives whose message is still arriving
     std::uint64_t num_posted_ = 0;
     std::uint64_t num_arrived_ = 0;
-    std::size_t num_receives_ = 0;   // that have not ended
+    std::size_t num_receives_ = 0;               // that have not ended
     std::atomic<std::size_t> num_listeners_{0};  // of transfers that have not ended
     std::size_t unexpected_bytes_ = 0;
     Transfer* first_ended_ = nullptr;

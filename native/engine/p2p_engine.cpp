@@ -61,7 +61,8 @@ void P2PEngine::connect(Routes& routes) {
     for (std::size_t rank = 0; rank < by_rank_.size(); ++rank) {
         if (routes.local_indexes[rank] >= 0) continue;
         if (!poller_) poller_ = std::make_unique<tcp::Poller>();
-        auto tcp_channel = std::make_unique<tcp::TcpChannel>(std::move(routes.sockets[rank]), *poller_, channels.size());
+        auto tcp_channel =
+            std::make_unique<tcp::TcpChannel>(std::move(routes.sockets[rank]), *poller_, channels.size());
         tcp_channels_.push_back(tcp_channel.get());
         channels.emplace_back(rank, std::move(tcp_channel));
     }
@@ -286,7 +287,8 @@ void P2PEngine::drain(double timeout) {
     while (true) {
         {
             const Guard guard(*this, false);
-            const auto num_left = std::ranges::count_if(tcp_channels_, [](tcp::TcpChannel* tcp_channel) { return tcp_channel->leave(); });
+            const auto num_left =
+                std::ranges::count_if(tcp_channels_, [](tcp::TcpChannel* tcp_channel) { return tcp_channel->leave(); });
             if (static_cast<std::size_t>(num_left) == tcp_channels_.size() || deadline.expired()) {
                 for (tcp::TcpChannel* tcp_channel : tcp_channels_) tcp_channel->close();
                 return;

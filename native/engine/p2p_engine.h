@@ -179,7 +179,9 @@ private:
 
     void connect(Routes& routes);
     [[nodiscard]] bool has_incoming() const noexcept;
-    [[nodiscard]] tcp::ReadySet poll_connections() const noexcept { return poller_ ? poller_->poll() : tcp::ReadySet(); }
+    [[nodiscard]] tcp::ReadySet poll_connections() const noexcept {
+        return poller_ ? poller_->poll() : tcp::ReadySet();
+    }
     bool spin(const Transfer& transfer);
     void arm_progress_thread();
     void run_progress_thread();
@@ -205,9 +207,9 @@ private:
     Admission admission_;
     std::shared_ptr<const shm::Rings> rings_;
     shm::Doorbell& doorbell_;
-    std::unique_ptr<tcp::Poller> poller_;       // null without connections
+    std::unique_ptr<tcp::Poller> poller_;                 // null without connections
     std::vector<const shm::RingChannel*> ring_channels_;  // the channels of the first peers
-    std::vector<tcp::TcpChannel*> tcp_channels_;               // the channels of the other peers
+    std::vector<tcp::TcpChannel*> tcp_channels_;          // the channels of the other peers
     std::vector<std::unique_ptr<Peer>> peers_;
     std::vector<Peer*> by_rank_;
     std::vector<bool> lost_;  // by rank

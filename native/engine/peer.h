@@ -93,9 +93,9 @@ private:
     TransferList<Send> queued_;         // not completely announced
     TransferList<Send> offered_;
     TransferList<Send> granted_;
-    bool is_unfinished_ = false;   // a frame is partly written to the channel:
-    Send* unfinished_ = nullptr;   // of this send, unless it has ended,
-    std::size_t unfinished_bytes_ = 0;  // with this many bytes
+    bool is_unfinished_ = false;                                            // a frame is partly written to the channel:
+    Send* unfinished_ = nullptr;                                            // of this send, unless it has ended,
+    std::size_t unfinished_bytes_ = 0;                                      // with this many bytes
     std::unordered_map<std::uint64_t, std::shared_ptr<Message>> incoming_;  // announced, incomplete; by the sender's id
 };
 

@@ -53,7 +53,7 @@ private:
     Item* last_ = nullptr;
 };
 
-// A send or receive request. It and its buffer must stay in place until it has ended. All members except `has_ended`
+// A send or receive request. It and its buffer must not move until it has ended. All members except `has_ended`
 // are accessed under the engine's lock, or after the end.
 struct Transfer {
     Transfer(int its_peer, const Tag& its_tag) : peer(its_peer), tag(its_tag) {}
@@ -82,9 +82,9 @@ struct Message {
     int source;
     Tag tag;
     std::size_t size;
-    bool is_offered;          // its data is sent once it is granted
-    bool is_granted = false;  // the grant has been sent
-    std::uint64_t number = 0;       // in order of arrival
+    bool is_offered;           // its data is sent once it is granted
+    bool is_granted = false;   // the grant has been sent
+    std::uint64_t number = 0;  // in order of arrival
     std::uint64_t sender_number = 0;
     std::size_t num_received = 0;
     std::unique_ptr<std::byte[]> buffer;  // its bytes, if they cannot go to a receive's buffer

@@ -28,7 +28,8 @@ public:
     explicit WaiterScope(P2PEngine& engine) : engine_(engine) {
         engine_.num_waiters_.fetch_add(1);
         auto& asleep = engine_.doorbell_.asleep;
-        if ((asleep.load(std::memory_order_relaxed) & shm::progress_thread) != 0) asleep.fetch_and(~shm::progress_thread);
+        if ((asleep.load(std::memory_order_relaxed) & shm::progress_thread) != 0)
+            asleep.fetch_and(~shm::progress_thread);
     }
     WaiterScope(const WaiterScope&) = delete;
     WaiterScope& operator=(const WaiterScope&) = delete;
@@ -86,7 +87,8 @@ bool P2PEngine::spin(const Transfer& transfer) {
     for (int num_polls = 1;; ++num_polls) {
         if (transfer.has_ended.load()) return true;
         bool has_moved = false;
-        const bool polls_connections = ring_channels_.empty() || settings_.is_oversubscribed || num_polls % ring_polls_per_connection_poll == 0;
+        const bool polls_connections =
+            ring_channels_.empty() || settings_.is_oversubscribed || num_polls % ring_polls_per_connection_poll == 0;
         const tcp::ReadySet ready = polls_connections ? poll_connections() : tcp::ReadySet();
         if (ready.size() != 0 || has_incoming()) {
             const Guard guard(*this, std::try_to_lock);

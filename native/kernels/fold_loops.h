@@ -152,8 +152,8 @@ void fold_mean(std::byte* out_bytes, const std::byte* const* inputs, std::size_t
 }
 
 template <class T>
-void fold_premultiplied(std::byte* out_bytes, const std::byte* const* inputs, std::size_t num_inputs,
-                        std::size_t count, const double* factors) {
+void fold_premultiplied(std::byte* out_bytes, const std::byte* const* inputs, std::size_t num_inputs, std::size_t count,
+                        const double* factors) {
     T accumulator[block];
     for (std::size_t start = 0; start < count; start += block) {
         const std::size_t size = smaller(block, count - start);

@@ -23,10 +23,10 @@ void test_the_faster_choice_is_used_and_the_other_tried() {
     TwoWayAutotuner tuner(2.0, 16);
     count_second(tuner, 96, 1.0, 1.0);
     require(tuner.better() == Choice::first, "the first, where nothing is won");
-    require(count_second(tuner, 160, 1.0, 0.6) == 10, "a sixteenth the other way, where too little is won");
+    require(count_second(tuner, 160, 1.0, 0.6) == 10, "the second choice in one call of 16, where it gains too little");
     count_second(tuner, 8, 5.0, 1.0);
     require(tuner.better() == Choice::second, "the second, where much is won, soon");
-    require(count_second(tuner, 160, 5.0, 1.0) == 150, "a sixteenth the first way");
+    require(count_second(tuner, 160, 5.0, 1.0) == 150, "the first choice in one call of 16");
     count_second(tuner, 17, 1.0, 1.0);
     require(tuner.better() == Choice::first, "and back as soon as that is fast again");
 }
@@ -46,7 +46,7 @@ void test_preempted_calls_are_ignored() {
 void test_both_choices_are_measured_soon() {
     TwoWayAutotuner tuner(2.0, 16);
     count_second(tuner, 8, 1.0, 10.0);
-    require(tuner.better() == Choice::first, "a second way that is slow is found out");
+    require(tuner.better() == Choice::first, "a slow second choice is used");
 }
 
 void test_ranks_follow_rank_0() {
@@ -58,9 +58,10 @@ void test_ranks_follow_rank_0() {
     require(TransferMode::kind_of(Operation::share, ~std::size_t{0}) < TransferMode::num_kinds, "no kind beyond");
     int num_staged = 0;
     for (int i = 0; i < 320; ++i) {
-        require(leader.choice_for(kind) == other.choice_for(kind), "the same way at the same call");
+        require(leader.choice_for(kind) == other.choice_for(kind), "ranks choose differently in the same call");
         const std::uint64_t advice = leader.advise(kind);
-        leader.record(kind, leader.choice_for(kind), leader.choice_for(kind) == TransferMode::staged_copy ? 1.0 : 1.5, 1 << 20);
+        leader.record(kind, leader.choice_for(kind), leader.choice_for(kind) == TransferMode::staged_copy ? 1.0 : 1.5,
+                      1 << 20);
         num_staged += leader.choice_for(kind) == TransferMode::staged_copy;
         leader.follow(advice);
         other.follow(advice);

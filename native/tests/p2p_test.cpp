@@ -41,9 +41,10 @@ using Bytes = std::vector<std::byte>;
 
 // The content of message `number` with a tag from one rank to another.
 Bytes content(int from, int to, std::uint64_t tag, std::uint64_t number, std::uint64_t seed) {
-    std::mt19937_64 random(seed ^ (number * num_tags + tag) * 1000003u ^ static_cast<std::uint64_t>(from * 64 + to) << 40);
-    static constexpr std::size_t limits[] = {0,    1,    8,           16,              17,     100,
-                                             1000, 4000, eager_bytes, eager_bytes + 1, 40'000, 100'000};
+    std::mt19937_64 random(seed ^ (number * num_tags + tag) * 1000003u ^
+                           static_cast<std::uint64_t>(from * 64 + to) << 40);
+    static constexpr std::size_t limits[] = {0,      1,      8, 16, 17, 100, 1000, 4000, eager_bytes, eager_bytes + 1,
+                                             40'000, 100'000};
     Bytes bytes(limits[random() % std::size(limits)]);
     auto state = static_cast<std::uint32_t>(random());
     for (auto& byte : bytes) {
@@ -56,7 +57,7 @@ Bytes content(int from, int to, std::uint64_t tag, std::uint64_t number, std::ui
 using Group = std::vector<std::unique_ptr<P2PEngine>>;
 
 std::atomic<int> num_violations{0};  // protocol violations reported
-std::atomic<int> num_gone{0};    // lost connections reported
+std::atomic<int> num_gone{0};        // lost connections reported
 
 struct Net {
     std::vector<int> hosts;  // of each rank
@@ -152,7 +153,7 @@ Group make_group(const Net& net, Made* made = nullptr) {
         group.push_back(std::make_unique<P2PEngine>(settings, std::move(routes), [](P2PEngine& engine) {
             const EngineEvents events = engine.take_events();
             for (const PeerEvent& event : events.peer_events) {
-                require(event.kind != PeerEvent::Kind::full, "a rank is blamed otherwise");
+                require(event.kind != PeerEvent::Kind::full, "the buffer for unexpected messages is full");
                 (event.kind == PeerEvent::Kind::broken ? num_violations : num_gone).fetch_add(1);
             }
             for (Transfer* ended = events.first_ended; ended != nullptr;) {
@@ -187,7 +188,7 @@ public:
         std::deque<Started> started;
         const auto finish = [&] {
             require(engine_.wait(*started.front().send, patience), "rank %d: a send does not end", rank_);
-            require(started.front().send->outcome == Outcome::done, "a send ends otherwise");
+            require(started.front().send->outcome == Outcome::done, "wrong outcome of a send");
             started.pop_front();
         };
         for (std::uint64_t number = 0; number < num_messages; ++number)
@@ -232,7 +233,8 @@ private:
                 engine_.start(cancelled);
                 if (random() % 2 == 0) engine_.wait(cancelled, 1e-5 * static_cast<double>(random() % 20));
                 if (!engine_.cancel(cancelled)) {
-                    require(cancelled.outcome == Outcome::done && bytes == expected, "what came to a cancelled receive");
+                    require(cancelled.outcome == Outcome::done && bytes == expected,
+                            "wrong bytes in a cancelled receive");
                     return;
                 }
             } else {  // of a wrong size: the message stays queued
@@ -254,14 +256,14 @@ private:
             engine_.dispatch_events();
             const Deadline deadline(patience);
             while (!has_ended.load()) {
-                require(!deadline.expired(), "nobody was told");
+                require(!deadline.expired(), "not reported");
                 std::this_thread::yield();
             }
         }
         require(engine_.wait(receive, patience), "rank %d: nothing from rank %d, tag %d, number %d", rank_, from,
                 static_cast<int>(tag), static_cast<int>(number));
         while (is_watched && !has_ended.load()) engine_.dispatch_events();
-        require(receive.outcome == Outcome::done && receive.peer == from, "a receive ends otherwise");
+        require(receive.outcome == Outcome::done && receive.peer == from, "wrong outcome of a receive");
         require(bytes == expected, "rank %d: wrong bytes from rank %d, tag %d, number %d", rank_, from,
                 static_cast<int>(tag), static_cast<int>(number));
     }
@@ -302,13 +304,13 @@ void stress(const char* what, const Net& net, std::uint64_t total, std::uint64_t
                 group[static_cast<std::size_t>(rank)]->await_frames(
                     other, group[static_cast<std::size_t>(other)]->num_frames_to(rank), patience);
     for (const auto& engine : group) engine->end_group(7);
-    require(num_violations.load() == 0, "a rank is blamed");
+    require(num_violations.load() == 0, "a protocol violation was reported");
     for (const auto& engine : group)
         require(engine->unexpected_bytes() == 0, "%d bytes are left", static_cast<int>(engine->unexpected_bytes()));
     leave(group);
     std::printf("%llu messages, %d ranks, %s%s\n",
                 static_cast<unsigned long long>(num_messages * ranks * (ranks - 1) * num_tags), num_ranks, what,
-                net.is_oversubscribed ? ", crowded" : "");
+                net.is_oversubscribed ? ", oversubscribed" : "");
 }
 
 // Receives from any source get each message once, in order per sender.
@@ -335,30 +337,34 @@ void any_source_receives_all(const Net& net, std::uint64_t num_messages) {
             require(numbers[1] == next[static_cast<std::size_t>(receive.peer)]++, "out of order");
         }
     });
-    std::printf("%llu messages of any of %d ranks\n", static_cast<unsigned long long>(num_messages), num_ranks - 1);
+    std::printf("%llu messages from any of %d ranks\n", static_cast<unsigned long long>(num_messages), num_ranks - 1);
 }
 
 // Messages sent before a rank left are still received; further receives from it end.
 void sent_messages_survive_the_sender(const Net& net) {
     const Group group = make_group(net);
     Bytes sent(4000, std::byte{3}), received(4000);
-    require(group[0]->try_send(sent.data(), 4000, 1, Tag{}), "there is room");
+    const Deadline deadline(patience);
+    while (!group[0]->try_send(sent.data(), 4000, 1, Tag{})) {  // fails while another thread holds the lock
+        require(!deadline.expired(), "no room for a message");
+        std::this_thread::yield();
+    }
     Bytes large(eager_bytes + 1);
     Send offered(large.data(), large.size(), 1, Tag{});
     group[0]->start(offered);
     const std::uint64_t num_frames = group[0]->num_frames_to(1);
     group[0]->close();
-    require(offered.outcome == Outcome::ended, "what was offered ends");
+    require(offered.outcome == Outcome::ended, "an offered message outlives its sender");
     group[1]->await_frames(0, num_frames, patience);
     group[1]->lose(0);
     Receive first(received.data(), received.size(), 0, Tag{});
     group[1]->start(first);
-    require(first.outcome == Outcome::done && received == sent, "the message is there");
+    require(first.outcome == Outcome::done && received == sent, "a message that was sent before is lost");
     Receive second(large.data(), large.size(), 0, Tag{});
     group[1]->start(second);
-    require(group[1]->end_unmatched(second, 5) && second.reason == 5, "the offer is gone");
-    require(!group[1]->try_send(sent.data(), 8, 0, Tag{}), "nothing goes there");
-    std::printf("what was sent stays\n");
+    require(group[1]->end_unmatched(second, 5) && second.reason == 5, "an offer outlives its sender");
+    require(!group[1]->try_send(sent.data(), 8, 0, Tag{}), "a message was sent to a lost rank");
+    std::printf("sent messages survive the sender\n");
 }
 
 // Every protocol violation disconnects its rank, is reported once, and has no other effect.
@@ -366,16 +372,16 @@ void protocol_violations_are_rejected() {
     const Frame wrong[] = {
         {.kind = static_cast<FrameType>(9)},
         {.kind = FrameType::eager, .size = eager_bytes + 1},
-        {.kind = FrameType::eager, .size = 100},                      // no payload
-        {.kind = FrameType::eager, .length = 100, .size = 50},        // more than the message has
+        {.kind = FrameType::eager, .size = 100},                // no payload
+        {.kind = FrameType::eager, .length = 100, .size = 50},  // more than the message has
         {.kind = FrameType::eager, .length = 8, .size = 8, .offset = 1},
         {.kind = FrameType::offer, .length = 8, .message = 3, .size = 100'000},
         {.kind = FrameType::offer, .message = 3, .size = std::uint64_t{1} << 60},
-        {.kind = FrameType::data, .message = 3, .size = 100'000},     // nothing
+        {.kind = FrameType::data, .message = 3, .size = 100'000},               // nothing
         {.kind = FrameType::data, .length = 8, .message = 2, .size = 100'000},  // of an offer that was not granted
         {.kind = FrameType::data, .length = 8, .message = 1, .size = 3000, .offset = 2000},  // out of order
         {.kind = FrameType::data, .length = 8, .message = 1, .size = 2000, .offset = 1000},  // of another size
-        {.kind = FrameType::offer, .message = 2, .size = 100'000},    // a duplicate
+        {.kind = FrameType::offer, .message = 2, .size = 100'000},                           // a duplicate
         {.kind = FrameType::grant, .length = 8, .size = 8},
         {.kind = FrameType::withdraw, .length = 8, .size = 8},
     };
@@ -400,10 +406,10 @@ void protocol_violations_are_rejected() {
             Bytes into(3000);
             Receive receive(into.data(), into.size(), 0, Tag{});
             group[1]->start(receive);
-            require(!group[1]->wait(receive, 0.01), "half a message is none");
+            require(!group[1]->wait(receive, 0.01), "half a message completed a receive");
             group[1]->dispatch_events();
-            require(num_violations.load() == 1, "nobody is blamed for frame %d", static_cast<int>(&frame - wrong));
-            require(group[1]->cancel(receive), "it still waits");
+            require(num_violations.load() == 1, "frame %d was not reported", static_cast<int>(&frame - wrong));
+            require(group[1]->cancel(receive), "the receive has ended");
         }
     // Impossible positions, and a frame that ends outside the ring.
     for (const std::uint64_t tail : {std::uint64_t{1}, std::uint64_t{64}, std::uint64_t{1} << 40}) {
@@ -415,10 +421,10 @@ void protocol_violations_are_rejected() {
         made.rings->ring(0, 1).tail.store(tail);
         (void)group[1]->active_transfers();
         group[1]->dispatch_events();
-        require(num_violations.load() == 1, "nobody is blamed for a tail");
+        require(num_violations.load() == 1, "an impossible tail was not reported");
     }
     num_violations.store(0);
-    std::printf("what is no message is refused\n");
+    std::printf("protocol violations are rejected\n");
 }
 
 // A lost connection without a reason is reported once, after a while.
@@ -430,10 +436,10 @@ void a_lost_connection_is_reported() {
     made.socket = Descriptor();
     const Deadline deadline(patience);
     while (num_gone.load() == 0) {
-        require(!deadline.expired(), "nobody was told");
+        require(!deadline.expired(), "not reported");
         std::this_thread::sleep_for(std::chrono::milliseconds(1));
     }
-    std::printf("a connection that ends is told\n");
+    std::printf("a lost connection is reported\n");
 }
 
 // A rank that only computes still receives: its progress thread moves the messages.
@@ -443,9 +449,9 @@ void an_idle_rank_receives_messages(const Net& net) {
     for (int i = 0; i < 100; ++i) {
         Send send(bytes.data(), bytes.size(), 1, Tag{});
         group[0]->start(send);
-        require(group[0]->wait(send, patience), "nobody takes it");
+        require(group[0]->wait(send, patience), "the message is not received");
     }
-    std::printf("a rank that computes takes messages\n");
+    std::printf("an idle rank receives messages\n");
 }
 
 // One thread waits for a signal from another one, which also posts receives ahead: each signal ends one wait, and each
@@ -508,7 +514,7 @@ void a_signal_ends_a_wait(const Net& net, std::uint64_t num_rounds) {
     waiter.join();
     const Deadline deadline(patience);
     for (const std::uint64_t goal = num_received + 100; num_received < goal; drain()) {  // no waiter
-        require(!deadline.expired(), "a message is not told of");
+        require(!deadline.expired(), "a message is not reported");
         std::this_thread::yield();
     }
     has_ended.store(true);
@@ -517,7 +523,7 @@ void a_signal_ends_a_wait(const Net& net, std::uint64_t num_rounds) {
         if (!slot.receive->has_ended.load()) own.cancel(*slot.receive);
     }
     leave(group);
-    std::printf("%llu signals, %llu messages heard\n", static_cast<unsigned long long>(num_rounds),
+    std::printf("%llu signals, %llu messages reported\n", static_cast<unsigned long long>(num_rounds),
                 static_cast<unsigned long long>(num_received));
 }
 

@@ -61,7 +61,9 @@ void test_copied_bytes_are_visible_after_a_flag(const Copy& copy, std::size_t si
 int main() {
     test_both_copies_write_the_same_bytes();
     SharedCopy copies;
-    const auto copy = [&](std::byte* out, const std::byte* source, std::size_t size) { copies.copy(out, source, size); };
+    const auto copy = [&](std::byte* out, const std::byte* source, std::size_t size) {
+        copies.copy(out, source, size);
+    };
     for (const std::size_t size : {64, 1000, 5000, 24 * 1024, 100'003}) {
         const std::uint64_t num_rounds = 20'000'000 / (size + 2000);
         test_copied_bytes_are_visible_after_a_flag(copy, size, num_rounds);

@@ -68,7 +68,8 @@ void test_a_thread_that_shares_a_processor_migrates() {
     const int patience = count_yields(20us);
     require(patience > 1 && patience < 100, "some yields, %d", patience);
     require(count_yields(20us) == patience, "then as many again");
-    for (int i = 0; i < 100; ++i) require(!contention.should_migrate(i % 2 == 0 ? 20us : 1us), "not when it is alone now and then");
+    for (int i = 0; i < 100; ++i)
+        require(!contention.should_migrate(i % 2 == 0 ? 20us : 1us), "not when it is alone now and then");
 }
 
 void test_migration_keeps_the_affinity_mask() {

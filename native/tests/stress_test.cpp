@@ -65,8 +65,12 @@ void expect(const Values& actual, const Values& expected, const char* what, int 
 class Program {
 public:
     Program(Communicator& communicator, const shm::Arena& arena, int rank, int num_ranks, std::uint64_t seed)
-        : communicator_(communicator), arena_(arena), rank_(rank), num_ranks_(num_ranks),
-          random_(seed), own_random_(seed * 100 + static_cast<std::uint64_t>(rank)) {}
+        : communicator_(communicator),
+          arena_(arena),
+          rank_(rank),
+          num_ranks_(num_ranks),
+          random_(seed),
+          own_random_(seed * 100 + static_cast<std::uint64_t>(rank)) {}
 
     void run(std::uint64_t num_collectives) {
         for (std::uint64_t number = 0; number < num_collectives; ++number) step(number);
@@ -85,7 +89,8 @@ private:
     }
 
     std::size_t random_count() {
-        static constexpr std::size_t limits[] = {0, 1, 2, 12, 24, 25, 57, 58, 59, 100, 1000, 2047, 2048, 2049, 4097, 9000};
+        static constexpr std::size_t limits[] = {0,  1,   2,    12,   24,   25,   57,   58,
+                                                 59, 100, 1000, 2047, 2048, 2049, 4097, 9000};
         return limits[random_() % std::size(limits)];
     }
 
@@ -131,7 +136,9 @@ private:
             expect(bring_back(out, count), sum_of(num_ranks_, number, count), "allreduce", rank_, number);
         } else if (kind == 1) {
             Values out(count, 0);
-            call([&](Context& c, const Deadline& d) { reduce(c, bytes_of(out), bytes_of(source), count, root, sum, d); });
+            call([&](Context& c, const Deadline& d) {
+                reduce(c, bytes_of(out), bytes_of(source), count, root, sum, d);
+            });
             if (rank_ == root) expect(out, sum_of(num_ranks_, number, count), "reduce", rank_, number);
         } else if (kind == 2) {
             std::byte* data = ticket(source, number, 0);
@@ -166,12 +173,11 @@ private:
             Values whole = input_of(rank_, number, starts.back());
             Values out(counts[own]);
             const std::byte* in = ticket(whole, number, 0);
-            call([&](Context& c, const Deadline& d) {
-                reduce_scatter(c, bytes_of(out), in, counts, 0, sum, d);
-            });
+            call([&](Context& c, const Deadline& d) { reduce_scatter(c, bytes_of(out), in, counts, 0, sum, d); });
             const Values total = sum_of(num_ranks_, number, starts.back());
             const auto begin = total.begin() + static_cast<std::ptrdiff_t>(starts[own]);
-            expect(out, Values(begin, begin + static_cast<std::ptrdiff_t>(counts[own])), "reduce_scatter", rank_, number);
+            expect(out, Values(begin, begin + static_cast<std::ptrdiff_t>(counts[own])), "reduce_scatter", rank_,
+                   number);
         } else if (kind == 7) {
             // Rank r sends rank s what `counts` says at r + s; or all the same; or rank 0 does, and the others do not.
             const auto policy = random_() % 3;
@@ -218,7 +224,7 @@ private:
     Values ring_channels_[2];
     int rank_;
     int num_ranks_;
-    std::mt19937_64 random_;      // the same draws on all ranks
+    std::mt19937_64 random_;  // the same draws on all ranks
     std::mt19937_64 own_random_;
 };
 
@@ -259,8 +265,7 @@ Group make_group(const std::vector<int>& hosts, bool is_oversubscribed, std::siz
         auto segment = std::make_shared<shm::Segment>(memory, layout);
         std::unique_ptr<tcp::Links> links;
         if (num_local < num_ranks) links = std::make_unique<tcp::Links>(sockets[own], slot_size);
-        group.push_back(std::make_unique<Communicator>(
-            Fabric(std::move(segment), rank, std::move(links), hosts)));
+        group.push_back(std::make_unique<Communicator>(Fabric(std::move(segment), rank, std::move(links), hosts)));
     }
     return group;
 }
@@ -286,12 +291,12 @@ void stress(const std::vector<int>& hosts, bool is_oversubscribed, std::uint64_t
         Communicator& own = *group[static_cast<std::size_t>(rank)];
         const auto arena = std::make_shared<const shm::Arena>(memory, 7, stride, rank);
         if (has_arena) own.add_arena(arena);
-        if (seed % 2 == 0) own.handshake(patience);  // otherwise all tensors are staged
+        if (seed % 2 == 0) own.handshake(patience);  // without it all tensors are staged
         Program(own, *arena, rank, num_ranks, seed).run(num_collectives);
     });
     const int num_hosts = *std::max_element(hosts.begin(), hosts.end()) + 1;
     std::printf("%llu collectives, %d ranks, %d hosts%s\n", static_cast<unsigned long long>(num_collectives), num_ranks,
-                num_hosts, is_oversubscribed ? ", crowded" : "");
+                num_hosts, is_oversubscribed ? ", oversubscribed" : "");
 }
 
 // All ranks use the transfer mode that rank 0 announces. If not all offer to be read directly, they stage, but return
@@ -308,7 +313,7 @@ void returns_to_direct_reads(const char* what, Operation operation, std::size_t 
         own.add_arena(arena);
         own.handshake(patience);
         if (!own.can_read_peers()) {
-            std::printf("%s, rank %d: the system lets nobody read memory in place\n", what, rank);
+            std::printf("%s, rank %d: the system does not permit reading other processes' memory\n", what, rank);
             return;
         }
         const auto run = [&](const auto& collective) { own.run(own.reserve(), patience, collective); };
@@ -320,7 +325,8 @@ void returns_to_direct_reads(const char* what, Operation operation, std::size_t 
         for (int number = 0; number < 8; ++number)
             run([&](Context& c, const Deadline& d) {
                 // Direct once; then staged until both are measured, one call later on all ranks; and direct again.
-                const Choice expected = number == 0 || number > 5 ? TransferMode::direct_read : TransferMode::staged_copy;
+                const Choice expected =
+                    number == 0 || number > 5 ? TransferMode::direct_read : TransferMode::staged_copy;
                 require(c.transfer_mode.choice_for(kind) == expected, "%s, call %d, rank %d", what, number, rank);
                 call(c, d, rank, *arena);
             });
@@ -351,7 +357,7 @@ void transfer_modes() {
         };
         returns_to_direct_reads("all_to_all", Operation::all_to_all, size, uneven);
     }
-    std::printf("ways of moving\n");
+    std::printf("transfer modes\n");
 }
 
 // Parts so large that they are copied in both ways (transport/shm/shared_copy.h) and folded in several blocks; ranks
@@ -448,7 +454,7 @@ void failures(const std::vector<int>& hosts, bool is_oversubscribed) {
             if (round % 2 == 0) own.wait(*second, forever);
             own.run(own.reserve(), patience, all);
             other.join();
-            require(own.wait(*second, 0.1), "what was started before");
+            require(own.wait(*second, 0.1), "an earlier collective has not ended");
         }
     });
     // Two threads wait for handles of one rank, some with a timeout that expires before the other rank arrives.
@@ -467,14 +473,15 @@ void failures(const std::vector<int>& hosts, bool is_oversubscribed) {
                     require(!own.wait(*handles[first], 0.0005), "a limit that passes");
                     num_passed.fetch_add(1);
                 }
-                require(own.wait(*handles[2], forever) && own.wait(*handles[first], forever), "what another waits for, too");
+                require(own.wait(*handles[2], forever) && own.wait(*handles[first], forever),
+                        "what another waits for, too");
             };
             std::thread other([&] { wait_for(0); });
             wait_for(1);
             other.join();
         }
     });
-    std::printf("endings, host of rank 1: %d%s\n", hosts[1], is_oversubscribed ? ", crowded" : "");
+    std::printf("endings, host of rank 1: %d%s\n", hosts[1], is_oversubscribed ? ", oversubscribed" : "");
 }
 
 // In an oversubscribed group ranks increment a counter and set a flag separately: a rank that is stopped between the

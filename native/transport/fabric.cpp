@@ -86,17 +86,17 @@ void Fabric::publish_done(std::uint64_t number) {
     segment_->publish(own().done, number);
 }
 
-void Fabric::await(shm::Flag shm::Progress::* flag, std::uint64_t value, const Deadline& deadline) {
+void Fabric::await(shm::Flag shm::Progress::*flag, std::uint64_t value, const Deadline& deadline) {
     if (!links_) return segment_->await(flag, value, deadline);
     wait_for_all([&](int r) { return (progress(r).*flag).load() >= value; }, FailureKind::stalled, deadline);
 }
 
-void Fabric::await_host(shm::Flag shm::Progress::* flag, std::uint64_t value, const Deadline& deadline) {
+void Fabric::await_host(shm::Flag shm::Progress::*flag, std::uint64_t value, const Deadline& deadline) {
     wait_for_all([&](int r) { return links_->is_remote(r) || (progress(r).*flag).load() >= value; },
                  FailureKind::stalled, deadline);
 }
 
-void Fabric::await_rank(int rank, shm::Flag shm::Progress::* flag, std::uint64_t value, const Deadline& deadline) {
+void Fabric::await_rank(int rank, shm::Flag shm::Progress::*flag, std::uint64_t value, const Deadline& deadline) {
     wait_for_all([&](int r) { return r != rank || (progress(r).*flag).load() >= value; }, FailureKind::stalled,
                  deadline);
 }
@@ -111,7 +111,8 @@ void Fabric::await_exchanged(std::uint64_t number, const Deadline& deadline) {
 
 void Fabric::flush(const Deadline& deadline) {
     if (!links_ || !links_->has_unsent()) return;
-    wait_for_all([&](int r) { return !links_->is_remote(r) || !links_->has_unsent(r); }, FailureKind::stalled, deadline);
+    wait_for_all([&](int r) { return !links_->is_remote(r) || !links_->has_unsent(r); }, FailureKind::stalled,
+                 deadline);
 }
 
 template <class IsThere>
@@ -156,8 +157,8 @@ void Fabric::wait_for_all(const IsThere& is_ready, FailureKind timeout_kind, con
         }
         if (deadline.expired()) throw Failure(timeout_kind, std::move(ranks));
         if (watch != nullptr) watch->check(deadline, ranks);
-        const std::chrono::nanoseconds longest =
-            has_local_peers_ ? std::chrono::nanoseconds(host_poll_period) : std::chrono::nanoseconds(interruption_period);
+        const std::chrono::nanoseconds longest = has_local_peers_ ? std::chrono::nanoseconds(host_poll_period)
+                                                                  : std::chrono::nanoseconds(interruption_period);
         links_->sleep(std::clamp<std::chrono::nanoseconds>(deadline.remaining(), std::chrono::nanoseconds(0), longest));
     }
 }

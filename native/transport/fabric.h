@@ -29,8 +29,7 @@ struct Chain {
 class Fabric {
 public:
     // A group whose ranks are all on this host.
-    Fabric(std::shared_ptr<shm::Segment> segment, int rank)
-        : Fabric(std::move(segment), rank, nullptr, {}) {}
+    Fabric(std::shared_ptr<shm::Segment> segment, int rank) : Fabric(std::move(segment), rank, nullptr, {}) {}
 
     // `hosts[r]` is equal for ranks of the same host, whose indexes in the segment follow rank order; `links` has
     // connections to all other ranks.
@@ -87,11 +86,11 @@ public:
     void publish_done(std::uint64_t number);
 
     // Waits until `flag` of every rank is at least `value`.
-    void await(shm::Flag shm::Progress::* flag, std::uint64_t value, const Deadline& deadline);
+    void await(shm::Flag shm::Progress::*flag, std::uint64_t value, const Deadline& deadline);
     // The same for the ranks of this host alone, and for one rank of another host.
-    void publish_host(shm::Flag shm::Progress::* flag, std::uint64_t value) { segment_->publish(own().*flag, value); }
-    void await_host(shm::Flag shm::Progress::* flag, std::uint64_t value, const Deadline& deadline);
-    void await_rank(int r, shm::Flag shm::Progress::* flag, std::uint64_t value, const Deadline& deadline);
+    void publish_host(shm::Flag shm::Progress::*flag, std::uint64_t value) { segment_->publish(own().*flag, value); }
+    void await_host(shm::Flag shm::Progress::*flag, std::uint64_t value, const Deadline& deadline);
+    void await_rank(int r, shm::Flag shm::Progress::*flag, std::uint64_t value, const Deadline& deadline);
     void send_to(int r, tcp::LinkFrameType kind, std::uint64_t number, const Range& range) {
         links_->send(r, kind, number, range.offset, {slot(rank_, number) + range.offset, range.size});
     }

@@ -54,7 +54,9 @@ struct SymmetricTensor {
     std::shared_ptr<const Arena> arena;
     std::size_t offset = 0;
 
-    [[nodiscard]] SymmetricAddress address() const { return arena ? SymmetricAddress{arena->id(), offset} : SymmetricAddress{}; }
+    [[nodiscard]] SymmetricAddress address() const {
+        return arena ? SymmetricAddress{arena->id(), offset} : SymmetricAddress{};
+    }
     [[nodiscard]] std::byte* at(int rank) const { return arena->buffer(rank) + offset; }
 };
 

@@ -17,7 +17,7 @@
 namespace ferrodist::shm {
 
 // Kinds of sleepers: bits of `Doorbell::asleep`.
-inline constexpr std::uint32_t waiter = 1;  // threads that wait for a transfer
+inline constexpr std::uint32_t waiter = 1;           // threads that wait for a transfer
 inline constexpr std::uint32_t progress_thread = 2;  // the thread that moves messages when no thread waits
 
 struct alignas(line_bytes) Doorbell {

@@ -48,7 +48,8 @@ PeerMemory::ProbeRecord PeerMemory::probe_record() const {
 bool PeerMemory::probe(int rank, const ProbeRecord& probe_record) {
     processes_[static_cast<std::size_t>(rank)] = probe_record.process;
     std::uint64_t found = ~probe_record.nonce;
-    return read_from(probe_record.process, reinterpret_cast<std::byte*>(&found), probe_record.address, sizeof found) == 0 &&
+    return read_from(probe_record.process, reinterpret_cast<std::byte*>(&found), probe_record.address, sizeof found) ==
+               0 &&
            found == probe_record.nonce;
 }
 
@@ -56,7 +57,8 @@ void PeerMemory::read(int rank, std::byte* out, std::uint64_t address, std::size
     const std::int32_t error = read_from(processes_[static_cast<std::size_t>(rank)], out, address, size);
     if (error == ESRCH) throw Failure(FailureKind::lost, {rank});
     if (error != 0)
-        throw Failure(FailureKind::unreadable, {rank}, std::string(reinterpret_cast<const char*>(&error), sizeof error));
+        throw Failure(FailureKind::unreadable, {rank},
+                      std::string(reinterpret_cast<const char*>(&error), sizeof error));
 }
 
 }  // namespace ferrodist::shm

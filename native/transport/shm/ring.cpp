@@ -53,7 +53,8 @@ std::size_t Rings::index(int from, int to) const noexcept {
 }
 
 Doorbell& Rings::doorbell(int rank) const noexcept {
-    return *std::launder(reinterpret_cast<Doorbell*>(memory_->data() + static_cast<std::size_t>(rank) * sizeof(Doorbell)));
+    return *std::launder(
+        reinterpret_cast<Doorbell*>(memory_->data() + static_cast<std::size_t>(rank) * sizeof(Doorbell)));
 }
 
 Ring& Rings::ring(int from, int to) const noexcept {
@@ -65,7 +66,8 @@ std::byte* Rings::bytes(int from, int to) const noexcept {
 }
 
 RingWriter::RingWriter(const Rings& rings, int from, int to)
-    : ring_(rings.ring(from, to)), bytes_(rings.bytes(from, to)), size_(rings.layout().ring_bytes) {}
+    : ring_(rings.ring(from, to)), bytes_(rings.bytes(from, to)), size_(rings.layout().ring_bytes) {
+}
 
 std::ptrdiff_t RingWriter::room(std::size_t wanted) {
     if (size_ - (tail_ - head_) < taken_by(wanted)) head_ = ring_.head.load();
@@ -98,7 +100,8 @@ void RingWriter::set_blocked(bool is_blocked) {
 }
 
 RingReader::RingReader(const Rings& rings, int from, int to)
-    : ring_(rings.ring(from, to)), bytes_(rings.bytes(from, to)), size_(rings.layout().ring_bytes) {}
+    : ring_(rings.ring(from, to)), bytes_(rings.bytes(from, to)), size_(rings.layout().ring_bytes) {
+}
 
 RingReader::Front RingReader::front(Frame& frame) {
     if (tail_ == head_) {

@@ -9,7 +9,9 @@ namespace ferrodist::shm {
 class RingChannel final : public Channel {
 public:
     RingChannel(const Rings& rings, int own_index, int its_index)
-        : doorbell_(rings.doorbell(its_index)), writer_(rings, own_index, its_index), reader_(rings, its_index, own_index) {}
+        : doorbell_(rings.doorbell(its_index)),
+          writer_(rings, own_index, its_index),
+          reader_(rings, its_index, own_index) {}
 
     // Whether there are unread frames. For any thread.
     [[nodiscard]] bool has_frames() const noexcept { return reader_.has_frames(); }

@@ -32,8 +32,8 @@ struct Segment::Header {
 
     Doorbell bell;
     Abort abort;
-    alignas(line_bytes) Flag num_arrivals;  // of all ranks at all collectives so far; in crowded groups only
-    alignas(line_bytes) Flag released;      // collectives at which all have arrived; in crowded groups only
+    alignas(line_bytes) Flag num_arrivals;  // of all ranks at all collectives so far; in oversubscribed groups only
+    alignas(line_bytes) Flag released;      // collectives at which all have arrived; in oversubscribed groups only
 };
 
 std::size_t Layout::size_bytes() const {
@@ -74,8 +74,7 @@ Arrival& Segment::arrival(int rank, std::uint64_t sequence) const noexcept {
 }
 
 Progress& Segment::progress(int rank) const noexcept {
-    return *std::launder(
-        reinterpret_cast<Progress*>(progress_ + static_cast<std::size_t>(rank) * sizeof(Progress)));
+    return *std::launder(reinterpret_cast<Progress*>(progress_ + static_cast<std::size_t>(rank) * sizeof(Progress)));
 }
 
 std::byte* Segment::slot(int rank, std::uint64_t segment) const noexcept {
@@ -172,7 +171,7 @@ void Segment::arrive(int rank, std::uint64_t sequence, const Deadline& deadline)
     wait_until([&] { return header().released.load() >= sequence; }, lagging, FailureKind::late, deadline, &watch);
 }
 
-void Segment::await(Flag Progress::* flag, std::uint64_t value, const Deadline& deadline) {
+void Segment::await(Flag Progress::*flag, std::uint64_t value, const Deadline& deadline) {
     const int num_ranks = layout_.num_ranks;
     int next = 0;
     wait_until(
@@ -205,7 +204,7 @@ bool Segment::is_aborted() const noexcept {
 
 std::string Segment::abort_record() const {
     const auto& abort = header().abort;
-    // Its writer may have been killed half-way: then there is no record.
+    // Its writer may have been killed while writing it: then there is no record.
     const Deadline patience(0.1);
     while (abort.state.load() == 1 && !patience.expired()) relax();
     return abort.state.load() == 2 ? std::string(abort.record.data(), abort.length) : std::string();

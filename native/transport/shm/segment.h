@@ -78,8 +78,8 @@ struct Layout {
     int num_ranks = 1;   // on this host
     int group_size = 1;  // on all hosts
     std::size_t slot_bytes = 0;
-    bool is_oversubscribed = false;        // more ranks than processors
-    std::uint32_t spin_micros = 0;  // how long to spin before sleeping
+    bool is_oversubscribed = false;  // more ranks than processors
+    std::uint32_t spin_micros = 0;   // how long to spin before sleeping
 
     [[nodiscard]] std::size_t size_bytes() const;
 };
@@ -111,7 +111,7 @@ public:
     void arrive(int rank, std::uint64_t sequence, const Deadline& deadline);
 
     // Waits until `flag` of every rank's progress is at least `value`.
-    void await(Flag Progress::* flag, std::uint64_t value, const Deadline& deadline);
+    void await(Flag Progress::*flag, std::uint64_t value, const Deadline& deadline);
 
     // Aborts the group: all present and future waits in it throw Failure{aborted} with `record`. The first abort wins.
     void abort(std::string_view record);

@@ -38,8 +38,7 @@ constexpr std::size_t extra_bytes = 512;
 
 }  // namespace
 
-Links::Links(const std::vector<int>& descriptors, std::size_t slot_bytes)
-    : slot_bytes_(slot_bytes) {
+Links::Links(const std::vector<int>& descriptors, std::size_t slot_bytes) : slot_bytes_(slot_bytes) {
     std::vector<Descriptor> sockets;  // owned before anything can throw
     sockets.reserve(descriptors.size());
     for (const int number : descriptors) sockets.emplace_back(number);
@@ -62,7 +61,8 @@ Links::Links(const std::vector<int>& descriptors, std::size_t slot_bytes)
     }
 }
 
-void Links::send(int rank, LinkFrameType kind, std::uint64_t number, std::size_t offset, std::span<const std::byte> data) {
+void Links::send(int rank, LinkFrameType kind, std::uint64_t number, std::size_t offset,
+                 std::span<const std::byte> data) {
     Peer& peer = *peers_[index(rank)];
     if (peer.is_gone) return;
     Outgoing& outgoing = peer.outgoing.emplace_back();
@@ -232,8 +232,7 @@ bool Links::move() {
 }
 
 bool Links::has_unsent() const {
-    return std::any_of(peers_.begin(), peers_.end(),
-                       [](const auto& peer) { return peer && peer->has_unsent(); });
+    return std::any_of(peers_.begin(), peers_.end(), [](const auto& peer) { return peer && peer->has_unsent(); });
 }
 
 bool Links::has_unsent_staged(int rank, std::uint64_t number) const {
