@@ -171,14 +171,14 @@ def _never(*_: object) -> None:
 
 if is_native_available():
     _native = load()
-    _native.load_short_ways(collector, *process_group.default_holders(), _like, _gathered, _scattered)
-    fast_all_gather: Callable[..., Any] = _native.quick_all_gather
-    fast_all_to_all: Callable[..., Any] = _native.quick_all_to_all
-    fast_allreduce: Callable[..., Any] = _native.quick_allreduce
-    fast_allreduce_data: Callable[..., Any] = _native.quick_allreduce_data
-    fast_barrier: Callable[..., Any] = _native.quick_barrier
-    fast_broadcast: Callable[..., Any] = _native.quick_broadcast
-    fast_reduce_scatter: Callable[..., Any] = _native.quick_reduce_scatter
+    _native.load_fast_paths(collector, *process_group.default_holders(), _like, _gathered, _scattered)
+    fast_all_gather: Callable[..., Any] = _native.fast_all_gather
+    fast_all_to_all: Callable[..., Any] = _native.fast_all_to_all
+    fast_allreduce: Callable[..., Any] = _native.fast_allreduce
+    fast_allreduce_data: Callable[..., Any] = _native.fast_allreduce_data
+    fast_barrier: Callable[..., Any] = _native.fast_barrier
+    fast_broadcast: Callable[..., Any] = _native.fast_broadcast
+    fast_reduce_scatter: Callable[..., Any] = _native.fast_reduce_scatter
 else:
     fast_all_gather = fast_all_to_all = fast_allreduce = fast_allreduce_data = _never
     fast_barrier = fast_broadcast = fast_reduce_scatter = _never
@@ -209,10 +209,10 @@ def fast_send(
     if rest is None:
         return None
     if rest.interruption is not None:
-        if rest.number is not None:
-            cancel_payload(chosen, dst, rest.number)
+        if rest.payload_id is not None:
+            cancel_payload(chosen, dst, rest.payload_id)
         raise rest.interruption
-    return Progress(rest.seconds, rest.number)
+    return Progress(rest.seconds, rest.payload_id)
 
 
 def fast_recv_into(
@@ -286,8 +286,8 @@ def _message_path_of(group: Backend | None) -> tuple[Any, Any]:
 
 def _unfinished(group: Backend, tag: int, rest: Any) -> Progress:
     """Keep the header of a tensor whose payload was not received, for the general path to receive it."""
-    if rest.head is not None:
-        unclaimed_headers(group).keep(channel_tag(Channel.TENSOR_HEAD, tag), rest.source, rest.head)
+    if rest.header is not None:
+        unclaimed_headers(group).keep(channel_tag(Channel.TENSOR_HEAD, tag), rest.source, rest.header)
     if rest.interruption is not None:
         raise rest.interruption
     return Progress(rest.seconds)
