@@ -86,7 +86,7 @@ class FlatParameters:
         self._is_copied = not self.is_alias and not self.uses_shared_view
         self._full = self._make_memory()
         size = layout.index + 1
-        self._token = torch.empty(size, dtype=torch.uint8, device=self.shard.device)
+        self._token = torch.zeros(size, dtype=torch.uint8, device=self.shard.device)
         self._tokens = torch.empty(layout.num_shards * size, dtype=torch.uint8, device=self.shard.device)
         self.full_params = [self._make_full(index) for index in range(len(self.parameters))]
         self._versioned: list[tuple[str, torch.Tensor]] = list(zip(self.names, self.full_params, strict=True))

@@ -235,11 +235,11 @@ class FSDP(TransparentWrapper, Generic[WrappedModule]):
         The next backward outside, or `sync_gradients`, averages them with its own. Until then ranks hold them
         unsharded, and the optimizer's ``zero_grad()`` doesn't know them: `zero_grad` of the FSDP drops them.
         """
-        pre_forward, self._scheduler.is_syncing = self._scheduler.is_syncing, False
+        before, self._scheduler.is_syncing = self._scheduler.is_syncing, False
         try:
             yield
         finally:
-            self._scheduler.is_syncing = pre_forward
+            self._scheduler.is_syncing = before
 
     def sync_gradients(self) -> None:
         """Average the gradients that backwards inside `no_sync` left on the ranks; every rank must call.

@@ -112,6 +112,7 @@ class GradientBuffer:
         self._release = None
 
     def _allocate(self, size_bytes: int) -> torch.Tensor:
+        """Allocate zeros: units send padding too, to which none of them writes."""
         if self._group is None or self._device.type != "cpu":
-            return torch.empty(size_bytes, dtype=torch.uint8, device=self._device)
-        return empty_symmetric((size_bytes,), torch.uint8, group=self._group)
+            return torch.zeros(size_bytes, dtype=torch.uint8, device=self._device)
+        return empty_symmetric((size_bytes,), torch.uint8, group=self._group).zero_()
