@@ -183,8 +183,8 @@ def check_plain(
 ) -> None:
     """Raise unless a plain tensor, which an operator takes beside distributed ones, counts as replicated.
 
-    ``is_temporary``: only torch holds it. ``is_overwritten``: all elements are replaced, so that they may differ between
-    ranks. ValueError: it may differ between ranks. CollectiveMismatchError, on all ranks: it does.
+    ``is_temporary``: only torch holds it. ``is_overwritten``: all elements are replaced, and may differ between ranks.
+    ValueError: it may differ between ranks. CollectiveMismatchError, on all ranks: it does.
     """
     is_backward = current_graph_task() != -1
     check = _find_check(mesh, is_backward=is_backward)
