@@ -38,7 +38,7 @@ from ferrodist.errors import (
 )
 from ferrodist.parallel.ddp.autograd_hooks import BackwardRound, ParameterHooks
 from ferrodist.parallel.ddp.bucket import compute_bucket_assignment, make_buckets, model_title
-from ferrodist.parallel.module_guard import current_backward_id, hook_gradients, weak_method
+from ferrodist.parallel.module_guard import check_dense, current_backward_id, hook_gradients, weak_method
 from ferrodist.torch_private.autograd import version_of
 from ferrodist.wording import counted
 
@@ -116,8 +116,7 @@ class Reducer:
         """
         self._count_missed()
         with self._abort_on_error():
-            for bucket in self.buckets[self._num_started :]:
-                bucket.check_dense()
+            self._check_dense(self._num_started)
             if not one_by_one:
                 self._start_buckets(len(self.buckets), timeout, is_idle=is_idle)
             self._check_unchanged()
@@ -171,10 +170,6 @@ class Reducer:
         if self.is_syncing:
             self.enter_round()
 
-    def matches_parameters(self) -> bool:
-        """True if the parameters still have the dtypes, devices and shapes of the buckets."""
-        return all(bucket.matches_parameters() for bucket in self.buckets)
-
     def discard_failed_round(self) -> None:
         """Outside of a backward, discard a round that a failed backward left open."""
         if self._round.is_open and current_backward_id() == -1:
@@ -219,14 +214,17 @@ class Reducer:
         """Start the buckets before index ``end`` that have not started, or none of them if one has a wrong gradient."""
         if self._num_started >= end:
             return
-        for bucket in self.buckets[self._num_started : end]:
-            bucket.check_dense()
+        self._check_dense(self._num_started, end)
         if self._num_started == 0:
             self._root, self._scale = (0, 1.0) if self.before_round is None else self.before_round()
         while self._num_started < end:
             index = self._num_started
             self._num_started += 1  # before the start, which an interrupt may end
             self.buckets[index].start(self._options.comm_hook, is_idle=is_idle, timeout=timeout)
+
+    def _check_dense(self, first: int, end: int | None = None) -> None:
+        for bucket in self.buckets[first:end]:
+            check_dense(bucket.names, bucket.parameters, self._group, wrapper="DDP")
 
     @contextlib.contextmanager
     def _abort_on_error(self) -> Iterator[None]:
@@ -250,7 +248,13 @@ class Reducer:
         rest = sorted(set(range(len(parameters))) - set(arrived))
         with add_error_context(lambda: f"{self._title} agrees on the order of gradients after a step.", _ADVICE):
             orders = all_gather(torch.tensor([[digest, *arrived, *rest]], device="cpu"), group=self._group).tolist()
-            self._check_same_names([order[0] for order in orders])
+            differing = tuple(rank for rank, order in enumerate(orders) if order[0] != orders[0][0])
+            if differing:
+                raise CollectiveMismatchError(
+                    f"{ranks_text(differing)} of group {self._group.name!r} averaged gradients of other parameters of"
+                    f" {self._title} than rank 0: which parameters require grad must change on all ranks alike.",
+                    ranks=differing,
+                )
             old_positions = orders[self._root][1:]
             self._by_name = {names[position]: parameters[position] for position in old_positions}
             self._build_buckets(is_symmetric=True)
@@ -260,16 +264,6 @@ class Reducer:
         with torch.no_grad():
             for bucket_index, slot in self._locations:
                 self.buckets[bucket_index].copy_in(slot)
-
-    def _check_same_names(self, digests: list[int]) -> None:
-        """Raise, on all ranks, unless all have averaged the gradients of the same parameters."""
-        differing = tuple(rank for rank, digest in enumerate(digests) if digest != digests[0])
-        if differing:
-            raise CollectiveMismatchError(
-                f"{ranks_text(differing)} of group {self._group.name!r} averaged gradients of other parameters of"
-                f" {self._title} than rank 0: which parameters require grad must change on all ranks alike.",
-                ranks=differing,
-            )
 
     def _raise_uneven(self, names: list[str], *, is_idle: bool) -> None:
         """Raise, on all ranks, for parameters that only some ranks have a gradient for."""
