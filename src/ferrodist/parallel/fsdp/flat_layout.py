@@ -85,6 +85,7 @@ class FlatLayout:
         param_dtype: torch.dtype,
         reduce_dtype: torch.dtype,
     ) -> None:
+        self.shard_dtype, self.param_dtype, self.reduce_dtype = shard_dtype, param_dtype, reduce_dtype
         self.shapes = tuple(shapes)
         self.dim_orders = tuple(dim_orders) if dim_orders is not None else (None,) * len(self.shapes)
         self.numels = tuple(prod(shape) for shape in shapes)
@@ -108,6 +109,11 @@ class FlatLayout:
     def total_size(self) -> int:
         """Elements of the flat tensor, with its padding."""
         return self.num_shards * self.shard_size
+
+    @property
+    def rows_bytes(self) -> int:
+        """Size of the rows of all ranks."""
+        return self.num_shards * self.row_size * self.reduce_dtype.itemsize
 
     def shard_range(self, parameter: int, rank: int) -> ShardRange:
         """A rank's range of a parameter, given by its index."""

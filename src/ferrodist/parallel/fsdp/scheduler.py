@@ -198,7 +198,9 @@ class UnitScheduler:
         self._open_calls.clear()
         self._prefetched.clear()
         if succeeded and self._uses_shared_views and not will_return:
-            self._check_unchanged(trace)
+            for index, versions in trace.versions.items():  # other ranks may still compute with this rank's shards
+                with self._abort_on_error():
+                    self.units[index].check_unchanged(versions, until="the end of a forward")
         used = {*trace.versions, *(unit.index for unit in self._unsharded_units)}
         for unit in self.units:
             if not will_return or unit.index not in used:
@@ -212,12 +214,6 @@ class UnitScheduler:
         if failure is not None:  # in the module's own collectives: no rank of the mesh can continue
             self._fail(failure)
 
-    def _check_unchanged(self, trace: ForwardTrace) -> None:
-        """Raise if the program has changed a shard with which other ranks may still compute."""
-        for index, versions in trace.versions.items():
-            with self._abort_on_error():
-                self.units[index].check_unchanged(versions, until="the end of a forward")
-
     def _watch_outputs(self, output: Any, trace: ForwardTrace, call: int) -> bool:
         """Call `pre_backward` when a gradient reaches an output; returns whether one can."""
         outputs = find_outputs(output)
@@ -226,7 +222,7 @@ class UnitScheduler:
 
     def _check_outputs(self, unit: Unit, output: Any) -> None:
         """Raise for a parameter among a unit's outputs: it is freed after the call, or after the backward."""
-        if any(unit.owns_memory_of(tensor) for tensor in find_tensors(output)):
+        if any(flat.owns_memory_of(tensor) for tensor in find_tensors(output) for flat in unit.flats):
             error = UnsupportedOpError(
                 f"{unit.title} returned one of its parameters, or a view of one, which exist during its call only:"
                 " return a copy (parameter.clone())"
@@ -271,7 +267,8 @@ class UnitScheduler:
             )
             with self._abort_on_error():
                 raise error
-        if not unit.count_gradient():
+        unit.num_gradients += 1
+        if not unit.has_all_gradients:
             return
         with self._abort_on_error():
             while (step := run.next_step) is not None and step.action is Action.REDUCE:

@@ -119,10 +119,6 @@ class Unit:
                 else:
                     flat.install(flat.parameters)
 
-    def owns_memory_of(self, tensor: torch.Tensor) -> bool:
-        """True if a tensor shares memory with the unit's full parameters."""
-        return any(flat.owns_memory_of(tensor) for flat in self.flats)
-
     def free(self) -> None:
         """Free all but this rank's shards."""
         if self.state is UnitState.SHARDED:
@@ -172,11 +168,6 @@ class Unit:
         for flat in self.flats:
             flat.end_summon(writeback=writeback and not has_changed)
         return has_changed
-
-    def count_gradient(self) -> bool:
-        """Count a gradient that autograd has accumulated; True if it was the last one."""
-        self.num_gradients += 1
-        return self.has_all_gradients
 
     def start_reduce(self, buffer: GradientBuffer) -> None:
         """Start averaging the gradients; after `finish_reduce` the shards have them."""
