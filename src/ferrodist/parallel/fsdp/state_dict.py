@@ -46,7 +46,7 @@ class ModelStateDict:
     def full(self, *, rank0_only: bool) -> dict[str, torch.Tensor]:
         """Gather the full state dict."""
         is_wanted = not rank0_only or self._axes.world.rank == 0
-        values: dict[torch.nn.Parameter, torch.Tensor] = {}
+        values: dict[torch.Tensor, torch.Tensor] = {}
         with self._axes.in_collective("collecting full_state_dict()"):
             for flat in self._flats:
                 full = flat.gather_full()

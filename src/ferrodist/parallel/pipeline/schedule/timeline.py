@@ -117,7 +117,8 @@ def predict(schedule: Schedule, costs: Costs | None = None) -> Timeline:
     schedule = add_communication(schedule)
     check_schedule(schedule)
     costs.check_stages(schedule.num_stages)
-    return Timeline(schedule, execute(schedule, costs.of).spans)
+    spans, _ = execute(schedule, costs.of)
+    return Timeline(schedule, spans)
 
 
 def count_activations(schedule: Schedule) -> tuple[int, ...]:
