@@ -50,8 +50,7 @@ if TYPE_CHECKING:
 
     CommHook: TypeAlias = "Callable[[GradientBucket], PendingCollective[torch.Tensor]]"
 
-FINGERPRINT_SIZE = 2
-"""Elements of one rank's fingerprint."""
+FINGERPRINT_SIZE = 2  # elements of one rank's fingerprint
 
 _ATTACHMENT = "parallel.data.models"
 _ID_MODULUS = 127

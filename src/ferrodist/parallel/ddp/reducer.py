@@ -48,8 +48,7 @@ if TYPE_CHECKING:
     from ferrodist.backends.base import Backend
     from ferrodist.parallel.ddp.config import Options
 
-_FIRST_BYTES = 1 << 20
-"""Size limit of the first bucket, which starts first."""
+_FIRST_BYTES = 1 << 20  # size limit of the first bucket, which starts first
 
 _ADVICE = (
     "Look for a rank that has fewer batches than the others (see join()), skips a backward or is in no_sync(), or runs"
@@ -64,8 +63,7 @@ class Reducer:
         self, parameters: Mapping[str, torch.nn.Parameter], group: Backend, options: Options, *, model_id: int
     ) -> None:
         self.parameters = tuple(parameters.values())
-        self.is_syncing = options.overlap_comm
-        """True if backward averages gradients; otherwise only `reduce` does."""
+        self.is_syncing = options.overlap_comm  # True if backward averages gradients; otherwise only `reduce` does
         self.before_round: Callable[[], tuple[int, float]] | None = None
         """In `DDP.join`: announces a round, and returns a rank that has a batch and the factor for averages."""
         self.after_round: Callable[[int], None] | None = None
@@ -317,13 +315,12 @@ class Reducer:
             why = "it is used outside of the forward's outputs: compute the whole loss that uses it inside of forward"
         else:
             why = "with re-entrant checkpointing pass static_graph=True to DDP, or use_reentrant=False to checkpoint()"
-        error = UnsupportedOpError(
-            f"{self._parameter_title(position)} got a gradient on rank {self._group.rank} when its bucket was being"
-            f" averaged already: {why}.",
-            ranks=(self._group.rank,),
-        )
         with self._abort_on_error():
-            raise error
+            raise UnsupportedOpError(
+                f"{self._parameter_title(position)} got a gradient on rank {self._group.rank} when its bucket was"
+                f" being averaged already: {why}.",
+                ranks=(self._group.rank,),
+            )
 
     def _parameter_title(self, position: int) -> str:
         return f"parameter {self._names[position]!r} of {self._title}"

@@ -57,7 +57,9 @@ class FlatGradients:
 
     @torch.no_grad()
     def start(self, buffer: GradientBuffer) -> None:
-        """Start averaging the full parameters' gradients over the ranks, and drop them."""
+        """Start averaging the full parameters' gradients, if there may be any, over the ranks, and drop them."""
+        if not (self.exist or any(shard.requires_grad for shard in self.shards)):
+            return
         check_dense(self.names, self.full_params, self.axes.world, wrapper="FSDP")
         axes, layout = self.axes, self.layout
         rows = buffer.acquire(layout.num_shards * layout.row_size, layout.reduce_dtype, self.reduce_across_replicas)

@@ -49,7 +49,10 @@ def verify_units(
 ) -> None:
     """Compare units, parameters and buffers with those of rank 0; every rank of the group calls this."""
     group = axes.world
-    lines = [f"settings {settings}", *_describe(specs, root)]
+    lines = [f"settings {settings}"]
+    for spec in specs:
+        lines += [f"unit {spec.name!r}", *describe_tensors(spec.parameters.items(), (), _describe_tensor)]
+    lines += describe_tensors((), root.named_buffers(), _describe_tensor)
     refusal = _find_refusal(specs, root, device, group)
     deadline = Deadline(group.timeout)
     verify_across_ranks(lines, group, deadline, maker="FSDP", module=type(root).__name__, refusal=refusal)
@@ -68,13 +71,6 @@ def verify_units(
                     f" {first} and {other} of its mesh: give FSDP the ranks that have the same one, along another axis"
                     " than the parameter's, as mesh['data'] of a DeviceMesh where mesh['tensor'] divides the module"
                 )
-
-
-def _describe(specs: Sequence[UnitSpec], root: torch.nn.Module) -> list[str]:
-    lines: list[str] = []
-    for spec in specs:
-        lines += [f"unit {spec.name!r}", *describe_tensors(spec.parameters.items(), (), _describe_tensor)]
-    return lines + describe_tensors((), root.named_buffers(), _describe_tensor)
 
 
 def _describe_tensor(name: str, tensor: torch.Tensor) -> str:

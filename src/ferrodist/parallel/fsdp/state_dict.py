@@ -20,8 +20,7 @@ if TYPE_CHECKING:
     from ferrodist.parallel.fsdp.flat_param import FlatParameters
     from ferrodist.parallel.fsdp.unit import Unit
 
-_EXTRA = "_extra_state"
-"""torch's name for the result of `get_extra_state`, behind the module's name."""
+_EXTRA = "_extra_state"  # torch's name for the result of `get_extra_state`, behind the module's name
 
 
 class ModelStateDict:
@@ -46,21 +45,23 @@ class ModelStateDict:
     def full(self, *, rank0_only: bool) -> dict[str, torch.Tensor]:
         """Gather the full state dict."""
         is_wanted = not rank0_only or self._axes.world.rank == 0
-        values: dict[torch.Tensor, torch.Tensor] = {}
+        found: dict[torch.Tensor, torch.Tensor] = {}
         with self._axes.in_collective("collecting full_state_dict()"):
             for flat in self._flats:
                 full = flat.gather_full()
                 if not is_wanted:
                     continue
                 for shard, value, spec in zip(flat.parameters, full, flat.dtensor_specs, strict=True):
-                    values[shard] = full_tensor(value, spec).clone()
+                    found[shard] = full_tensor(value, spec).clone()
             if not is_wanted:
                 return {}
             state = dict(self._module.state_dict(keep_vars=True))
             for name, entry in state.items():
-                if isinstance(entry, torch.Tensor):  # an extra state is returned as it is
-                    value = values.get(entry)
-                    state[name] = full_tensor(local_tensor(entry), spec_of(entry)).clone() if value is None else value
+                if not isinstance(entry, torch.Tensor):  # an extra state
+                    continue
+                if entry not in found:  # a buffer
+                    found[entry] = full_tensor(local_tensor(entry), spec_of(entry)).detach().clone()
+                state[name] = found[entry]
             return state
 
     @torch.no_grad()

@@ -67,8 +67,7 @@ class PendingRecv:
         self._lock = threading.Lock()
         self._packed: PackedValue | None = None
         self._error: Exception | None = None
-        self._out_of_band: list[tuple[int, TensorReceive]] = []
-        """Receives of out-of-band tensors, with their indices."""
+        self._out_of_band: list[tuple[int, TensorReceive]] = []  # receives of out-of-band tensors, with their indices
         self._is_cancelled = False
         self._message: TensorReceive | None = None
         if prefetch:
@@ -175,10 +174,8 @@ class Executor:
         """Edges and directions whose last value had out-of-band tensors."""
         self._sends: list[Request] = []
         self._inputs = _NO_INPUTS
-        self.current_action: Action | None = None
-        """The last action that was started."""
-        self.outputs: Outputs | None = None
-        """Outputs of a forward that waits for its backward."""
+        self.current_action: Action | None = None  # the last action that was started
+        self.outputs: Outputs | None = None  # outputs of a forward that waits for its backward
         self.peak_in_flight = 0
         """The largest number of microbatches between forward and backward, in all stages together."""
 

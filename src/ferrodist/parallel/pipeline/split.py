@@ -189,7 +189,9 @@ def partition(costs: Sequence[float], num_parts: int) -> tuple[int, ...]:
     pipeline hold the most microbatches, and is then as long as possible, so that an element of no cost joins the part
     before. If all costs are 0, they are taken as equal.
     """
-    whole = _as_integers(costs) if any(costs) else [1] * len(costs)
+    ratios = [cost.as_integer_ratio() for cost in (costs if any(costs) else [1] * len(costs))]
+    unit = math.lcm(*(denominator for _, denominator in ratios))  # every float is an integer over a power of two
+    whole = [numerator * (unit // denominator) for numerator, denominator in ratios]
     sums = [0, *accumulate(whole)]
     limit = _least_limit(sums, max(whole), num_parts)
     least = _least_squares(sums, limit, num_parts)
@@ -203,13 +205,6 @@ def partition(costs: Sequence[float], num_parts: int) -> tuple[int, ...]:
         ]
         cuts.append(min(ends, key=lambda end: (sums[end], -end)))
     return tuple(end - start for start, end in pairwise(cuts))
-
-
-def _as_integers(costs: Sequence[float]) -> list[int]:
-    """The same costs in another unit: every float is an integer over a power of two."""
-    ratios = [cost.as_integer_ratio() for cost in costs]
-    unit = math.lcm(*(denominator for _, denominator in ratios))
-    return [numerator * (unit // denominator) for numerator, denominator in ratios]
 
 
 def _least_limit(sums: Sequence[int], largest: int, num_parts: int) -> int:

@@ -20,8 +20,7 @@ if TYPE_CHECKING:
     from ferrodist.collectives.serialization import PackedValue
     from ferrodist.parallel.pipeline.split_backward import WeightBackward
 
-MAIN = ""
-"""Name of the edge from each stage to the next one; skips have names of their own."""
+MAIN = ""  # name of the edge from each stage to the next one; skips have names of their own
 
 
 class Edge(NamedTuple):

@@ -218,10 +218,8 @@ class ParallelModel:
 
     def __init__(self, mesh: DeviceMesh, *, gathers: bool, checks: bool) -> None:
         self.mesh, self.gathers, self.checks = mesh, gathers, checks
-        self.forward_check = ReplicaCheck(mesh, immediate=checks)
-        """The check of plain tensors in forwards."""
-        self.backward_check = ReplicaCheck(mesh, immediate=checks)
-        """The check of plain tensors in backward."""
+        self.forward_check = ReplicaCheck(mesh, immediate=checks)  # the check of plain tensors in forwards
+        self.backward_check = ReplicaCheck(mesh, immediate=checks)  # the check of plain tensors in backward
         mesh.parent.attachments.setdefault(BACKWARD_CHECKS, {})[mesh.identity] = self.backward_check
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ParallelModel:

@@ -97,7 +97,7 @@ def parameter_placements(module: nn.Module, styles: Mapping[str, Style]) -> dict
 
 
 def _check_parameter(name: str, parameter: nn.Parameter) -> None:
-    is_distributed = isinstance(parameter, DTensor)
+    is_distributed = isinstance(parameter, DTensor)  # a variable, or mypy would take the rest for unreachable
     if is_distributed:
         raise ValueError(f"parameter {name!r} is distributed already: parallelize a module once")
     if parameter.is_cuda:

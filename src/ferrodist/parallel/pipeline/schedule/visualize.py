@@ -33,15 +33,13 @@ _COLOURS = {
     ActionKind.BACKWARD_INPUT: (0.75, 0.22, 0.27),
     ActionKind.BACKWARD_WEIGHT: (0.22, 0.52, 0.29),
 }
-_PALEST = 0.55
-"""Share of white in the colours of a rank's last stage."""
+_PALEST = 0.55  # share of white in the colours of a rank's last stage
 
 _MOST_PARTS = 20
 """Largest number of columns of the shortest action, tried so that all actions have whole numbers of columns."""
 _MOST_COLUMNS, _MOST_COLUMNS_FOR_AN_ACTION = 1000, 20
 """Width limit of a drawing: the first, or the second for each action of a rank if that is more."""
-_TOLERANCE = 1e-6
-"""Rounding error of sums of costs, in columns."""
+_TOLERANCE = 1e-6  # rounding error of sums of costs, in columns
 
 
 def draw_text(drawn: Schedule | Timeline, costs: Costs | None = None, *, unit: float | None = None) -> str:
