@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from itertools import zip_longest
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeAlias
 
 import torch
 from torch.nn.parameter import is_lazy
@@ -17,7 +17,6 @@ from ferrodist.wording import with_article
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
-    from typing import TypeAlias
 
     from ferrodist.backends.base import Backend
     from ferrodist.deadline import Deadline

@@ -21,7 +21,7 @@ from ferrodist.collectives.arguments import check_root
 from ferrodist.deadline import Deadline, check_timeout
 from ferrodist.errors import DistributedError, add_error_context
 from ferrodist.parallel.ddp.autograd_hooks import find_unused_parameters
-from ferrodist.parallel.ddp.bucket import model_title, register_model
+from ferrodist.parallel.ddp.bucket import CommHook, model_title, register_model
 from ferrodist.parallel.ddp.config import Options
 from ferrodist.parallel.ddp.join import Event, Join
 from ferrodist.parallel.ddp.model_sync import broadcast_tensors, check_supported, verify_module
@@ -37,7 +37,6 @@ if TYPE_CHECKING:
     from typing_extensions import Self
 
     from ferrodist.backends.base import Backend
-    from ferrodist.parallel.ddp.bucket import CommHook
 
 
 class DDP(TransparentWrapper, Generic[WrappedModule]):

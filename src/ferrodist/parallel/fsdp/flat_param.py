@@ -34,7 +34,7 @@ from ferrodist.errors import UnsupportedOpError
 from ferrodist.parallel.fsdp.dtensor_params import local_tensor, slice_local, wrap_local
 from ferrodist.parallel.fsdp.flat_grad import FlatGradients
 from ferrodist.parallel.fsdp.flat_shard import convert_to_shard, shard_groups_of
-from ferrodist.parallel.fsdp.memory import alias_memory
+from ferrodist.parallel.fsdp.memory import FlatMemory, alias_memory
 from ferrodist.tensor.grad_placements import keep_grad_placements
 from ferrodist.tensor.local_shards import FlatShard, annotate_flat_shard
 from ferrodist.torch_private.autograd import version_of
@@ -47,7 +47,6 @@ if TYPE_CHECKING:
     from ferrodist.collectives.work import PendingCollective
     from ferrodist.parallel.fsdp.config import ShardAxes
     from ferrodist.parallel.fsdp.flat_layout import FlatLayout
-    from ferrodist.parallel.fsdp.memory import FlatMemory
     from ferrodist.parallel.fsdp.wrap import UnitSpec
     from ferrodist.tensor.spec import DTensorSpec
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import io
 import pickle
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -14,8 +14,6 @@ from ferrodist.collectives.reduce import broadcast
 from ferrodist.parallel.fsdp.dtensor_params import full_tensor, local_tensor, slice_local, spec_of
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
     from ferrodist.parallel.fsdp.config import ShardAxes
     from ferrodist.parallel.fsdp.flat_param import FlatParameters
     from ferrodist.parallel.fsdp.unit import Unit

@@ -175,7 +175,6 @@ class LossReduction(enum.Enum):
 
     MEAN = "mean"
     """Their mean, weighted by numbers of samples: the mean over all samples, if each loss is a mean."""
-
     SUM = "sum"
     """Their sum."""
 

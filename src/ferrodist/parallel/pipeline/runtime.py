@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
-from ferrodist.backends.request import wait_all
+from ferrodist.backends.request import Request, wait_all
 from ferrodist.collectives.arguments import bytes_of
 from ferrodist.collectives.engines.select import engine_of
 from ferrodist.collectives.p2p import recv, start_tensor_send
@@ -27,15 +27,13 @@ from ferrodist.collectives.tensor_protocol import TensorReceive, start_send
 from ferrodist.deadline import Deadline
 from ferrodist.errors import DistributedError, DistributedTimeoutError, ProtocolError
 from ferrodist.parallel.pipeline.schedule.ir import Action, ActionKind
-from ferrodist.parallel.pipeline.stage import MAIN, Edge
+from ferrodist.parallel.pipeline.stage import MAIN, Edge, Gradients, PipelineOutput, Stage
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
 
     from ferrodist.backends.base import Backend
-    from ferrodist.backends.request import Request
     from ferrodist.parallel.pipeline.microbatch import Outputs
-    from ferrodist.parallel.pipeline.stage import Gradients, PipelineOutput, Stage
 
 _HOST = torch.device("cpu")
 

@@ -7,7 +7,7 @@ import math
 import time
 from bisect import bisect_right
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from itertools import accumulate, pairwise
 from numbers import Real
 from typing import TYPE_CHECKING, Any, TypeAlias
@@ -25,8 +25,6 @@ from ferrodist.torch_private.modules import own_buffers, own_modules, own_parame
 from ferrodist.wording import counted, with_article
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
-
     from ferrodist.backends.base import Backend
 
     Shared: TypeAlias = tuple[tuple[int, str], ...]
@@ -253,7 +251,6 @@ class Balance(enum.Enum):
 
     PARAMETERS = "parameters"
     """Elements of their parameters, also of frozen ones. Shared parameters count for each child that has them."""
-
     TIMES = "measured times"
     """Seconds for a forward and a backward, measured here and now."""
 

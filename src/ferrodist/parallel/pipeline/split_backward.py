@@ -48,7 +48,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import torch
 from torch.autograd.function import BackwardCFunction
-from torch.autograd.graph import GradientEdge, get_gradient_edge
+from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 
 from ferrodist.torch_private.autograd import accumulate_grad_type, run_backward, sequence_number
 from ferrodist.wording import counted
@@ -56,7 +56,6 @@ from ferrodist.wording import counted
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
-    from torch.autograd.graph import Node
     from torch.utils.hooks import RemovableHandle
 
     Gradients = tuple[torch.Tensor | None, ...]

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 
 from ferrodist.collectives.pytree import unflatten
-from ferrodist.parallel.pipeline.split_backward import backward_inputs
+from ferrodist.parallel.pipeline.split_backward import WeightBackward, backward_inputs
 from ferrodist.parallel.pipeline.state_dict import unwrap
 from ferrodist.torch_private.autograd import base_of
 from ferrodist.wording import counted
@@ -18,7 +18,6 @@ if TYPE_CHECKING:
     from contextlib import AbstractContextManager
 
     from ferrodist.collectives.serialization import PackedValue
-    from ferrodist.parallel.pipeline.split_backward import WeightBackward
 
 MAIN = ""  # name of the edge from each stage to the next one; skips have names of their own
 

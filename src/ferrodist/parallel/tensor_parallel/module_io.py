@@ -14,7 +14,7 @@ import copy
 import dataclasses
 import functools
 import inspect
-from collections.abc import Mapping, MutableMapping
+from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -27,8 +27,6 @@ from ferrodist.tensor.replica_check import ReplicaCheck
 from ferrodist.wording import counted, with_article
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
-
     from ferrodist.mesh import DeviceMesh
     from ferrodist.parallel.tensor_parallel.styles import IOPlacements
 

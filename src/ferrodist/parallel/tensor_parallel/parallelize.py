@@ -23,13 +23,11 @@ from ferrodist.parallel.tensor_parallel.styles import ColumnParallel, Style
 from ferrodist.tensor.dtensor import DTensor
 from ferrodist.tensor.factories import distribute
 from ferrodist.tensor.grad_placements import keep_grad_placements
-from ferrodist.tensor.placement import Replicate
+from ferrodist.tensor.placement import Placement, Replicate
 from ferrodist.torch_private.modules import own_buffers, own_parameters
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
-
-    from ferrodist.tensor.placement import Placement
 
 
 def _distribute_values(module: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:

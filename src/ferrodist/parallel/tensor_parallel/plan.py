@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import fnmatch
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from torch import nn
@@ -21,8 +21,6 @@ from ferrodist.torch_private.autograd import backward_hooks, has_accumulate_hook
 from ferrodist.wording import counted
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
     import torch
 
 

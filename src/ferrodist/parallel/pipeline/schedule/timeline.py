@@ -5,15 +5,11 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
-from typing import TYPE_CHECKING
 
-from ferrodist.parallel.pipeline.schedule.ir import Action, ActionKind
+from ferrodist.parallel.pipeline.schedule.ir import Action, ActionKind, Schedule
 from ferrodist.parallel.pipeline.schedule.lowering import add_communication
 from ferrodist.parallel.pipeline.schedule.validate import Span, check_schedule, execute
 from ferrodist.wording import counted
-
-if TYPE_CHECKING:
-    from ferrodist.parallel.pipeline.schedule.ir import Schedule
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -6,14 +6,12 @@ from collections import Counter, defaultdict
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from ferrodist.parallel.pipeline.schedule.ir import Action, ActionKind
+from ferrodist.parallel.pipeline.schedule.ir import Action, ActionKind, Schedule
 from ferrodist.parallel.pipeline.schedule.lowering import Dependencies, has_communication, receive_for, send_after
 from ferrodist.wording import counted
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
-
-    from ferrodist.parallel.pipeline.schedule.ir import Schedule
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,8 +7,8 @@ from collections import defaultdict
 from typing import TYPE_CHECKING, NamedTuple
 
 from ferrodist.installation import how_to_install
-from ferrodist.parallel.pipeline.schedule.ir import ActionKind
-from ferrodist.parallel.pipeline.schedule.timeline import Timeline, predict
+from ferrodist.parallel.pipeline.schedule.ir import Action, ActionKind, Schedule
+from ferrodist.parallel.pipeline.schedule.timeline import Costs, Timeline, predict
 from ferrodist.wording import counted
 
 if TYPE_CHECKING:
@@ -17,8 +17,6 @@ if TYPE_CHECKING:
 
     from matplotlib.axes import Axes
 
-    from ferrodist.parallel.pipeline.schedule.ir import Action, Schedule
-    from ferrodist.parallel.pipeline.schedule.timeline import Costs
     from ferrodist.parallel.pipeline.schedule.validate import Span
 
 _NAMES = {
