@@ -116,6 +116,20 @@ def make_zeros(specs: Sequence[DTensorSpec]) -> list[torch.Tensor]:
     return [torch.zeros(spec.local_shape, dtype=spec.dtype, device="cpu") for spec in specs]
 
 
+def zeros_if_empty(call: OpCall) -> LocalFunction | None:
+    """Zeros, as ``output_mask`` wants them, on a rank with an empty shard, by whose size torch's kernel divides."""
+    if all(0 not in spec.local_shape for spec in call.placed_inputs):
+        return None
+    outputs = call.outputs
+    wanted = call.arguments.get("output_mask", [True] * len(outputs))
+
+    def compute(*_: Any, **__: Any) -> list[torch.Tensor | None]:
+        zeros = iter(make_zeros(outputs))
+        return [next(zeros) if want else None for want in wanted]
+
+    return compute
+
+
 def _as_meta(value: DTensorSpec | torch.Tensor) -> torch.Tensor:
     """The tensor on the meta device: plain scalars too, as some operators need all inputs on one device."""
     stride = value.stride if isinstance(value, DTensorSpec) else value.stride()

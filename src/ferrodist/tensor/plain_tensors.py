@@ -26,7 +26,7 @@ from ferrodist.tensor.op_strategy import bind_arguments, find_all, map_tensors, 
 from ferrodist.tensor.ops import indexing, matmul
 from ferrodist.tensor.placement import Replicate
 from ferrodist.tensor.redistribute import redistribute_local
-from ferrodist.tensor.replica_check import check_replicated, describe_module
+from ferrodist.tensor.replica_check import ReplicaCheck, check_replicated, describe_module
 from ferrodist.tensor.spec import DTensorSpec
 from ferrodist.torch_private.autograd import base_of, current_graph_task
 from ferrodist.torch_private.operators import schema_of
@@ -37,7 +37,6 @@ if TYPE_CHECKING:
     from types import FrameType
 
     from ferrodist.mesh import DeviceMesh
-    from ferrodist.tensor.replica_check import ReplicaCheck
 
 ACTIVE_CHECK: ContextVar[ReplicaCheck | None] = ContextVar("active_check", default=None)
 """The check of the parallel module whose code runs."""

@@ -15,16 +15,14 @@ from ferrodist.collectives.arguments import compute_shard_sizes
 from ferrodist.collectives.reduce import allreduce
 from ferrodist.collectives.reduce_op import ReduceOp
 from ferrodist.tensor.general_all_to_all import exchange
-from ferrodist.tensor.placement import Partial, Replicate, Shard
-from ferrodist.tensor.redistribute_plan import RedistributeKind, innermost_blocks, make_plan
+from ferrodist.tensor.placement import Partial, Placement, Replicate, Shard
+from ferrodist.tensor.redistribute_plan import RedistributeKind, RedistributeStep, innermost_blocks, make_plan
 from ferrodist.tensor.spec import DTensorSpec, shard_of, split_blocks
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
     from ferrodist.mesh import DeviceMesh
-    from ferrodist.tensor.placement import Placement
-    from ferrodist.tensor.redistribute_plan import RedistributeStep
 
 _records: ContextVar[tuple[list[RedistributeStep], ...]] = ContextVar("records", default=())
 

@@ -20,15 +20,13 @@ from typing import TYPE_CHECKING
 
 from ferrodist.collectives.reduce_op import ReduceOp
 from ferrodist.tensor.general_all_to_all import GeneralAllToAll
-from ferrodist.tensor.placement import Partial, Replicate, Shard, reductions_commute
-from ferrodist.tensor.spec import sharding_axes, sizes_before_axis
+from ferrodist.tensor.placement import Partial, Placement, Replicate, Shard, reductions_commute
+from ferrodist.tensor.spec import DTensorSpec, sharding_axes, sizes_before_axis
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
     from ferrodist.backends.base import Backend
-    from ferrodist.tensor.placement import Placement
-    from ferrodist.tensor.spec import DTensorSpec
 
     Placements = tuple[Placement, ...]
 

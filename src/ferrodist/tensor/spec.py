@@ -12,14 +12,13 @@ import torch
 
 from ferrodist.collectives.arguments import compute_shard_sizes
 from ferrodist.collectives.reduce_op import ReduceOp
-from ferrodist.tensor.placement import Partial, Replicate, Shard
+from ferrodist.tensor.placement import Partial, Placement, Replicate, Shard
 from ferrodist.wording import counted
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Sequence
 
     from ferrodist.mesh import DeviceMesh
-    from ferrodist.tensor.placement import Placement
 
 _DISPATCH_CACHE = "tensor.dispatch_cache"
 """The group attachment that holds `DTensorSpec.dispatch_cache`, for all specs on the group's meshes."""

@@ -15,9 +15,8 @@ import torch
 from ferrodist.collectives.engines.host import share_bytes
 from ferrodist.errors import CollectiveMismatchError
 from ferrodist.tensor.op_strategy import OpRule, OpStrategy, all_replicated, keep_sharding, rule_table
-from ferrodist.tensor.placement import Partial, Replicate, Shard
+from ferrodist.tensor.placement import Partial, Placement, Replicate, Shard
 from ferrodist.tensor.redistribute import redistribute_local
-from ferrodist.torch_private.operators import schema_of
 
 if TYPE_CHECKING:
     from ferrodist.mesh import DeviceMesh
@@ -77,11 +76,9 @@ def _draw_in_place(call: OpCall) -> LocalFunction:
 
 def _draw_like(call: OpCall) -> LocalFunction:
     spec, (output,), operator = call.placed_inputs[0], call.outputs, call.operator
-    takes_generator = any(argument.name == "generator" for argument in schema_of(operator).arguments)
 
     def draw(_: torch.Tensor, *others: Any, **named: Any) -> torch.Tensor:
-        generator = named.get("generator") if takes_generator else None
-        check_generators(spec.mesh, generator, str(operator))
+        check_generators(spec.mesh, named.get("generator"), str(operator))
         return local_of_full(operator(_empty_full(spec), *others, **named), output)
 
     return draw
@@ -91,17 +88,17 @@ def _draw_from_full(call: OpCall) -> LocalFunction:
     spec, operator = call.placed_inputs[0], call.operator
 
     def draw(local: torch.Tensor, *others: Any, **named: Any) -> Any:
-        generators = [one for one in (*others, *named.values()) if isinstance(one, torch.Generator)]
-        check_generators(spec.mesh, generators[0] if generators else None, str(operator))
+        generator = next((one for one in (*others, *named.values()) if isinstance(one, torch.Generator)), None)
+        check_generators(spec.mesh, generator, str(operator))
         return operator(_empty_full(spec).copy_(local), *others, **named)
 
     return draw
 
 
 def _dropout_strategies(call: OpCall, axis: int) -> list[OpStrategy]:
-    replicated = [OpStrategy((Replicate(),), (Replicate(),) * 2)]
     current = call.inputs[0].placements[axis]
-    return [*replicated, OpStrategy((current,), (current,) * 2)] if isinstance(current, Shard) else replicated
+    placements: list[Placement] = [Replicate(), *([current] if isinstance(current, Shard) else [])]
+    return [OpStrategy((one,), (one, one)) for one in placements]
 
 
 def _dropout(call: OpCall) -> LocalFunction:
@@ -109,8 +106,7 @@ def _dropout(call: OpCall) -> LocalFunction:
 
     def drop(local: torch.Tensor, p: float, train: bool | None) -> tuple[torch.Tensor, torch.Tensor]:  # noqa: FBT001
         if train is False:
-            results: tuple[torch.Tensor, torch.Tensor] = operator(local, p, train)
-            return results
+            return operator(local, p, train)  # type: ignore[no-any-return]
         check_generators(spec.mesh, None, str(operator))
         # The mask is drawn before anything is computed, from as many numbers as the tensor has elements.
         mask = local_of_full(operator(_empty_full(spec).fill_(1), p, train)[1], mask_spec)
