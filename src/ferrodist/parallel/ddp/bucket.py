@@ -47,7 +47,7 @@ if TYPE_CHECKING:
     from ferrodist.backends.base import Backend
     from ferrodist.collectives.work import PendingCollective
 
-    CommHook: TypeAlias = "Callable[[GradientBucket], PendingCollective[torch.Tensor]]"
+CommHook: TypeAlias = "Callable[[GradientBucket], PendingCollective[torch.Tensor]]"
 
 FINGERPRINT_SIZE = 2  # elements of one rank's fingerprint
 
