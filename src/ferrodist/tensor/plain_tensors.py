@@ -103,15 +103,12 @@ def replicate_plain(
 ) -> tuple[list[Any], dict[str, Any]]:
     """Replace plain tensors by replicated distributed ones, which share their memory; errors as of `check_plain`."""
     # References are counted before anything here holds the tensors.
-    temporaries = {id(args[index]) for index in range(len(args)) if sys.getrefcount(args[index]) <= _ARGUMENT_REFS}
+    temporaries = {id(args[at]) for at in range(len(args)) if sys.getrefcount(args[at]) <= _ARGUMENT_REFS}
     for value in (*args, *kwargs.values()):
         if isinstance(value, list):
-            temporaries |= {
-                id(value[at]) for at in range(len(value)) if sys.getrefcount(value[at]) <= _LIST_ELEMENT_REFS
-            }
-    arguments = [*args, *kwargs.values()]
+            unheld = [at for at in range(len(value)) if sys.getrefcount(value[at]) <= _LIST_ELEMENT_REFS]
+            temporaries |= {id(value[at]) for at in unheld}
     only_scalars = _writes_scalars(func, cls, args, kwargs)
-
     overwritten = set(map(id, _find_overwritten(func, args, kwargs)))
 
     def wrap(tensor: torch.Tensor) -> Any:
@@ -130,8 +127,7 @@ def replicate_plain(
     def replace(value: Any) -> Any:
         return map_tensors(wrap, value, torch.Tensor) if find_plain([value], takes_scalars=takes_scalars) else value
 
-    made = [replace(value) for value in arguments]
-    return made[: len(args)], dict(zip(kwargs, made[len(args) :], strict=True))
+    return [replace(value) for value in args], {name: replace(value) for name, value in kwargs.items()}
 
 
 _ARGUMENT_REFS = 4
@@ -174,12 +170,7 @@ _OVERWRITING = ("aten.copy_", "aten.fill_", "aten._foreach_copy_")
 
 
 def check_plain(
-    operator: object,
-    tensor: torch.Tensor,
-    mesh: DeviceMesh,
-    *,
-    is_temporary: bool = False,
-    is_overwritten: bool = False,
+    operator: object, tensor: torch.Tensor, mesh: DeviceMesh, *, is_temporary: bool, is_overwritten: bool
 ) -> None:
     """Raise unless a plain tensor, which an operator takes beside distributed ones, counts as replicated.
 
@@ -188,12 +179,9 @@ def check_plain(
     """
     is_backward = current_graph_task() != -1
     check = _find_check(mesh, is_backward=is_backward)
-    reason = ""
+    kind, reason = with_article(type(tensor).__name__), ""
     if not is_plain(tensor):
-        reason = (
-            f"it is {with_article(type(tensor).__name__)} on {tensor.device}, and distributed tensors are plain"
-            " ones on the CPU"
-        )
+        reason = f"it is {kind} on {tensor.device}, and distributed tensors are plain ones on the CPU"
     elif tensor.requires_grad and tensor.is_leaf and not is_backward:
         reason = "it is a leaf that requires grad, and would get the gradient of a distributed tensor"
     elif check is not None:
@@ -206,10 +194,10 @@ def check_plain(
         check_replicated(operator, tensor, mesh)
         return
     raise ValueError(  # a TypeError would be replaced by that of operators such as +
-        f"{operator}{describe_module()} got distributed tensors and {with_article(type(tensor).__name__)} of shape"
-        f" {tuple(tensor.shape)}: {reason + ': ' if reason else ''}distribute it too, as by"
-        " fd.distribute(tensor, mesh, placements), or work on to_local(); inside of fd.parallelize(model, mesh, plan)"
-        " plain tensors that the model's code makes count as replicated"
+        f"{operator}{describe_module()} got distributed tensors and {kind} of shape {tuple(tensor.shape)}:"
+        f" {reason + ': ' if reason else ''}distribute it too, as by fd.distribute(tensor, mesh, placements), or work"
+        " on to_local(); inside of fd.parallelize(model, mesh, plan) plain tensors that the model's code makes count as"
+        " replicated"
     )
 
 
