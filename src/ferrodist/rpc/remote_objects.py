@@ -27,10 +27,8 @@ from ferrodist.rpc.messages import (
     pack_result,
     unpack_result,
 )
-from ferrodist.rpc.refcount_protocol import RefCountClient, RefCountServer
-from ferrodist.rpc.rref import FETCH, METHOD, ReferenceId, RRef
-from ferrodist.rpc.rref_records import OwnedObject, owned_object, record_of
-from ferrodist.rpc.rref_transfer import RRefTransfer
+from ferrodist.rpc.refcount_protocol import RefCountClient, RefCountServer, RRefTransfer
+from ferrodist.rpc.rref import FETCH, METHOD, OwnedObject, ReferenceId, RRef, owned_object
 from ferrodist.rpc.server import RpcServer, refusal
 
 if TYPE_CHECKING:
@@ -164,7 +162,7 @@ class RRefManager(ValueCodec):
         if packing.references is None:
             packing.references = []
         packing.references.append(value)
-        id_ = record_of(value).id
+        id_ = value._record.id
         if not self._is_third_owner(id_, peer):
             return tuple(id_)
         if packing.fork_id is None:

@@ -34,16 +34,22 @@ from ferrodist.wording import counted, with_article
 if TYPE_CHECKING:
     from ferrodist.rpc.client import RpcClient
     from ferrodist.rpc.executor import Executor
-    from ferrodist.rpc.metrics import RpcMetrics
 
     InternalHandler = Callable[[IncomingCall, Call], object]
 
 
 class FunctionRegistry:
-    """The functions that may be called, by name."""
+    """The functions that may be called, by name; raises as `register`, and TypeError if they are not in a mapping."""
 
-    def __init__(self) -> None:
+    def __init__(self, functions: Mapping[str, Callable[..., Any]]) -> None:
         self.functions: dict[str, Callable[..., Any]] = {}
+        if not isinstance(functions, Mapping):
+            raise TypeError(
+                f"functions are given by their names, as in {{'add': add}}, not as"
+                f" {with_article(type(functions).__name__)}"
+            )
+        for name, function in functions.items():
+            self.register(name, function)
 
     def register(self, name: str, function: Callable[..., Any]) -> None:
         """Register a function; see `RpcAgent.register`."""
@@ -55,16 +61,6 @@ class FunctionRegistry:
             raise ValueError(f"names that begin with {OWN_NAMES!r} are the agents' own: take another one")
         if self.functions.setdefault(name, function) is not function:
             raise ValueError(f"there is a function {name!r} already: take another name")
-
-    def register_all(self, functions: Mapping[str, Callable[..., Any]]) -> None:
-        """Register functions by their names; raises as `register`, and TypeError if this is not a mapping."""
-        if not isinstance(functions, Mapping):
-            raise TypeError(
-                f"functions are given by their names, as in {{'add': add}}, not as"
-                f" {with_article(type(functions).__name__)}"
-            )
-        for name, function in functions.items():
-            self.register(name, function)
 
     def classes(self) -> set[type]:
         """The registered classes."""
@@ -89,7 +85,6 @@ class RpcServer(MessageHandler):
         executor: Executor,
         codec: ValueCodec,
         client: RpcClient,
-        metrics: RpcMetrics,
         *,
         max_outstanding: int,
         timeout: float,
@@ -98,7 +93,6 @@ class RpcServer(MessageHandler):
         self._executor = executor
         self._codec = codec
         self._client = client
-        self._metrics = metrics
         self._max_incoming = 2 * max_outstanding + _MAX_INTERNAL_CALLS
         self._timeout = timeout
         self._internal: dict[str, InternalHandler] = {}
@@ -126,14 +120,11 @@ class RpcServer(MessageHandler):
 
     @override
     def on_message(self, peer: Peer, kind: MessageKind, number: int, content: Content) -> None:
-        if kind is MessageKind.CALL:
+        if kind is MessageKind.CALL or kind is MessageKind.INTERNAL_CALL:
             incoming = IncomingCall(peer, number, content)
             if self._accept(incoming):
-                self.submit(incoming)
-        elif kind is MessageKind.INTERNAL_CALL:
-            incoming = IncomingCall(peer, number, content)
-            if self._accept(incoming):
-                self._serve_internal(incoming)
+                serve = self.submit if kind is MessageKind.CALL else self._serve_internal
+                serve(incoming)
         elif kind is MessageKind.NOTICE:
             self._serve_internal(IncomingCall(peer, None, content))
         elif kind is MessageKind.CANCEL:
@@ -146,7 +137,7 @@ class RpcServer(MessageHandler):
     @override
     def on_cancelled_message(self, peer: Peer, number: int, content: Content) -> None:
         self._discard(peer, content)
-        self._metrics.count("failed")
+        self._client.metrics.count("failed")
         text = "the call's tensors were on their way until its caller had given up"
         self._send_response(peer, number, Failure(FailureKind.EXPIRED, "", text, ""))
 
@@ -201,10 +192,8 @@ class RpcServer(MessageHandler):
             self._send_response(peer, number, value)
 
     def _handle_internal(self, incoming: IncomingCall) -> None:
-        content, incoming.content = incoming.content, None
-        assert content is not None
         try:
-            call = self._unpack(incoming.peer, content)
+            call = self._take_call(incoming)
         except (ProtocolError, PeerLostError) as error:
             self.respond(incoming, Failure(FailureKind.UNDECODABLE, "", str(error), ""))
             return
@@ -268,7 +257,15 @@ class RpcServer(MessageHandler):
 
     def _run_coroutine(self, incoming: IncomingCall, awaitable: Any) -> None:
         """Answer a call with the result of an awaitable."""
-        coroutine = self._await_and_respond(incoming, awaitable)
+
+        async def await_and_respond() -> None:
+            try:
+                value = await awaitable
+            except BaseException as error:  # noqa: BLE001 - it is the caller's, and no reason for the loop to end
+                value = failure_of(error)
+            self.respond(incoming, value)
+
+        coroutine = await_and_respond()
         try:
             future = self._executor.event_loop.run(coroutine)
         except RuntimeError:  # closed meanwhile
@@ -279,19 +276,12 @@ class RpcServer(MessageHandler):
         else:
             incoming.on_cancel(future.cancel)
 
-    async def _await_and_respond(self, incoming: IncomingCall, awaitable: Any) -> None:
-        try:
-            value = await awaitable
-        except BaseException as error:  # noqa: BLE001 - it is the caller's, and no reason for the loop to end
-            value = failure_of(error)
-        self.respond(incoming, value)
-
     # Responses.
 
     def respond(self, incoming: IncomingCall, value: Any) -> None:
         """Answer a call with a value or a `Failure`; does not raise."""
         if incoming.is_submitted:
-            self._metrics.count("failed" if isinstance(value, Failure) else "served")
+            self._client.metrics.count("failed" if isinstance(value, Failure) else "served")
         try:
             if incoming.on_result is not None:
                 value = incoming.on_result(value)
@@ -311,26 +301,21 @@ class RpcServer(MessageHandler):
                 self._send_failure(peer, number, value)
             return
         try:
-            content = pack_plain_result(value)
-            if content is not None:
+            content: Content | None = pack_plain_result(value)
+            transfer = None
+            if content is None:
+                content, transfer = self._codec.pack(peer.rank, pack_result, value)
+            if transfer is None:
                 peer.send(MessageKind.RESULT, number, content)
-            else:
-                self._send_value(peer, number, value)
+                return
+            send = functools.partial(peer.send, MessageKind.RESULT, number, content)
+            sent = transfer.send(send, functools.partial(self._send_unsendable, peer, number), Deadline(self._timeout))
+            if sent is not None:
+                sent.add_callback(transfer.forget)
         except (TypeError, ValueError, DistributedError) as error:
             self._send_unsendable(peer, number, error)
         except Exception as error:  # noqa: BLE001 - a value of the user's may raise anything when it is looked at
             self._send_unsendable(peer, number, TypeError(f"the result can't travel: {describe_error(error)}"))
-
-    def _send_value(self, peer: Peer, number: int, value: Any) -> None:
-        content, transfer = self._codec.pack(peer.rank, pack_result, value)
-        send = functools.partial(peer.send, MessageKind.RESULT, number, content)
-        if transfer is None:
-            send()
-            return
-        on_error = functools.partial(self._send_unsendable, peer, number)
-        sent = transfer.send(send, on_error, Deadline(self._timeout))
-        if sent is not None:
-            sent.add_callback(transfer.forget)
 
     def _send_unsendable(self, peer: Peer, number: int, error: BaseException) -> None:
         """Send why a result can't be sent: it is of another type, or too large, or the caller is gone."""
