@@ -20,8 +20,8 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ferrodist.bench.adapters.base import Adapter, RankInfo, UnsupportedError, open_adapter
-from ferrodist.bench.cases import GROUP_CREATIONS, Case, DataType, Operation, Peer
+from ferrodist.bench.adapters.base import Adapter, MemoryCopyAdapter, RankInfo, UnsupportedError
+from ferrodist.bench.cases import GROUP_CREATIONS, OURS, Case, DataType, Operation, Peer
 from ferrodist.bench.channel import Channel, ChannelClosedError, FileBarrier
 from ferrodist.bench.workload import MatmulLoad, Workload
 
@@ -60,6 +60,23 @@ def main(arguments: Sequence[str] | None = None) -> None:
     with contextlib.closing(channel), contextlib.closing(barrier), contextlib.suppress(ChannelClosedError):
         Worker(adapter, barrier).serve(channel)
     adapter.close()
+
+
+def open_adapter(peer: Peer, info: RankInfo) -> Adapter:
+    """Join the group of a peer; every rank of it calls this."""
+    if peer is Peer.LIMIT:
+        return MemoryCopyAdapter(info)
+    if peer in OURS:
+        from ferrodist.bench.adapters.ferrodist import FerrodistAdapter, NcclAdapter  # noqa: PLC0415
+
+        return NcclAdapter(info) if peer is Peer.OVER_NCCL else FerrodistAdapter(peer, info)
+    if peer is Peer.GLOO:
+        from ferrodist.bench.adapters.gloo import GlooAdapter  # noqa: PLC0415
+
+        return GlooAdapter(info)
+    from ferrodist.bench.adapters.mpi import MpiAdapter  # noqa: PLC0415
+
+    return MpiAdapter(peer)
 
 
 class Worker:

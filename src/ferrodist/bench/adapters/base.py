@@ -1,4 +1,4 @@
-"""The interface of a library to the worker: its arrays, its calls, and the adapter of each peer.
+"""The interface of a library to the worker: its arrays, its calls, and the adapter of the limit.
 
 Arrays are one-dimensional; the workload writes and checks them, and slices share their memory.
 """
@@ -10,7 +10,7 @@ import platform
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from ferrodist.bench.cases import OURS, Case, DataType, Operation, Peer
+from ferrodist.bench.cases import Case, DataType, Operation
 from ferrodist.bench.channel import FileBarrier
 
 if TYPE_CHECKING:
@@ -188,20 +188,3 @@ class MemoryCopyAdapter(Adapter):
         memmove, size_bytes = ctypes.memmove, case.num_elements * case.dtype.size_bytes  # libc's, without the GIL
         to, from_ = ctypes.c_void_p(target.ctypes.data), ctypes.c_void_p(source.ctypes.data)
         return lambda: memmove(to, from_, size_bytes)
-
-
-def open_adapter(peer: Peer, info: RankInfo) -> Adapter:
-    """Join the group of a peer; every rank of it calls this."""
-    if peer is Peer.LIMIT:
-        return MemoryCopyAdapter(info)
-    if peer in OURS:
-        from ferrodist.bench.adapters.ferrodist import FerrodistAdapter, NcclAdapter  # noqa: PLC0415
-
-        return NcclAdapter(info) if peer is Peer.OVER_NCCL else FerrodistAdapter(peer, info)
-    if peer is Peer.GLOO:
-        from ferrodist.bench.adapters.gloo import GlooAdapter  # noqa: PLC0415
-
-        return GlooAdapter(info)
-    from ferrodist.bench.adapters.mpi import MpiAdapter  # noqa: PLC0415
-
-    return MpiAdapter(peer)
