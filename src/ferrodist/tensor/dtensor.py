@@ -361,7 +361,7 @@ def _redistribute_grad(grad: torch.Tensor, placements: tuple[Placement, ...], me
     The gradient is plain, and counts as replicated, if the tensor was written to a plain one, as a buffer.
     """
     if not isinstance(grad, DTensor):
-        check_plain("the gradient", grad, mesh)
+        check_plain("the gradient", grad, mesh, is_temporary=False, is_overwritten=False)
         grad = DTensor.from_local(_owned_grad(grad), mesh, [Replicate()] * mesh.ndim, shape=grad.shape)
     return grad if grad.placements == placements else grad.redistribute(placements)
 

@@ -200,13 +200,13 @@ def _logsumexp(call: OpCall) -> LocalFunction | None:
     reduce = cross_rank_reducer(spec, axes)
     result, shape = call.outputs[0].dtype, call.outputs[0].local_shape
     is_empty = any(spec.local_shape[dim] == 0 for dim in reduced)
-    kept = [1 if dim in reduced else size for dim, size in enumerate(spec.local_shape)]
+    keepdim_shape = [1 if dim in reduced else size for dim, size in enumerate(spec.local_shape)]
 
     def logsumexp(tensor: torch.Tensor, *_: Any, **__: Any) -> torch.Tensor:
         wide = tensor.to(accumulation_dtype(result))
         # The real parts decide the magnitude of complex exponentials.
         real = wide.real if wide.is_complex() else wide
-        local = real.new_full(kept, -math.inf) if is_empty else real.amax(reduced, keepdim=True)
+        local = real.new_full(keepdim_shape, -math.inf) if is_empty else real.amax(reduced, keepdim=True)
         largest = reduce(local, ReduceOp.MAX)
         shift = torch.where(largest.isinf(), 0.0, largest)  # infinities would give NaN
         total = reduce((wide - shift).exp().sum(reduced, keepdim=True), ReduceOp.SUM)
