@@ -25,6 +25,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 import torch.distributed
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
 
 import ferrodist as fd
 from ferrodist.testing import run_ranks
@@ -75,7 +76,7 @@ def measure(group: fd.Backend, variant: str, num_steps: int, meeting_file: str) 
         synchronise()
         optimizer.step()
     seconds = (time.perf_counter() - began) / num_steps
-    norm = norm_of(model, group, is_divided="FSDP" in variant)
+    norm = norm_of(model)
     if "torch" in variant:
         torch.distributed.destroy_process_group()
     return Result(seconds, norm)
@@ -104,14 +105,14 @@ def nothing() -> None:
     """Averages nothing."""
 
 
-def norm_of(model: torch.nn.Module, group: fd.Backend, *, is_divided: bool) -> float:
-    """The norm of all weights."""
-    parts = [parameter.detach() for parameter in model.parameters()]
-    parts = [part.to_local() if hasattr(part, "to_local") else part for part in parts]
-    square = sum((part.double().square().sum() for part in parts), torch.zeros((), dtype=torch.float64))
-    if is_divided:
-        square = fd.allreduce(square, group=group)
-    return math.sqrt(square.item())
+def norm_of(model: torch.nn.Module) -> float:
+    """The norm of all weights of the whole model, which every rank calls.
+
+    A sum over a shard of ferrodist's FSDP is that over the full tensor already; torch's FSDP2 has DTensors.
+    """
+    weights = [parameter.detach() for parameter in model.parameters()]
+    full = [weight.full_tensor() if isinstance(weight, DTensor) else weight for weight in weights]
+    return math.sqrt(sum(weight.double().square().sum().item() for weight in full))
 
 
 def main() -> None:

@@ -1,4 +1,4 @@
-// Points in time by which a blocking call must return.
+// A point in time by which a blocking call must return.
 #pragma once
 
 #include <chrono>
@@ -8,18 +8,20 @@ namespace ferrodist {
 
 using Clock = std::chrono::steady_clock;
 
-// The clock is first read when somebody asks: what ends at once never does. That makes a deadline later by the time it
-// takes to get to the first question, some microseconds. For one thread.
+// A deadline whose clock starts at the first query, so that calls that end at once never read the clock. The deadline
+// is later by the time until that query, some microseconds. For one thread.
 class Deadline {
 public:
-    // `seconds` may be infinite; what the clock can't hold is cut to about thirty years.
+    // `seconds` may be infinite; values beyond the clock's range are cut to about thirty years.
     explicit Deadline(double seconds) : seconds_(seconds) {}
 
     [[nodiscard]] bool expired() const { return Clock::now() >= end(); }
     [[nodiscard]] Clock::duration remaining() const { return end() - Clock::now(); }
     [[nodiscard]] Clock::time_point end() const { return start() + to_duration(seconds_); }
     [[nodiscard]] double seconds() const noexcept { return seconds_; }
-    [[nodiscard]] double elapsed_seconds() const { return std::chrono::duration<double>(Clock::now() - start()).count(); }
+    [[nodiscard]] double elapsed_seconds() const {
+        return std::chrono::duration<double>(Clock::now() - start()).count();
+    }
 
 private:
     static Clock::duration to_duration(double seconds) {

@@ -1,4 +1,4 @@
-// A file descriptor that is closed by its owner.
+// An owned file descriptor, closed on destruction.
 #pragma once
 
 #include <unistd.h>
@@ -10,27 +10,27 @@ namespace ferrodist {
 class Descriptor {
 public:
     Descriptor() = default;
-    explicit Descriptor(int number) : number_(number) {}
-    Descriptor(Descriptor&& other) noexcept : number_(std::exchange(other.number_, -1)) {}
+    explicit Descriptor(int fd) : fd_(fd) {}
+    Descriptor(Descriptor&& other) noexcept : fd_(std::exchange(other.fd_, -1)) {}
     Descriptor& operator=(Descriptor&& other) noexcept {
         if (this != &other) {
-            if (number_ >= 0) ::close(number_);
-            number_ = std::exchange(other.number_, -1);
+            if (fd_ >= 0) ::close(fd_);
+            fd_ = std::exchange(other.fd_, -1);
         }
         return *this;
     }
     Descriptor(const Descriptor&) = delete;
     Descriptor& operator=(const Descriptor&) = delete;
     ~Descriptor() {
-        if (number_ >= 0) ::close(number_);
+        if (fd_ >= 0) ::close(fd_);
     }
 
-    [[nodiscard]] int get() const noexcept { return number_; }
-    // Gives the descriptor up to the caller.
-    [[nodiscard]] int release() noexcept { return std::exchange(number_, -1); }
+    [[nodiscard]] int get() const noexcept { return fd_; }
+    // Transfers ownership to the caller.
+    [[nodiscard]] int release() noexcept { return std::exchange(fd_, -1); }
 
 private:
-    int number_ = -1;
+    int fd_ = -1;
 };
 
 }  // namespace ferrodist

@@ -1,6 +1,6 @@
-// Why an operation of the engine ended early. Everything that blocks throws this, or what a signal's handler raised in
-// Python (base/interruption.h); `bindings/` hands it to Python, where `backends/native/errors.py` turns it into the
-// public errors.
+// The exception of the engine: why an operation ended early. Everything that blocks throws this, or the exception that
+// a Python signal handler raised (base/interruption.h). `bindings/` translates it to Python, where
+// `backends/native/errors.py` makes the public errors of it.
 #pragma once
 
 #include <cstddef>
@@ -13,20 +13,20 @@
 namespace ferrodist {
 
 enum class FailureKind : int {
-    late,        // a deadline passed; `ranks` have not called the collective
-    stalled,     // a deadline passed; `ranks` have called it and got stuck
-    left,        // `ranks` have left the group and will not come
-    mismatch,    // the ranks called different things; `record` holds every rank's call
-    sizes,       // `ranks` sends another number of elements than this one expects; `record` is both, as uint64
-    aborted,     // the group was ended on all ranks; `record` says why, in the words of who ended it
-    stopped,     // this rank has left the group
-    broken,      // an operation before this one failed on this rank
-    queue,       // an operation started before this one has not ended in time
-    unsupported, // the engine can't do it
-    lost,        // the connection to `ranks` has ended
-    protocol,    // `ranks` sent what no rank would send; `record` says what
-    failed,      // a collective has failed on `ranks`, which tell why another way
-    unreadable,  // the system has refused to read the memory of `ranks`, as it did before; `record` is the errno, as int32
+    late,         // the deadline passed; `ranks` have not called the collective
+    stalled,      // the deadline passed; `ranks` have called the collective and are stuck in it
+    left,         // `ranks` have left the group
+    mismatch,     // the ranks made different calls; `record` holds every rank's call
+    sizes,        // the number of elements from `ranks` differs from the expected one; `record` is both, as uint64
+    aborted,      // the group was aborted on all ranks; `record` is the reason given to `abort`
+    stopped,      // this rank has left the group
+    broken,       // an earlier operation failed on this rank
+    queue,        // an operation started earlier has not ended in time
+    unsupported,  // the engine does not support the operation
+    lost,         // the connection to `ranks` has ended
+    protocol,     // `ranks` violated the protocol; `record` says how
+    failed,       // a collective has failed on `ranks`, which report the reason over the control plane
+    unreadable,   // the kernel now refuses to read the memory of `ranks`; `record` is the errno, as int32
 };
 
 class Failure : public std::exception {
@@ -39,11 +39,11 @@ public:
     [[nodiscard]] const std::vector<int>& ranks() const noexcept { return ranks_; }
     [[nodiscard]] const std::string& record() const noexcept { return record_; }
 
-    // Which of the group's collectives it was, and the seconds that it had taken.
-    [[nodiscard]] std::uint64_t place() const noexcept { return place_; }
+    // The collective's ticket in its group, and the seconds since it was called.
+    [[nodiscard]] std::uint64_t ticket() const noexcept { return ticket_; }
     [[nodiscard]] double elapsed() const noexcept { return elapsed_; }
-    void set_context(std::uint64_t place, double elapsed) noexcept {
-        place_ = place;
+    void set_context(std::uint64_t ticket, double elapsed) noexcept {
+        ticket_ = ticket;
         elapsed_ = elapsed;
     }
 
@@ -51,7 +51,7 @@ private:
     FailureKind kind_;
     std::vector<int> ranks_;
     std::string record_;
-    std::uint64_t place_ = 0;
+    std::uint64_t ticket_ = 0;
     double elapsed_ = 0.0;
 };
 

@@ -1,4 +1,5 @@
-// What a wait owes the interpreter whose thread it runs in: to let others run meanwhile, and to look for signals.
+// Cooperation of waits with the interpreter that called them: other Python threads run meanwhile, and signals are
+// handled.
 #pragma once
 
 #include <chrono>
@@ -7,27 +8,28 @@ namespace ferrodist {
 
 inline constexpr auto interruption_period = std::chrono::milliseconds(50);
 
-// The interpreter, while it has its thread run something here.
+// The interpreter, during a call from one of its threads into the engine.
 class Interpreter {
 public:
-    // Before anything that may take longer than a microsecond: its other threads may run from now on.
-    virtual void let_go() = 0;
-    // From time to time in a long wait, after `let_go`: signals that arrived are handled. May throw.
-    virtual void look_for_signals() = 0;
+    // Lets the interpreter's other threads run from now on. Called before anything that may take longer than a
+    // microsecond.
+    virtual void release() = 0;
+    // Runs the handlers of signals that have arrived. Called periodically in a long wait, after `release`. May throw.
+    virtual void check_signals() = 0;
 
 protected:
     ~Interpreter() = default;
 };
 
-// Of this thread; none where the interpreter has no part in what it does.
+// The interpreter that this thread came from; null for threads of the engine itself.
 inline thread_local Interpreter* interpreter = nullptr;
 
 inline void expect_wait() {
-    if (interpreter != nullptr) interpreter->let_go();
+    if (interpreter != nullptr) interpreter->release();
 }
 
-inline void look_for_interruption() {
-    if (interpreter != nullptr) interpreter->look_for_signals();
+inline void check_interruption() {
+    if (interpreter != nullptr) interpreter->check_signals();
 }
 
 }  // namespace ferrodist

@@ -1,4 +1,4 @@
-// Who is told of ranks that a collective has waited for in vain for a long time, while it goes on waiting.
+// The callback for collectives that have waited for other ranks for a long time. The wait goes on.
 #pragma once
 
 #include <cstdint>
@@ -12,24 +12,24 @@ namespace ferrodist {
 
 struct LongWait {
     double seconds = std::numeric_limits<double>::infinity();
-    // Called in the waiting thread, once in a wait, with the collective's sequence, the ranks that are late, and its deadline.
-    std::function<void(std::uint64_t, const std::vector<int>&, const Deadline&)> tell;
+    // Called in the waiting thread, once per wait, with the collective's sequence, the stragglers, and the deadline.
+    std::function<void(std::uint64_t, const std::vector<int>&, const Deadline&)> notify;
 
-    // One wait, whose deadline began with the call.
+    // The state of one wait, whose deadline began with the call.
     class Watch {
     public:
         Watch(const LongWait& long_wait, std::uint64_t sequence) : long_wait_(long_wait), sequence_(sequence) {}
 
-        void look(const Deadline& deadline, const std::vector<int>& late) {
-            if (is_told_ || deadline.elapsed_seconds() < long_wait_.seconds) return;
-            is_told_ = true;
-            long_wait_.tell(sequence_, late, deadline);
+        void check(const Deadline& deadline, const std::vector<int>& stragglers) {
+            if (has_notified_ || deadline.elapsed_seconds() < long_wait_.seconds) return;
+            has_notified_ = true;
+            long_wait_.notify(sequence_, stragglers, deadline);
         }
 
     private:
         const LongWait& long_wait_;
         std::uint64_t sequence_;
-        bool is_told_ = false;
+        bool has_notified_ = false;
     };
 };
 

@@ -1,4 +1,4 @@
-// What the processor is told while a thread spins.
+// CPU hints and scheduling calls for spinning threads.
 #pragma once
 
 #include <sched.h>
@@ -9,7 +9,7 @@
 
 namespace ferrodist {
 
-// About 20 to 60 ns on x86-64; a hint without a fixed length elsewhere.
+// Pauses for about 20 to 60 ns on x86-64; a hint without a fixed length elsewhere.
 inline void relax() noexcept {
 #if defined(__x86_64__)
     _mm_pause();
@@ -18,13 +18,13 @@ inline void relax() noexcept {
 #endif
 }
 
-// Lets another thread have the processor, if one wants it.
-inline void give_way() noexcept {
+// Yields the processor to another runnable thread, if there is one.
+inline void yield_processor() noexcept {
     ::sched_yield();
 }
 
-// Has the system run this thread on another of its processors, if it may use any.
-inline void move_away() noexcept {
+// Moves this thread to another processor, if it may use more than one.
+inline void migrate_thread() noexcept {
     cpu_set_t usable;
     if (::sched_getaffinity(0, sizeof usable, &usable) != 0 || CPU_COUNT(&usable) < 2) return;
     const int here = ::sched_getcpu();

@@ -1,21 +1,22 @@
-// How long a thread that waits spins before it sleeps.
+// The spin phase of a wait: how long a thread polls before it sleeps.
 //
 // [Note: spinning]
-// On virtual machines a wake-up takes 40 to 200 us. A rank that sleeps and is woken so late makes the others sleep, too,
-// who are then late in turn: so ranks spin longer than that. But where other programs want the processor, too, spinning
-// uses up a share of it that a sleeper keeps, and by which it is run at once when it is woken. And what is waited for may
-// need this very processor: the system likes to wake a rank where it is waited for. So while it spins a thread gives way
-// now and then; in a group with more ranks than processors at every look at the clock. When that takes long, somebody else has run: it
-// sleeps, and for a while spins are short. Two ranks on two processors that ten other programs used, too, allreduce of
-// 1 MiB, medians in us: 2100 where they spun for 300 us in any case, 570 where for 50.
+// On virtual machines a wake-up takes 40 to 200 us. A rank that sleeps and is woken so late makes the others sleep,
+// too, who are then late in turn: so ranks spin for longer than a wake-up takes. But where other programs need the
+// processor, spinning uses up a scheduler share that a sleeper keeps, and for which it runs at once when it is woken.
+// The awaited rank may even need this very processor: the scheduler likes to wake a thread next to its waker. So a
+// spinning thread yields now and then; in a group with more ranks than processors, at every clock check. If a yield
+// takes long, another thread has run: the thread goes to sleep, and spins are short for a while. Two ranks on two
+// processors that ten other programs used, too, allreduce of 1 MiB, medians in us: 2100 with spins of 300 us in any
+// case, 570 with 50.
 //
 // [Note: moving]
-// The system sometimes runs two ranks on one processor while another one is idle: on a virtual machine it does not take a
-// halted processor for idle when it wakes a thread. Ranks that give way to each other leave it no reason to part them, for
-// seconds: of 250 batches of allreduces of 64 KiB to 1 MiB a quarter ran so, in twice the time. So a rank whose yields
-// again and again take as long as another's turn asks to be run elsewhere, once: it takes this processor out of those
-// that its thread may use, and puts it back. Of 744 batches none ran so then. How many yields that takes differs from
-// thread to thread, so that two do not both go.
+// The scheduler sometimes runs two ranks on one processor while another is idle: on a virtual machine it does not count
+// a halted processor as idle when it wakes a thread. Ranks that yield to each other give it no reason to separate them,
+// for seconds: of 250 batches of allreduces of 64 KiB to 1 MiB a quarter ran so, in twice the time. So a rank whose
+// yields repeatedly take as long as another thread's time slice migrates, once: it removes its processor from its
+// affinity mask and puts it back. After that none of 744 batches ran so. The number of yields that this takes differs
+// between threads, so that two do not both migrate.
 #pragma once
 
 #include <unistd.h>
@@ -30,7 +31,8 @@
 
 namespace ferrodist {
 
-// What spins learn from each other: those of one segment, of one group between hosts, of one messenger.
+// Contention observed by spinning threads, shared by the waits of one segment, one group between hosts, or one P2P
+// engine.
 class Contention {
 public:
     [[nodiscard]] bool is_seen(Clock::time_point now) const noexcept {
@@ -40,96 +42,102 @@ public:
         until_.store((now + std::chrono::milliseconds(50)).time_since_epoch().count(), std::memory_order_relaxed);
     }
 
-    // Whether it is time to go elsewhere, after a yield that took so long: see [Note: moving].
-    [[nodiscard]] bool should_move(Clock::duration gone) noexcept {
+    // Whether to migrate to another processor, after a yield that took `yield_time`; see [Note: moving].
+    [[nodiscard]] bool should_migrate(Clock::duration yield_time) noexcept {
         constexpr auto alone = std::chrono::microseconds(3);
-        if (gone < alone) {
-            num_shared_.store(0, std::memory_order_relaxed);
+        if (yield_time < alone) {
+            num_shared_yields_.store(0, std::memory_order_relaxed);
             return false;
         }
-        if (num_shared_.fetch_add(1, std::memory_order_relaxed) < most_shared_) return false;
-        num_shared_.store(0, std::memory_order_relaxed);
+        if (num_shared_yields_.fetch_add(1, std::memory_order_relaxed) < max_shared_) return false;
+        num_shared_yields_.store(0, std::memory_order_relaxed);
         return true;
     }
 
 private:
-    std::atomic<Clock::rep> until_{0};  // hints: nothing is ordered by them
-    std::atomic<int> num_shared_{0};
-    int most_shared_ = 4 + 4 * static_cast<int>(::gettid() % 4);
+    std::atomic<Clock::rep> until_{0};  // hints: they order nothing
+    std::atomic<int> num_shared_yields_{0};
+    int max_shared_ = 4 + 4 * static_cast<int>(::gettid() % 4);
 };
 
-// One wait's. After each try that found nothing: `tries_again()`; when that is false it is time to sleep, until `restart`.
+// The spin phase of one wait. Call `should_retry()` after each poll that found nothing; once it is false, sleep until
+// `restart`.
 class Spin {
 public:
-    struct Manner {
-        int tries_a_look;                        // at the clock
-        int looks_a_yield;                       // never where it is 0
-        std::chrono::microseconds somebody_ran;  // a rank's thread gives a processor back sooner
+    struct Policy {
+        int tries_per_check;                        // polls per reading of the clock
+        int checks_per_yield;                       // clock checks per yield; 0: never yield
+        std::chrono::microseconds preemption_time;  // a longer yield means that another thread has run
         std::chrono::microseconds short_spin;
-        bool moves;  // to another processor, where it shares one for long
+        bool may_migrate;  // whether to leave a processor that is shared for long
     };
-    // For flags in memory, with a pause after each try.
-    static constexpr Manner on_flags{32, 8, std::chrono::microseconds(100), std::chrono::microseconds(50), true};
-    // For messages, where a try looks at several rings.
-    static constexpr Manner on_rings{16, 8, std::chrono::microseconds(100), std::chrono::microseconds(50), false};
-    // For connections, where a try makes system calls. A thread that never gives way is stopped by who else wants its
-    // processor, which shows between two looks; so does a hypervisor's stop, which is taken for the same.
-    static constexpr Manner on_connections{16, 0, std::chrono::microseconds(1000), std::chrono::microseconds(50), false};
-    // For all of these in a group with more ranks than processors.
-    static constexpr Manner crowded{4, 1, std::chrono::microseconds(1000), std::chrono::microseconds(15), false};
+    // For flags in memory, with a pause after each poll.
+    static constexpr Policy on_flags{32, 8, std::chrono::microseconds(100), std::chrono::microseconds(50), true};
+    // For messages, where a poll reads several rings.
+    static constexpr Policy on_rings{16, 8, std::chrono::microseconds(100), std::chrono::microseconds(50), false};
+    // For connections, where a poll makes system calls. A thread that never yields is preempted by whoever needs its
+    // processor, which shows as a gap between two clock checks. A hypervisor's pause looks the same and is treated the
+    // same.
+    static constexpr Policy on_connections{16, 0, std::chrono::microseconds(1000), std::chrono::microseconds(50),
+                                           false};
+    // For all waits of a group with more ranks than processors.
+    static constexpr Policy oversubscribed{4, 1, std::chrono::microseconds(1000), std::chrono::microseconds(15), false};
 
-    // `longest` where nobody else wants the processor. `work` is how many of what the manner has in mind a try looks at.
-    Spin(Contention& contention, std::chrono::microseconds longest, const Manner& manner, int work = 1)
-        : contention_(contention), longest_(longest), manner_(manner), tries_a_look_(std::max(1, manner.tries_a_look / work)) {}
+    // `longest` applies without contention. `work` is the number of rings or connections that one poll covers.
+    Spin(Contention& contention, std::chrono::microseconds longest, const Policy& policy, int work = 1)
+        : contention_(contention),
+          longest_(longest),
+          policy_(policy),
+          tries_per_check_(std::max(1, policy.tries_per_check / work)) {}
 
-    // What it waits for has come nearer.
+    // Starts the spin phase anew: the wait has made progress.
     void restart() noexcept {
-        num_tries_ = num_looks_ = 0;
+        num_tries_ = num_checks_ = 0;
         is_over_ = false;
     }
 
-    [[nodiscard]] bool tries_again() {
+    [[nodiscard]] bool should_retry() {
         if (is_over_) return false;
-        return ++num_tries_ % tries_a_look_ != 0 || looks_again();
+        return ++num_tries_ % tries_per_check_ != 0 || check_clock();
     }
 
-    // The same for a caller that makes `tries_a_look` at a time, and other things in between.
-    [[nodiscard]] int tries_a_look() const noexcept { return tries_a_look_; }
-    [[nodiscard]] bool looks_again() {
+    // For callers that poll `tries_per_check` times by themselves, with other work in between.
+    [[nodiscard]] int tries_per_check() const noexcept { return tries_per_check_; }
+    [[nodiscard]] bool check_clock() {
         auto now = Clock::now();
-        if (num_looks_ == 0) {
-            end_ = now + (contention_.is_seen(now) ? std::min(longest_, manner_.short_spin) : longest_);
-            last_look_ = now;
+        if (num_checks_ == 0) {
+            end_ = now + (contention_.is_seen(now) ? std::min(longest_, policy_.short_spin) : longest_);
+            last_check_ = now;
         }
-        auto since = std::exchange(last_look_, now);
+        auto last = std::exchange(last_check_, now);
         bool has_yielded = false;
-        if (++num_looks_; manner_.looks_a_yield != 0) {
-            since = now;
-            has_yielded = num_looks_ % manner_.looks_a_yield == 0;
+        if (++num_checks_; policy_.checks_per_yield != 0) {
+            last = now;
+            has_yielded = num_checks_ % policy_.checks_per_yield == 0;
             if (has_yielded) {
-                give_way();
+                yield_processor();
                 now = Clock::now();
             }
         }
-        const bool somebody_ran = now - since > manner_.somebody_ran;
-        if (somebody_ran) {
+        const bool was_preempted = now - last > policy_.preemption_time;
+        if (was_preempted) {
             contention_.note(now);
-        } else if (manner_.moves && has_yielded && contention_.should_move(now - since)) {
-            move_away();
+        } else if (policy_.may_migrate && has_yielded && contention_.should_migrate(now - last)) {
+            migrate_thread();
         }
-        is_over_ = somebody_ran || now >= end_;
+        is_over_ = was_preempted || now >= end_;
         return !is_over_;
     }
 
 private:
     Contention& contention_;
     std::chrono::microseconds longest_;
-    const Manner& manner_;
-    int tries_a_look_;
+    const Policy& policy_;
+    int tries_per_check_;
     Clock::time_point end_{};
-    Clock::time_point last_look_{};
+    Clock::time_point last_check_{};
     int num_tries_ = 0;
-    int num_looks_ = 0;
+    int num_checks_ = 0;
     bool is_over_ = false;
 };
 

@@ -1,4 +1,4 @@
-// Which of two ways is gone, from how long each has taken.
+// Runtime selection of the faster of two implementations, from measured times.
 #pragma once
 
 #include <algorithm>
@@ -7,44 +7,46 @@
 
 namespace ferrodist {
 
-enum class Way : unsigned char { first, second };
+enum class Choice : unsigned char { first, second };
 
-constexpr Way other(Way way) {
-    return way == Way::first ? Way::second : Way::first;
+constexpr Choice other(Choice choice) {
+    return choice == Choice::first ? Choice::second : Choice::first;
 }
 
 class TwoWayAutotuner {
 public:
-    // The second way is gone where it has been `least_gain` times as fast; one time in `trial_period` the other one than the
-    // better is gone, for both are to be known.
-    constexpr TwoWayAutotuner(double least_gain, unsigned trial_period) : least_gain_(least_gain), trial_period_(trial_period) {}
+    // The second choice is used where it has been `min_speedup` times as fast. One call in `trial_period` uses the
+    // slower choice, so that both stay measured.
+    constexpr TwoWayAutotuner(double min_speedup, unsigned trial_period)
+        : min_speedup_(min_speedup), trial_period_(trial_period) {}
 
-    [[nodiscard]] Way better() const noexcept {
-        return recent_[0].best() > least_gain_ * recent_[1].best() ? Way::second : Way::first;
+    [[nodiscard]] Choice better() const noexcept {
+        return recent_[0].best_seconds_per_byte() > min_speedup_ * recent_[1].best_seconds_per_byte() ? Choice::second
+                                                                                                      : Choice::first;
     }
 
-    [[nodiscard]] Way next() noexcept {
-        return ++num_asked_ % trial_period_ == 0 ? other(better()) : better();
-    }
+    [[nodiscard]] Choice next() noexcept { return ++num_calls_ % trial_period_ == 0 ? other(better()) : better(); }
 
-    // Takes note of `size` bytes that went a way.
-    void took(Way way, double seconds, std::size_t size) noexcept {
-        Recent& recent = recent_[static_cast<std::size_t>(way)];
-        recent.seconds_a_byte[recent.next++ % recent.seconds_a_byte.size()] = seconds / static_cast<double>(size);
+    // Records that `size` bytes with one choice took `seconds`.
+    void record(Choice choice, double seconds, std::size_t size) noexcept {
+        Recent& recent = recent_[static_cast<std::size_t>(choice)];
+        recent.seconds_per_byte[recent.next++ % recent.seconds_per_byte.size()] = seconds / static_cast<double>(size);
     }
 
 private:
-    // The best of the last few counts: whoever is stopped in the middle takes longer, and nobody is faster by accident.
+    // The best of the last few samples: a preempted call takes longer, but no call is faster by accident.
     struct Recent {
-        std::array<double, 4> seconds_a_byte{};  // 0 before it is known, so it is tried
+        std::array<double, 4> seconds_per_byte{};  // 0 until measured, so that the choice is tried
         unsigned next = 0;
 
-        [[nodiscard]] double best() const noexcept { return *std::ranges::min_element(seconds_a_byte); }
+        [[nodiscard]] double best_seconds_per_byte() const noexcept {
+            return *std::ranges::min_element(seconds_per_byte);
+        }
     };
 
-    double least_gain_;
+    double min_speedup_;
     unsigned trial_period_;
-    unsigned num_asked_ = 0;
+    unsigned num_calls_ = 0;
     std::array<Recent, 2> recent_;
 };
 

@@ -1,21 +1,22 @@
-// Who is told of the ends of transfers: what `Transfer::owner` points to.
+// The interface for owners of transfers that are notified of their ends; `Transfer::owner` points to it.
 #pragma once
 
 #include "engine/transfer.h"
 
 namespace ferrodist {
 
-// Called with the interpreter and without the messenger's lock.
+// Called with the GIL and without the engine's lock.
 class CompletionListener {
 public:
     CompletionListener() = default;
     CompletionListener(const CompletionListener&) = delete;
     CompletionListener& operator=(const CompletionListener&) = delete;
 
-    // A transfer of its has ended, and is its own again. Ends are told in their order by each thread; there may be several.
-    virtual void hear(Transfer& ended) = 0;
-    // The thread has told all that it has for now. This may be the last call.
-    virtual void act() = 0;
+    // A transfer has ended and belongs to its owner again. Each thread reports ends in order; there may be several
+    // threads.
+    virtual void on_end(Transfer& ended) = 0;
+    // The thread has reported all ends that it has for now. This may be the last call.
+    virtual void flush() = 0;
 
 protected:
     virtual ~CompletionListener() = default;

@@ -20,9 +20,9 @@ nb::object to_python(const Failure& failure) {
     nb::list ranks;
     for (const int rank : failure.ranks()) ranks.append(rank);
     const std::string& record = failure.record();
-    return make(failure_type, nb::make_tuple(static_cast<int>(failure.kind()), nb::tuple(ranks),
-                                             nb::bytes(record.data(), record.size()), failure.place(),
-                                             failure.elapsed()));
+    return make(failure_type,
+                nb::make_tuple(static_cast<int>(failure.kind()), nb::tuple(ranks),
+                               nb::bytes(record.data(), record.size()), failure.ticket(), failure.elapsed()));
 }
 
 nb::object to_python(const std::system_error& error) {

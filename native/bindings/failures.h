@@ -1,14 +1,14 @@
-// What C++ throws, as Python sees it.
+// Translation of C++ exceptions to Python.
 #pragma once
 
 #include <nanobind/nanobind.h>
 
 namespace ferrodist {
 
-// Makes the module's exception types, and has nanobind raise them for what its functions throw.
+// Creates the module's exception types, and registers their translation with nanobind.
 void bind_failures(nanobind::module_& m);
 
-// The Python exception for what is being handled: to be called in a `catch (...)`.
+// The Python exception for the exception being handled; call it in a `catch (...)`.
 nanobind::object current_python_exception();
 
 }  // namespace ferrodist

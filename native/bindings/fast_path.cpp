@@ -49,37 +49,40 @@ std::size_t size_of_pair(const Pair& pair) {
     return std::max(pair.source.count, pair.out.count) * size_of(pair.source.dtype);
 }
 
-// Whether the shapes are the same but for the first dim, which is `factor` times as long in `longer`.
+// Whether the shapes are equal except for the first dim, which is `factor` times as long in `longer`.
 bool fits(std::span<const std::int64_t> longer, std::span<const std::int64_t> shorter, int factor) {
     return !shorter.empty() && longer.size() == shorter.size() && longer[0] == factor * shorter[0] &&
            std::equal(longer.begin() + 1, longer.end(), shorter.begin() + 1);
 }
 
-// Each finds out whether a call can go the short way, and passes its size in bytes and what has to be done to `go`.
-// What it captures are addresses: the caller keeps the tensors.
+// Each checks whether a call can use the fast path, and passes its size in bytes and the collective to `go`. The
+// collective captures addresses: the caller keeps the tensors alive.
 
 template <class Go>
-bool short_allreduce(const std::optional<Pair>& pair, int op, const Go& go) {
+bool fast_allreduce(const std::optional<Pair>& pair, int op, const Go& go) {
     if (!pair || !has_no_factor(op) || !std::ranges::equal(pair->source.shape, pair->out.shape)) return false;
     if (pair->source.data != pair->out.data && overlap(*pair)) return false;
     const Reduction reduction{.dtype = pair->source.dtype, .op = static_cast<ReduceOp>(op)};
     if (find_fold(reduction.dtype, reduction.op, InstructionSet::baseline) == nullptr) return false;
     go(size_of_pair(*pair), [out = pair->out.data, source = pair->source.data, count = pair->source.count, reduction](
-           Context& context, const Deadline& deadline) { allreduce(context, out, source, count, reduction, deadline); });
+                                Context& context, const Deadline& deadline) {
+        allreduce(context, out, source, count, reduction, deadline);
+    });
     return true;
 }
 
 template <class Go>
-bool short_broadcast(const Communicator& self, nb::handle tensor, nb::handle out, int root, const Go& go) {
+bool fast_broadcast(const Communicator& self, nb::handle tensor, nb::handle out, int root, const Go& go) {
     const auto target = view_tensor(tensor.ptr());
     if (!tensor.is(out) || !target || root < 0 || root >= self.num_ranks()) return false;
-    go(target->count * size_of(target->dtype), [data = target->data, count = target->count, dtype = target->dtype, root](
+    go(target->count * size_of(target->dtype),
+       [data = target->data, count = target->count, dtype = target->dtype, root](
            Context& context, const Deadline& deadline) { broadcast(context, data, count, dtype, root, deadline); });
     return true;
 }
 
 template <class Go>
-bool short_all_gather(const Communicator& self, nb::handle tensor, nb::handle out, const Go& go) {
+bool fast_all_gather(const Communicator& self, nb::handle tensor, nb::handle out, const Go& go) {
     const auto pair = view_pair(tensor, out);
     if (!pair || !fits(pair->out.shape, pair->source.shape, self.num_ranks()) || overlap(*pair)) return false;
     go(size_of_pair(*pair), [out = pair->out.data, source = pair->source.data, count = pair->source.count,
@@ -91,14 +94,14 @@ bool short_all_gather(const Communicator& self, nb::handle tensor, nb::handle ou
 }
 
 template <class Go>
-bool short_reduce_scatter(const Communicator& self, nb::handle tensor, nb::handle out, int op, const Go& go) {
+bool fast_reduce_scatter(const Communicator& self, nb::handle tensor, nb::handle out, int op, const Go& go) {
     const auto pair = view_pair(tensor, out);
     if (!pair || !has_no_factor(op) || !fits(pair->source.shape, pair->out.shape, self.num_ranks()) || overlap(*pair))
         return false;
     const Reduction reduction{.dtype = pair->source.dtype, .op = static_cast<ReduceOp>(op)};
     if (find_fold(reduction.dtype, reduction.op, InstructionSet::baseline) == nullptr) return false;
     go(size_of_pair(*pair), [out = pair->out.data, source = pair->source.data, count = pair->out.count, reduction](
-           Context& context, const Deadline& deadline) {
+                                Context& context, const Deadline& deadline) {
         std::fill(context.counts.begin(), context.counts.end(), count);
         reduce_scatter(context, out, source, context.counts, 0, reduction, deadline);
     });
@@ -106,13 +109,13 @@ bool short_reduce_scatter(const Communicator& self, nb::handle tensor, nb::handl
 }
 
 template <class Go>
-bool short_all_to_all(const Communicator& self, nb::handle tensor, nb::handle out, const Go& go) {
+bool fast_all_to_all(const Communicator& self, nb::handle tensor, nb::handle out, const Go& go) {
     const auto pair = view_pair(tensor, out);
     const auto ranks = static_cast<std::size_t>(self.num_ranks());
     if (!pair || !fits(pair->out.shape, pair->source.shape, 1) || overlap(*pair)) return false;
     if (static_cast<std::size_t>(pair->source.shape[0]) % ranks != 0) return false;
     go(size_of_pair(*pair), [out = pair->out.data, source = pair->source.data, part = pair->source.count / ranks,
-        dtype = pair->source.dtype](Context& context, const Deadline& deadline) {
+                             dtype = pair->source.dtype](Context& context, const Deadline& deadline) {
         std::fill(context.counts.begin(), context.counts.end(), part);
         all_to_all(context, out, source, context.counts, context.counts, part, dtype, deadline);
     });
@@ -120,25 +123,26 @@ bool short_all_to_all(const Communicator& self, nb::handle tensor, nb::handle ou
 }
 
 // [Note: raw functions]
-// The blocking short ways are functions of Python's own interface: nanobind's take 50 ns longer, of the microsecond that
-// a call takes. They look up what Python code would, and so need to be told where: these live as long as the process.
+// The blocking fast paths are functions of the C API: nanobind's take 50 ns longer, of the microsecond that a call
+// takes. They look up what Python code would, and so must be given the objects to look in: these live as long as the
+// process.
 struct Lookup {
-    PyObject* collector = nullptr;    // context variable: not None inside of `coalesce`
+    PyObject* collector = nullptr;    // context variable: not None inside `coalesce`
     PyObject* local_group = nullptr;  // context variable: the default group of this context, or None
     PyObject* process = nullptr;      // its `group` is the default group of the process, or None
     std::array<PyObject*, 3> makers{};
     PyObject* group_name = PyUnicode_InternFromString("group");
-    PyObject* quick_name = PyUnicode_InternFromString("fast_path");
+    PyObject* fast_path_name = PyUnicode_InternFromString("fast_path");
     PyObject* number_name = PyUnicode_InternFromString("number");
 };
 const Lookup* lookup = nullptr;
 
-// How the result's shape follows from the tensor's: the places in `Lookup::makers`.
+// How the result's shape follows from the tensor's: indexes of `Lookup::makers`.
 enum Shape : std::size_t { same, joined, part };
 
 nb::object attribute(nb::handle object, PyObject* name) {
     PyObject* found = PyObject_GetAttr(object.ptr(), name);
-    if (found == nullptr) PyErr_Clear();  // the long way finds it missing again
+    if (found == nullptr) PyErr_Clear();  // the general path reports that it is missing
     return nb::steal(found);
 }
 
@@ -148,15 +152,16 @@ nb::object value_of(PyObject* variable) {
     return nb::steal(value);
 }
 
-// The engine of a group whose calls may go the short way, kept by `held`: a ShortWay of backends/native/collectives.py.
-struct Way {
-    nb::object held;
+// The communicator of a group whose calls can use the fast path, with its timeout and engine: a `FastPath` of
+// backends/engine.py, tensors alive by `guard`.
+struct FastPath {
+    nb::object guard;
     Communicator* communicator;
     double timeout;
     nb::handle engine;
 };
 
-std::optional<Way> find_way(nb::handle group) {
+std::optional<FastPath> find_fast_path(nb::handle group) {
     if (lookup == nullptr) return std::nullopt;
     const nb::object collector = value_of(lookup->collector);
     if (!collector.is_valid() || !collector.is_none()) return std::nullopt;
@@ -166,56 +171,56 @@ std::optional<Way> find_way(nb::handle group) {
         if (!chosen.is_valid() || chosen.is_none()) chosen = attribute(lookup->process, lookup->group_name);
         if (!chosen.is_valid()) return std::nullopt;
     }
-    nb::object way = attribute(chosen, lookup->quick_name);
-    if (!way.is_valid() || !PyTuple_Check(way.ptr()) || PyTuple_GET_SIZE(way.ptr()) != 4) return std::nullopt;
-    const nb::handle communicator = PyTuple_GET_ITEM(way.ptr(), 0);
+    nb::object path = attribute(chosen, lookup->fast_path_name);
+    if (!path.is_valid() || !PyTuple_Check(path.ptr()) || PyTuple_GET_SIZE(path.ptr()) != 4) return std::nullopt;
+    const nb::handle communicator = PyTuple_GET_ITEM(path.ptr(), 0);
     if (!nb::isinstance<Communicator>(communicator)) return std::nullopt;
-    const double timeout = PyFloat_AsDouble(PyTuple_GET_ITEM(way.ptr(), 1));
-    const nb::handle engine = PyTuple_GET_ITEM(way.ptr(), 2);
-    return Way{std::move(way), nb::inst_ptr<Communicator>(communicator), timeout, engine};
+    const double timeout = PyFloat_AsDouble(PyTuple_GET_ITEM(path.ptr(), 1));
+    const nb::handle engine = PyTuple_GET_ITEM(path.ptr(), 2);
+    return FastPath{std::move(path), nb::inst_ptr<Communicator>(communicator), timeout, engine};
 }
 
-// An int's value, or -1 for everything else.
+// The value of an int, or -1 for any other object.
 int index_of(nb::handle value) {
     if (!PyLong_CheckExact(value.ptr())) return -1;
     const long index = PyLong_AsLong(value.ptr());
-    if (index == -1) PyErr_Clear();  // too large for a long: as wrong as a negative one
+    if (index == -1) PyErr_Clear();  // too large for a long: as invalid as a negative one
     return index < 0 || index > std::numeric_limits<int>::max() ? -1 : static_cast<int>(index);
 }
 
 // The number of a reduce operation without a factor, else -1.
 int number_of(nb::handle op) {
-    static nb::handle last_op;  // programs add up, again and again; kept, so that nothing else can be at its address
+    static nb::handle last_op;  // most calls use the same op; retained, so that no other object can have its address
     static int last_number = -1;
     if (op.is(last_op)) return last_number;
     const nb::object number = attribute(op, lookup->number_name);
     const int index = number.is_valid() ? index_of(number) : -1;
     if (index >= 0) {
         last_number = index;
-        const nb::object before = nb::steal(std::exchange(last_op, op.inc_ref()));  // may have anything done as it goes
+        const nb::object before = nb::steal(std::exchange(last_op, op.inc_ref()));  // destroying it may run any code
     }
     return index;
 }
 
-// `out`, or a fresh tensor where that is None; None when the tensor is not plain, and nothing on an error.
-nb::object result_of(nb::handle out, nb::handle tensor, const Way& way, Shape shape) {
+// `out`, or a new tensor if that is None; None if the tensor is not plain, and null on an error.
+nb::object result_of(nb::handle out, nb::handle tensor, const FastPath& path, Shape shape) {
     if (!out.is_none()) return nb::borrow(out);
-    const nb::object num_ranks = nb::int_(way.communicator->num_ranks());
+    const nb::object num_ranks = nb::int_(path.communicator->num_ranks());
     PyObject* arguments[] = {tensor.ptr(), num_ranks.ptr()};
     return nb::steal(PyObject_Vectorcall(lookup->makers[shape], arguments, 2, nullptr));
 }
 
-using Fact = std::pair<const char*, PyObject*>;  // of a call, for the words of an error
+using Fact = std::pair<const char*, PyObject*>;  // an argument of a call, for the error message
 
-// Raises what the engine's Python side makes of what is being handled.
-void raise_for(const Way& way, const char* operation, nb::handle tensor, nb::handle out,
+// Raises the public error that the engine's Python side makes of the exception being handled.
+void raise_for(const FastPath& path, const char* operation, nb::handle tensor, nb::handle out,
                std::initializer_list<Fact> facts) {
     try {
         const nb::object failure = current_python_exception();
         nb::dict named;
         for (const auto& [name, value] : facts) named[name] = nb::borrow(value);
-        const nb::object error = way.engine.attr("call_error")(failure, operation, tensor, out, **named);
-        PyException_SetCause(error.ptr(), nullptr);  // its words are in the error; this hides the context, too
+        const nb::object error = path.engine.attr("call_error")(failure, operation, tensor, out, **named);
+        PyException_SetCause(error.ptr(), nullptr);  // its text is in the error; this suppresses the context, too
         PyErr_SetObject(reinterpret_cast<PyObject*>(Py_TYPE(error.ptr())), error.ptr());
     } catch (nb::python_error& error) {
         error.restore();
@@ -223,111 +228,111 @@ void raise_for(const Way& way, const char* operation, nb::handle tensor, nb::han
 }
 
 template <class Collective>
-void run(const Way& way, std::size_t size, const Collective& collective) {
-    const std::uint64_t place = way.communicator->reserve();
-    const GilRelease released(way.communicator->is_brief(size) ? GilRelease::When::when_waiting : GilRelease::When::at_once);
-    way.communicator->run(place, way.timeout, collective);
+void run(const FastPath& path, std::size_t size, const Collective& collective) {
+    const std::uint64_t ticket = path.communicator->reserve();
+    const GilRelease released(path.communicator->is_short(size) ? GilRelease::When::when_waiting
+                                                                : GilRelease::When::at_once);
+    path.communicator->run(ticket, path.timeout, collective);
 }
 
-// Runs a collective if `check(go)` finds that it can go the short way. Returns the result, None if it can't.
+// Runs a collective if `check(go)` allows the fast path. Returns the result, or None if it does not.
 template <class Check>
-PyObject* run_quick(const Way& way, const char* operation, nb::handle tensor, nb::object out,
-                    std::initializer_list<Fact> facts, const Check& check) {
+PyObject* run_fast(const FastPath& path, const char* operation, nb::handle tensor, nb::object out,
+                   std::initializer_list<Fact> facts, const Check& check) {
     if (!out.is_valid()) return nullptr;
-    const auto go = [&](std::size_t size, const auto& collective) { run(way, size, collective); };
+    const auto go = [&](std::size_t size, const auto& collective) { run(path, size, collective); };
     bool is_done = false;
     try {
         is_done = check(out, go);
     } catch (...) {
-        raise_for(way, operation, tensor, out, facts);
+        raise_for(path, operation, tensor, out, facts);
         return nullptr;
     }
     if (!is_done) Py_RETURN_NONE;
     return mark_written(out.ptr()) ? out.release().ptr() : nullptr;
 }
 
-// Each takes what its public namesake does, all of it, by position; tensor first and out last.
+// Each takes the arguments of its public namesake, all by position; tensor first and out last.
 
-PyObject* quick_allreduce(PyObject*, PyObject* const* arguments, Py_ssize_t count) {
+PyObject* call_allreduce(PyObject*, PyObject* const* arguments, Py_ssize_t count) {
     if (count != 4) Py_RETURN_NONE;
     const nb::handle tensor = arguments[0], op = arguments[1], group = arguments[2], out = arguments[3];
-    const auto way = find_way(group);
-    if (!way) Py_RETURN_NONE;
-    return run_quick(*way, "allreduce", tensor, result_of(out, tensor, *way, same), {{"op", op.ptr()}},
-                     [&](nb::handle result, const auto& go) {
-                         return short_allreduce(view_pair(tensor, result), number_of(op), go);
-                     });
+    const auto path = find_fast_path(group);
+    if (!path) Py_RETURN_NONE;
+    return run_fast(*path, "allreduce", tensor, result_of(out, tensor, *path, same), {{"op", op.ptr()}},
+                    [&](nb::handle result, const auto& go) {
+                        return fast_allreduce(view_pair(tensor, result), number_of(op), go);
+                    });
 }
 
-// In place, without autograd's knowing: of `tensor.data`, which takes 0.2 us to be made. Returns whether it is done.
-PyObject* quick_allreduce_data(PyObject*, PyObject* const* arguments, Py_ssize_t count) {
+// In place, untracked by autograd, like a call on `tensor.data`, which takes 0.2 us to create. Returns whether it was
+// done.
+PyObject* call_allreduce_data(PyObject*, PyObject* const* arguments, Py_ssize_t count) {
     if (count != 3) Py_RETURN_FALSE;
     const nb::handle tensor = arguments[0], op = arguments[1], group = arguments[2];
-    const auto way = find_way(group);
-    const auto view = way ? view_data(tensor.ptr()) : std::nullopt;
+    const auto path = find_fast_path(group);
+    const auto view = path ? view_data(tensor.ptr()) : std::nullopt;
     if (!view) Py_RETURN_FALSE;
     try {
-        const auto go = [&](std::size_t size, const auto& collective) { run(*way, size, collective); };
-        return PyBool_FromLong(short_allreduce(Pair{*view, *view}, number_of(op), go));
+        const auto go = [&](std::size_t size, const auto& collective) { run(*path, size, collective); };
+        return PyBool_FromLong(fast_allreduce(Pair{*view, *view}, number_of(op), go));
     } catch (...) {
-        raise_for(*way, "allreduce", tensor, tensor, {{"op", op.ptr()}});
+        raise_for(*path, "allreduce", tensor, tensor, {{"op", op.ptr()}});
         return nullptr;
     }
 }
 
-PyObject* quick_broadcast(PyObject*, PyObject* const* arguments, Py_ssize_t count) {
+PyObject* call_broadcast(PyObject*, PyObject* const* arguments, Py_ssize_t count) {
     if (count != 4) Py_RETURN_NONE;
     const nb::handle tensor = arguments[0], root = arguments[1], group = arguments[2], out = arguments[3];
-    const auto way = find_way(group);
-    if (!way) Py_RETURN_NONE;
-    return run_quick(*way, "broadcast", tensor, nb::borrow(out), {{"root", root.ptr()}},
-                     [&](nb::handle result, const auto& go) {
-                         return short_broadcast(*way->communicator, tensor, result, index_of(root), go);
-                     });
+    const auto path = find_fast_path(group);
+    if (!path) Py_RETURN_NONE;
+    return run_fast(*path, "broadcast", tensor, nb::borrow(out), {{"root", root.ptr()}},
+                    [&](nb::handle result, const auto& go) {
+                        return fast_broadcast(*path->communicator, tensor, result, index_of(root), go);
+                    });
 }
 
-PyObject* quick_all_gather(PyObject*, PyObject* const* arguments, Py_ssize_t count) {
+PyObject* call_all_gather(PyObject*, PyObject* const* arguments, Py_ssize_t count) {
     if (count != 4) Py_RETURN_NONE;
     const nb::handle tensor = arguments[0], dim = arguments[1], group = arguments[2], out = arguments[3];
-    const auto way = index_of(dim) == 0 ? find_way(group) : std::nullopt;
-    if (!way) Py_RETURN_NONE;
-    return run_quick(*way, "all_gather", tensor, result_of(out, tensor, *way, joined), {{"dim", dim.ptr()}},
-                     [&](nb::handle result, const auto& go) {
-                         return short_all_gather(*way->communicator, tensor, result, go);
-                     });
+    const auto path = index_of(dim) == 0 ? find_fast_path(group) : std::nullopt;
+    if (!path) Py_RETURN_NONE;
+    return run_fast(
+        *path, "all_gather", tensor, result_of(out, tensor, *path, joined), {{"dim", dim.ptr()}},
+        [&](nb::handle result, const auto& go) { return fast_all_gather(*path->communicator, tensor, result, go); });
 }
 
-PyObject* quick_reduce_scatter(PyObject*, PyObject* const* arguments, Py_ssize_t count) {
+PyObject* call_reduce_scatter(PyObject*, PyObject* const* arguments, Py_ssize_t count) {
     if (count != 5) Py_RETURN_NONE;
     const nb::handle tensor = arguments[0], op = arguments[1], dim = arguments[2], group = arguments[3],
                      out = arguments[4];
-    const auto way = index_of(dim) == 0 ? find_way(group) : std::nullopt;
-    if (!way) Py_RETURN_NONE;
-    return run_quick(*way, "reduce_scatter", tensor, result_of(out, tensor, *way, part),
-                     {{"op", op.ptr()}, {"dim", dim.ptr()}}, [&](nb::handle result, const auto& go) {
-                         return short_reduce_scatter(*way->communicator, tensor, result, number_of(op), go);
-                     });
+    const auto path = index_of(dim) == 0 ? find_fast_path(group) : std::nullopt;
+    if (!path) Py_RETURN_NONE;
+    return run_fast(*path, "reduce_scatter", tensor, result_of(out, tensor, *path, part),
+                    {{"op", op.ptr()}, {"dim", dim.ptr()}}, [&](nb::handle result, const auto& go) {
+                        return fast_reduce_scatter(*path->communicator, tensor, result, number_of(op), go);
+                    });
 }
 
-PyObject* quick_all_to_all(PyObject*, PyObject* const* arguments, Py_ssize_t count) {
+PyObject* call_all_to_all(PyObject*, PyObject* const* arguments, Py_ssize_t count) {
     if (count != 3) Py_RETURN_NONE;
     const nb::handle tensor = arguments[0], group = arguments[1], out = arguments[2];
-    const auto way = find_way(group);
-    if (!way) Py_RETURN_NONE;
-    return run_quick(*way, "all_to_all", tensor, result_of(out, tensor, *way, same), {},
-                     [&](nb::handle result, const auto& go) {
-                         return short_all_to_all(*way->communicator, tensor, result, go);
-                     });
+    const auto path = find_fast_path(group);
+    if (!path) Py_RETURN_NONE;
+    return run_fast(
+        *path, "all_to_all", tensor, result_of(out, tensor, *path, same), {},
+        [&](nb::handle result, const auto& go) { return fast_all_to_all(*path->communicator, tensor, result, go); });
 }
 
-// Returns whether it is done.
-PyObject* quick_barrier(PyObject*, PyObject* group) {
-    const auto way = find_way(group);
-    if (!way) Py_RETURN_FALSE;
+// Returns whether it was done.
+PyObject* call_barrier(PyObject*, PyObject* group) {
+    const auto path = find_fast_path(group);
+    if (!path) Py_RETURN_FALSE;
     try {
-        run(*way, 0, barrier);
+        run(*path, 0, barrier);
     } catch (...) {
-        raise_for(*way, "barrier", nb::none(), nb::none(), {});
+        raise_for(*path, "barrier", nb::none(), nb::none(), {});
         return nullptr;
     }
     Py_RETURN_TRUE;
@@ -338,19 +343,15 @@ constexpr PyMethodDef method(const char* name, Function* function) {
     return {name, reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(function)), METH_FASTCALL, nullptr};
 }
 
-PyMethodDef quick_functions[] = {
-    method("quick_allreduce", quick_allreduce),
-    method("quick_allreduce_data", quick_allreduce_data),
-    method("quick_broadcast", quick_broadcast),
-    method("quick_all_gather", quick_all_gather),
-    method("quick_reduce_scatter", quick_reduce_scatter),
-    method("quick_all_to_all", quick_all_to_all),
-    {"quick_barrier", quick_barrier, METH_O, nullptr},
-    {nullptr, nullptr, 0, nullptr},
+PyMethodDef fast_functions[] = {
+    method("fast_allreduce", call_allreduce),           method("fast_allreduce_data", call_allreduce_data),
+    method("fast_broadcast", call_broadcast),           method("fast_all_gather", call_all_gather),
+    method("fast_reduce_scatter", call_reduce_scatter), method("fast_all_to_all", call_all_to_all),
+    {"fast_barrier", call_barrier, METH_O, nullptr},    {nullptr, nullptr, 0, nullptr},
 };
 
-// A collective that was started, with the tensors whose addresses the engine has. When it goes before the collective has
-// ended, the engine keeps them. All of this is between two steps of the interpreter: nothing can come in between.
+// A started collective, with the tensors whose addresses the engine has. If it is destroyed before the collective has
+// ended, the engine retains them. All of this runs with the GIL: nothing can come in between.
 class Started {
 public:
     Started(Communicator& communicator, nb::handle tensor, nb::handle out)
@@ -359,15 +360,15 @@ public:
     Started& operator=(const Started&) = delete;
     ~Started() {
         if (!pending_ || pending_->is_done()) return;
-        auto* kept = new std::array<nb::object, 2>(std::move(tensors_));
-        communicator_.keep(std::move(pending_), std::shared_ptr<void>(kept, [](void* object) {
-                               delete static_cast<std::array<nb::object, 2>*>(object);
-                           }));
+        auto* tensors = new std::array<nb::object, 2>(std::move(tensors_));
+        communicator_.retain(std::move(pending_), std::shared_ptr<void>(tensors, [](void* object) {
+                                 delete static_cast<std::array<nb::object, 2>*>(object);
+                             }));
     }
 
     auto starter(double timeout) {
         return [this, timeout](std::size_t size, const auto& collective) {
-            communicator_.free_kept();
+            communicator_.free_retained();
             pending_ = communicator_.start(timeout, size, collective);
         };
     }
@@ -375,7 +376,7 @@ public:
     [[nodiscard]] bool is_done() const noexcept { return pending_->is_done(); }
     bool wait(double timeout) {
         if (pending_->is_done()) {
-            communicator_.free_kept();
+            communicator_.free_retained();
             return pending_->wait(timeout);
         }
         const GilRelease released;
@@ -384,12 +385,12 @@ public:
 
 private:
     Communicator& communicator_;
-    nb::object self_;  // keeps it
+    nb::object self_;  // keeps this object alive
     std::array<nb::object, 2> tensors_;
     std::shared_ptr<Pending> pending_;
 };
 
-// Starts a collective if `check(go)` finds that it can go the short way; else nothing.
+// Starts a collective if `check(go)` allows the fast path; else returns null.
 template <class Check>
 std::unique_ptr<Started> start(Communicator& self, nb::handle tensor, nb::handle out, double timeout,
                                const Check& check) {
@@ -400,10 +401,10 @@ std::unique_ptr<Started> start(Communicator& self, nb::handle tensor, nb::handle
 
 }  // namespace
 
-void bind_short_ways(nb::module_& m, nb::class_<Communicator>& communicator) {
-    if (PyModule_AddFunctions(m.ptr(), quick_functions) < 0) throw nb::python_error();
+void bind_fast_path(nb::module_& m, nb::class_<Communicator>& communicator) {
+    if (PyModule_AddFunctions(m.ptr(), fast_functions) < 0) throw nb::python_error();
     m.def(
-        "load_short_ways",
+        "load_fast_paths",
         [](nb::handle collector, nb::handle local_group, nb::handle process, nb::handle make_same,
            nb::handle make_joined, nb::handle make_part) {
             static Lookup found;
@@ -416,40 +417,44 @@ void bind_short_ways(nb::module_& m, nb::class_<Communicator>& communicator) {
             lookup = &found;
         },
         "collector"_a, "local_group"_a, "process"_a, "make_same"_a, "make_joined"_a, "make_part"_a,
-        "Say where the short ways find the default group, and what makes their results.");
-    nb::class_<Started>(m, "Started", "A collective that was started.")
+        "Set where the fast paths find the default group, and the functions that make their results.");
+    nb::class_<Started>(m, "Started", "A started collective.")
         .def("is_done", &Started::is_done)
-        .def("wait", &Started::wait, "timeout"_a, "False when so many seconds have passed before its end.");
+        .def("wait", &Started::wait, "timeout"_a, "Block until it has ended; False after `timeout` seconds.");
     communicator
         .def(
             "start_allreduce",
             [](Communicator& self, nb::handle tensor, nb::handle out, int op, double timeout) {
                 return start(self, tensor, out, timeout,
-                             [&](const auto& go) { return short_allreduce(view_pair(tensor, out), op, go); });
+                             [&](const auto& go) { return fast_allreduce(view_pair(tensor, out), op, go); });
             },
             "tensor"_a.none(), "out"_a.none(), "op"_a, "timeout"_a)
         .def(
             "start_broadcast",
             [](Communicator& self, nb::handle tensor, nb::handle out, int root, double timeout) {
-                return start(self, tensor, out, timeout, [&](const auto& go) { return short_broadcast(self, tensor, out, root, go); });
+                return start(self, tensor, out, timeout,
+                             [&](const auto& go) { return fast_broadcast(self, tensor, out, root, go); });
             },
             "tensor"_a.none(), "out"_a.none(), "root"_a, "timeout"_a)
         .def(
             "start_all_gather",
             [](Communicator& self, nb::handle tensor, nb::handle out, double timeout) {
-                return start(self, tensor, out, timeout, [&](const auto& go) { return short_all_gather(self, tensor, out, go); });
+                return start(self, tensor, out, timeout,
+                             [&](const auto& go) { return fast_all_gather(self, tensor, out, go); });
             },
             "tensor"_a.none(), "out"_a.none(), "timeout"_a)
         .def(
             "start_reduce_scatter",
             [](Communicator& self, nb::handle tensor, nb::handle out, int op, double timeout) {
-                return start(self, tensor, out, timeout, [&](const auto& go) { return short_reduce_scatter(self, tensor, out, op, go); });
+                return start(self, tensor, out, timeout,
+                             [&](const auto& go) { return fast_reduce_scatter(self, tensor, out, op, go); });
             },
             "tensor"_a.none(), "out"_a.none(), "op"_a, "timeout"_a)
         .def(
             "start_all_to_all",
             [](Communicator& self, nb::handle tensor, nb::handle out, double timeout) {
-                return start(self, tensor, out, timeout, [&](const auto& go) { return short_all_to_all(self, tensor, out, go); });
+                return start(self, tensor, out, timeout,
+                             [&](const auto& go) { return fast_all_to_all(self, tensor, out, go); });
             },
             "tensor"_a.none(), "out"_a.none(), "timeout"_a);
 }

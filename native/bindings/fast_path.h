@@ -1,4 +1,4 @@
-// The short ways of collectives: from Python's tensors straight into the engine; see collectives/fast_path.py.
+// The fast path of collectives: from Python's tensors straight into the engine; see collectives/fast_path.py.
 #pragma once
 
 #include <nanobind/nanobind.h>
@@ -7,6 +7,6 @@
 
 namespace ferrodist {
 
-void bind_short_ways(nanobind::module_& m, nanobind::class_<Communicator>& communicator);
+void bind_fast_path(nanobind::module_& m, nanobind::class_<Communicator>& communicator);
 
 }  // namespace ferrodist

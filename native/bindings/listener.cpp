@@ -21,87 +21,88 @@ namespace ferrodist {
 
 namespace {
 
-// Messages of one size that keep coming from a rank, with one tag: receives that are asked for ahead, and again when they
-// have ended. All of it is used with the interpreter.
+// Persistent receives: messages of one size from one rank with one tag, with receives posted ahead and posted again
+// when they have ended. All members are accessed with the GIL.
 //
 // [Note: order]
-// The places are asked for in their order, so messages come to them in it; but of two threads that tell of ends, the one
-// that has the later ones may come first. So what has ended waits until those before it have been told of. And one thread
-// at a time calls Python: what others bring meanwhile it finds when it comes back.
+// Slots are posted in their order, so messages arrive in them in that order; but of two threads that report ends, the
+// one with the later ends may come first. So a slot that has ended waits until those before it have been reported. Only
+// one thread at a time calls Python: it also delivers what others add meanwhile.
 class Listener final : public CompletionListener {
 public:
-    Listener(std::shared_ptr<P2PEngine> messenger, std::size_t size, int source, const Tag& tag, int num_places,
-             nb::object heard, nb::object ended)
-        : messenger_(std::move(messenger)), size_(size), heard_(std::move(heard)), ended_(std::move(ended)) {
-        for (int i = 0; i < num_places; ++i) places_.emplace_back(size, source, tag);
+    Listener(std::shared_ptr<P2PEngine> engine, std::size_t size, int source, const Tag& tag, int num_slots,
+             nb::object on_messages, nb::object on_end)
+        : engine_(std::move(engine)), size_(size), on_messages_(std::move(on_messages)), on_end_(std::move(on_end)) {
+        for (int i = 0; i < num_slots; ++i) slots_.emplace_back(size, source, tag);
     }
 
-    // `self` is Python's object of it, which is kept for as long as something is asked for.
+    // `self` is this object's Python object, kept alive while receives are posted.
     void start(PyObject* self) {
         self_ = self;
         Py_INCREF(self_);
-        for (Place& place : places_) ask(place);
-        messenger_->listen(*places_.front().receive);
-        messenger_->do_work();
+        for (Slot& slot : slots_) post(slot);
+        engine_->listen(*slots_.front().receive);
+        engine_->dispatch_events();
     }
 
-    // Ends what nothing has come for.
+    // Ends the receives that no message has matched.
     void end(std::size_t reason) {
-        for (Place& place : places_) {
-            if (place.is_asked) messenger_->end_unmatched(*place.receive, reason);
+        for (Slot& slot : slots_) {
+            if (slot.is_posted) engine_->end_unmatched(*slot.receive, reason);
         }
     }
 
-    // Nothing is heard any more.
+    // Stops all callbacks.
     void close() {
         is_closed_ = true;
-        const nb::object heard = std::move(heard_);
-        const nb::object ended = std::move(ended_);
-        for (Place& place : places_) {
-            if (place.is_asked) messenger_->cancel(*place.receive);
+        const nb::object on_messages = std::move(on_messages_);
+        const nb::object on_end = std::move(on_end_);
+        for (Slot& slot : slots_) {
+            if (slot.is_posted) engine_->cancel(*slot.receive);
         }
     }
 
-    void hear(Transfer& ended) override {
-        for (Place& place : places_) {
-            if (&*place.receive == &ended) place.is_told = true;
+    void on_end(Transfer& ended) override {
+        for (Slot& slot : slots_) {
+            if (&*slot.receive == &ended) slot.has_ended = true;
         }
-        while (places_[next_].is_told) {
-            Place& place = places_[next_];
-            next_ = (next_ + 1) % places_.size();
-            take(place);
+        while (slots_[next_].has_ended) {
+            Slot& slot = slots_[next_];
+            next_ = (next_ + 1) % slots_.size();
+            complete(slot);
         }
     }
 
-    void act() override {
-        if (is_acting_) return;
-        is_acting_ = true;
-        // The handler of an interruption may raise wherever Python runs, before a message is taken out of the list, too.
+    void flush() override {
+        if (is_flushing_) return;
+        is_flushing_ = true;
+        // A signal handler may raise wherever Python runs, even before the callback has taken a message out of the
+        // list.
         for (int num_raised = 0; !is_closed_ && nb::len(messages_) != 0;) {
             nb::list batch = std::exchange(messages_, nb::list());
-            if (call(nb::object(heard_), batch) || ++num_raised > most_raised) continue;
+            if (call(nb::object(on_messages_), batch) || ++num_raised > max_raised) continue;
             for (const nb::handle newer : messages_) batch.append(newer);
             messages_ = std::move(batch);
         }
-        if (!is_closed_ && ending_) call(std::move(ended_), nb::cast(*std::exchange(ending_, std::nullopt)));
-        is_acting_ = false;
-        if (num_asked_ == 0 && self_ != nullptr) Py_DECREF(std::exchange(self_, nullptr));
+        if (!is_closed_ && end_info_) call(std::move(on_end_), nb::cast(*std::exchange(end_info_, std::nullopt)));
+        is_flushing_ = false;
+        if (num_posted_ == 0 && self_ != nullptr) Py_DECREF(std::exchange(self_, nullptr));
     }
 
 private:
-    struct Place {
-        Place(std::size_t size, int its_source, const Tag& its_tag)
+    struct Slot {
+        Slot(std::size_t size, int its_source, const Tag& its_tag)
             : bytes(std::make_unique<std::byte[]>(size)), source(its_source), tag(its_tag) {}
 
         std::unique_ptr<std::byte[]> bytes;
         int source;
         Tag tag;
-        bool is_asked = false;
-        bool is_told = false;
+        bool is_posted = false;
+        bool has_ended = false;
         std::optional<Receive> receive;
     };
 
-    static constexpr int most_raised = 3;
+    static constexpr int max_raised = 3;
 
     static bool call(const nb::object& function, const nb::object& argument) {
         if (!function.is_valid()) return true;
@@ -114,57 +115,57 @@ private:
         }
     }
 
-    void ask(Place& place) {
-        place.is_asked = true;
-        ++num_asked_;
-        Receive& receive = place.receive.emplace(place.bytes.get(), size_, place.source, place.tag);
+    void post(Slot& slot) {
+        slot.is_posted = true;
+        ++num_posted_;
+        Receive& receive = slot.receive.emplace(slot.bytes.get(), size_, slot.source, slot.tag);
         receive.owner = static_cast<CompletionListener*>(this);
         receive.is_watched = true;
-        messenger_->start_heard(receive);
+        engine_->start_with_listener(receive);
     }
 
-    void take(Place& place) {
-        place.is_asked = place.is_told = false;
-        --num_asked_;
-        const Receive& receive = *place.receive;
+    void complete(Slot& slot) {
+        slot.is_posted = slot.has_ended = false;
+        --num_posted_;
+        const Receive& receive = *slot.receive;
         if (receive.outcome == Outcome::done && !has_ended_) {
-            messages_.append(nb::bytes(place.bytes.get(), size_));
-            if (!is_closed_) ask(place);
+            messages_.append(nb::bytes(slot.bytes.get(), size_));
+            if (!is_closed_) post(slot);
         } else if (!has_ended_) {
             has_ended_ = true;
-            ending_.emplace(static_cast<int>(receive.outcome), receive.peer, receive.size_sent, receive.reason);
+            end_info_.emplace(static_cast<int>(receive.outcome), receive.peer, receive.size_sent, receive.reason);
         }
     }
 
-    std::shared_ptr<P2PEngine> messenger_;
+    std::shared_ptr<P2PEngine> engine_;
     std::size_t size_;
-    nb::object heard_;
-    nb::object ended_;
-    std::deque<Place> places_;  // which stay where they are
-    std::size_t next_ = 0;      // that is taken
-    std::size_t num_asked_ = 0;
+    nb::object on_messages_;
+    nb::object on_end_;
+    std::deque<Slot> slots_;  // a deque, for its elements must not move
+    std::size_t next_ = 0;    // the next slot to complete
+    std::size_t num_posted_ = 0;
     nb::list messages_;
-    std::optional<std::tuple<int, int, std::size_t, std::size_t>> ending_;
+    std::optional<std::tuple<int, int, std::size_t, std::size_t>> end_info_;
     bool has_ended_ = false;
-    bool is_acting_ = false;
+    bool is_flushing_ = false;
     bool is_closed_ = false;
     PyObject* self_ = nullptr;
 };
 
-// Something that a thread waits for while it moves messages.
+// An event that a thread waits for while it moves messages.
 struct Signal {
-    std::shared_ptr<P2PEngine> messenger;
+    std::shared_ptr<P2PEngine> engine;
     Transfer transfer{any_source, Tag{}};
 
-    void set() { messenger->signal(transfer); }
+    void set() { engine->signal(transfer); }
 
     bool wait(double timeout) {
         if (!transfer.has_ended.load()) {
             const GilRelease released;
-            messenger->wait(transfer, timeout);
+            engine->wait(transfer, timeout);
         }
         const bool was_set = transfer.has_ended.exchange(false);
-        messenger->do_work();
+        engine->dispatch_events();
         return was_set;
     }
 };
@@ -172,28 +173,27 @@ struct Signal {
 }  // namespace
 
 void bind_listener(nb::module_& m) {
-    nb::class_<Listener>(m, "Listener", "Messages of one size that keep coming from a rank.")
+    nb::class_<Listener>(m, "Listener", "Persistent receives: messages of one size from one rank.")
         .def("end", &Listener::end, "reason"_a)
         .def("close", &Listener::close);
     m.def(
         "listen",
-        [](std::shared_ptr<P2PEngine> messenger, std::size_t size, int source, std::uint64_t group, std::uint64_t number,
-           int num_places, nb::object heard, nb::object ended) {
-            auto* listener = new Listener(std::move(messenger), size, source, Tag{group, number}, num_places,
-                                          std::move(heard), std::move(ended));
+        [](std::shared_ptr<P2PEngine> engine, std::size_t size, int source, std::uint64_t group, std::uint64_t number,
+           int num_slots, nb::object on_messages, nb::object on_end) {
+            auto* listener = new Listener(std::move(engine), size, source, Tag{group, number}, num_slots,
+                                          std::move(on_messages), std::move(on_end));
             nb::object object = nb::cast(listener, nb::rv_policy::take_ownership);
             listener->start(object.ptr());
             return object;
         },
-        "messenger"_a, "size"_a, "source"_a, "group"_a, "number"_a, "num_places"_a, "heard"_a, "ended"_a);
+        "engine"_a, "size"_a, "source"_a, "group"_a, "number"_a, "num_slots"_a, "on_messages"_a, "on_end"_a);
 
-    nb::class_<Signal>(m, "Signal", "Something that a thread waits for while it moves messages.")
-        .def(nb::new_([](std::shared_ptr<P2PEngine> messenger) {
-                 return new Signal{.messenger = std::move(messenger)};
-             }),
-             "messenger"_a)
+    nb::class_<Signal>(m, "Signal", "An event that a thread waits for while it moves messages.")
+        .def(nb::new_([](std::shared_ptr<P2PEngine> engine) { return new Signal{.engine = std::move(engine)}; }),
+             "engine"_a)
         .def("set", &Signal::set)
-        .def("wait", &Signal::wait, "timeout"_a, "Whether it has been set; it no longer is then.");
+        .def("wait", &Signal::wait, "timeout"_a,
+             "Block until it is set or the timeout expires; return whether it was set, and clear it.");
 }
 
 }  // namespace ferrodist

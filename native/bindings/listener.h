@@ -1,3 +1,4 @@
+// The Python bindings of repeated receives and of signals between threads.
 #pragma once
 
 #include <nanobind/nanobind.h>

@@ -1,4 +1,4 @@
-// The engine as a Python module. Nothing else here knows Python.
+// The Python module of the engine. Only bindings/ knows Python.
 #include <nanobind/nanobind.h>
 #include <nanobind/ndarray.h>
 #include <nanobind/stl/shared_ptr.h>
@@ -26,18 +26,18 @@ namespace ferrodist {
 
 namespace {
 
-using Address = std::uintptr_t;  // of a tensor's elements; 0 where a rank has none
+using Address = std::uintptr_t;  // address of a tensor's elements; 0 where a rank has none
 
 std::byte* at(Address address) {
     return reinterpret_cast<std::byte*>(address);
 }
 
-shm::Layout make_layout(int num_ranks, int group_size, std::size_t slot_bytes, bool is_crowded,
+shm::Layout make_layout(int num_ranks, int group_size, std::size_t slot_bytes, bool is_oversubscribed,
                         std::uint32_t spin_micros) {
     return {.num_ranks = num_ranks,
             .group_size = group_size,
             .slot_bytes = slot_bytes,
-            .is_crowded = is_crowded,
+            .is_oversubscribed = is_oversubscribed,
             .spin_micros = spin_micros};
 }
 
@@ -62,9 +62,9 @@ std::shared_ptr<const shm::Arena> map_arena(Communicator& self, int descriptor, 
 }
 
 template <class Collective>
-void run(Communicator& self, std::uint64_t place, double timeout, const Collective& collective) {
+void run(Communicator& self, std::uint64_t ticket, double timeout, const Collective& collective) {
     const GilRelease released;
-    self.run(place, timeout, collective);
+    self.run(ticket, timeout, collective);
 }
 
 Reduction make_reduction(int dtype, int op, double factor) {
@@ -78,7 +78,7 @@ nb::bytes to_bytes(const std::string& text) {
 }  // namespace
 
 NB_MODULE(_native, m) {
-    nb::set_leak_warnings(false);  // groups that are still open when the interpreter ends
+    nb::set_leak_warnings(false);  // groups that are still open when the interpreter exits
     bind_failures(m);
 
     m.attr("PAGE_BYTES") = shm::page_bytes;
@@ -87,15 +87,16 @@ NB_MODULE(_native, m) {
         [](nb::handle tensor_type, nb::handle parameter_type, nb::handle increment_version) {
             return load_tensor_interface(tensor_type.ptr(), parameter_type.ptr(), increment_version.ptr());
         },
-        "tensor_type"_a, "parameter_type"_a, "increment_version"_a, "Enable the short ways; false when torch can't.");
+        "tensor_type"_a, "parameter_type"_a, "increment_version"_a,
+        "Enable the fast paths; False if torch lacks the interface.");
     m.def(
         "create_segment",
-        [](int num_ranks, int group_size, std::size_t slot_bytes, bool is_crowded, std::uint32_t spin_micros) {
+        [](int num_ranks, int group_size, std::size_t slot_bytes, bool is_oversubscribed, std::uint32_t spin_micros) {
             const GilRelease released;
-            return create_segment(make_layout(num_ranks, group_size, slot_bytes, is_crowded, spin_micros));
+            return create_segment(make_layout(num_ranks, group_size, slot_bytes, is_oversubscribed, spin_micros));
         },
-        "num_ranks"_a, "group_size"_a, "slot_bytes"_a, "is_crowded"_a, "spin_micros"_a,
-        "Make the shared memory of a group of ranks of one host; returns a descriptor, which the caller closes.");
+        "num_ranks"_a, "group_size"_a, "slot_bytes"_a, "is_oversubscribed"_a, "spin_micros"_a,
+        "Create the shared memory of a group's ranks on one host; returns a descriptor, which the caller closes.");
     m.def(
         "fold",
         [](Address out, const std::vector<Address>& inputs, std::size_t count, int dtype, int op,
@@ -109,7 +110,7 @@ NB_MODULE(_native, m) {
             return true;
         },
         "out"_a, "inputs"_a, "count"_a, "dtype"_a, "op"_a, "factors"_a, "instructions"_a,
-        "Fold arrays in their order, for tests; false when the reduction is not defined.");
+        "Fold arrays in their order, for tests; False if the reduction is undefined.");
     m.def("best_instruction_set", [] { return static_cast<int>(best_instruction_set()); });
 
     m.def(
@@ -118,66 +119,71 @@ NB_MODULE(_native, m) {
             const GilRelease released;
             return shm::create_memory("ferrodist-symmetric", shm::arena_bytes(stride, num_ranks)).release();
         },
-        "stride"_a, "num_ranks"_a, "Make symmetric memory; returns a descriptor, which the caller closes.");
+        "stride"_a, "num_ranks"_a, "Create symmetric memory; returns a descriptor, which the caller closes.");
 
-    bind_messages(m);
+    bind_p2p(m);
 
-    nb::class_<Communicator> communicator(m, "Communicator", "One rank's part of a group.");
-    bind_short_ways(m, communicator);
+    nb::class_<Communicator> communicator(m, "Communicator", "A rank's communicator of one group.");
+    bind_fast_path(m, communicator);
     communicator
         .def(
             "__init__",
             [](Communicator* self, int descriptor, int rank, const std::vector<int>& hosts,
-               const std::vector<int>& links, int num_ranks, int group_size, std::size_t slot_bytes, bool is_crowded,
-               std::uint32_t spin_micros) {
-                const shm::Layout layout = make_layout(num_ranks, group_size, slot_bytes, is_crowded, spin_micros);
+               const std::vector<int>& links, int num_ranks, int group_size, std::size_t slot_bytes,
+               bool is_oversubscribed, std::uint32_t spin_micros) {
+                const shm::Layout layout =
+                    make_layout(num_ranks, group_size, slot_bytes, is_oversubscribed, spin_micros);
                 std::unique_ptr<tcp::Links> connections;
                 if (num_ranks < group_size) connections = std::make_unique<tcp::Links>(links, slot_bytes);
-                new (self) Communicator(Fabric(map_segment(descriptor, layout), rank, std::move(connections),
-                                               hosts));
+                new (self) Communicator(Fabric(map_segment(descriptor, layout), rank, std::move(connections), hosts));
             },
             "descriptor"_a, "rank"_a, "hosts"_a, "links"_a, "num_ranks"_a, "group_size"_a, "slot_bytes"_a,
-            "is_crowded"_a, "spin_micros"_a)
+            "is_oversubscribed"_a, "spin_micros"_a)
         .def("reserve", &Communicator::reserve)
         .def(
             "await_turn",
-            [](Communicator& self, std::uint64_t place) {
+            [](Communicator& self, std::uint64_t ticket) {
                 const GilRelease released;
-                self.await_turn(place);
+                self.await_turn(ticket);
             },
-            "place"_a)
+            "ticket"_a)
         .def(
-            "tell_of_long_waits",
-            [](Communicator& self, double seconds, nb::callable tell) {
-                auto tell_python = [tell = std::move(tell)](std::uint64_t place, const shm::Arrival& own,
-                                                            const std::vector<int>& late, const Deadline& deadline) {
+            "set_long_wait_callback",
+            [](Communicator& self, double seconds, nb::callable callback) {
+                auto call_python = [callback = std::move(callback)](std::uint64_t ticket, const shm::Arrival& own,
+                                                                    const std::vector<int>& stragglers,
+                                                                    const Deadline& deadline) {
                     static_assert(offsetof(shm::Arrival, payload) == offsetof(shm::Arrival, call) + sizeof own.call);
                     if (!nb::is_alive()) return;
-                    const nb::gil_scoped_acquire held;
+                    const nb::gil_scoped_acquire guard;
                     try {
                         nb::list ranks;
-                        for (const int rank : late) ranks.append(rank);
-                        tell(place, nb::bytes(reinterpret_cast<const char*>(&own.call), sizeof own.call + sizeof own.payload),
-                             ranks, deadline.elapsed_seconds(), deadline.seconds());
+                        for (const int rank : stragglers) ranks.append(rank);
+                        callback(
+                            ticket,
+                            nb::bytes(reinterpret_cast<const char*>(&own.call), sizeof own.call + sizeof own.payload),
+                            ranks, deadline.elapsed_seconds(), deadline.seconds());
                     } catch (nb::python_error& error) {
-                        error.discard_as_unraisable(tell);
+                        error.discard_as_unraisable(callback);
                     }
                 };
-                self.tell_of_long_waits(seconds, std::move(tell_python), [](const std::function<void()>& end) {
+                self.set_long_wait_callback(seconds, std::move(call_python), [](const std::function<void()>& end) {
                     const GilRelease released;
                     end();
                 });
             },
-            "seconds"_a, "tell"_a, "Call tell(place, line, late_ranks, elapsed, timeout) once in each collective that waits for so long.")
+            "seconds"_a, "callback"_a,
+            "Call callback(ticket, record, stragglers, elapsed, timeout) once in each collective that waits for "
+            "`seconds`.")
         .def_prop_ro("is_broken", &Communicator::is_broken)
-        .def_prop_ro("can_read_peers", &Communicator::can_read_peers, "Whether ranks read each other's memory.")
+        .def_prop_ro("can_read_peers", &Communicator::can_read_peers, "Whether the ranks can read each other's memory.")
         .def(
-            "meet",
+            "handshake",
             [](Communicator& self, double timeout) {
                 const GilRelease released;
-                self.meet(timeout);
+                self.handshake(timeout);
             },
-            "timeout"_a, "Have the ranks get to know each other; called on all before anything else.")
+            "timeout"_a, "Exchange the ranks' capabilities; called on all ranks before anything else.")
         .def(
             "abort",
             [](Communicator& self, nb::bytes record) {
@@ -190,106 +196,106 @@ NB_MODULE(_native, m) {
             [](Communicator& self, int descriptor, std::uint64_t id, std::size_t stride, std::size_t size) {
                 auto arena = map_arena(self, descriptor, id, stride, size);
                 std::byte* data = arena->buffer(self.rank());
-                const nb::capsule owner(new std::shared_ptr<const shm::Arena>(std::move(arena)), [](void* held) noexcept {
-                    delete static_cast<std::shared_ptr<const shm::Arena>*>(held);
-                });
+                const nb::capsule owner(
+                    new std::shared_ptr<const shm::Arena>(std::move(arena)),
+                    [](void* guard) noexcept { delete static_cast<std::shared_ptr<const shm::Arena>*>(guard); });
                 return nb::ndarray<nb::pytorch, std::uint8_t, nb::ndim<1>>(data, {size}, owner);
             },
             "descriptor"_a, "id"_a, "stride"_a, "size"_a,
             "Map symmetric memory; returns this rank's part as a tensor of bytes, which keeps the mapping.")
         .def("stop", &Communicator::stop)
         .def(
-            "barrier", [](Communicator& self, double timeout, std::uint64_t place) { run(self, place, timeout, barrier); },
-            "timeout"_a, "place"_a)
+            "barrier",
+            [](Communicator& self, double timeout, std::uint64_t ticket) { run(self, ticket, timeout, barrier); },
+            "timeout"_a, "ticket"_a)
         .def(
             "share",
-            [](Communicator& self, nb::bytes name, nb::bytes data, double timeout, std::uint64_t place) {
+            [](Communicator& self, nb::bytes name, nb::bytes data, double timeout, std::uint64_t ticket) {
                 const std::string_view key{static_cast<const char*>(name.data()), name.size()};
                 const std::string_view value{static_cast<const char*>(data.data()), data.size()};
                 std::vector<std::string> shared;
-                run(self, place, timeout, [&](Context& context, const Deadline& deadline) {
-                    shared = share(context, key, value, deadline);
-                });
+                run(self, ticket, timeout,
+                    [&](Context& context, const Deadline& deadline) { shared = share(context, key, value, deadline); });
                 nb::list result;
                 for (const std::string& each : shared) result.append(to_bytes(each));
                 return result;
             },
-            "name"_a, "data"_a, "timeout"_a, "place"_a)
+            "name"_a, "data"_a, "timeout"_a, "ticket"_a)
         .def(
             "allreduce",
             [](Communicator& self, Address out, Address source, std::size_t count, int dtype, int op, double factor,
-               double timeout, std::uint64_t place) {
-                run(self, place, timeout, [&](Context& context, const Deadline& deadline) {
+               double timeout, std::uint64_t ticket) {
+                run(self, ticket, timeout, [&](Context& context, const Deadline& deadline) {
                     allreduce(context, at(out), at(source), count, make_reduction(dtype, op, factor), deadline);
                 });
             },
-            "out"_a, "source"_a, "count"_a, "dtype"_a, "op"_a, "factor"_a, "timeout"_a, "place"_a)
+            "out"_a, "source"_a, "count"_a, "dtype"_a, "op"_a, "factor"_a, "timeout"_a, "ticket"_a)
         .def(
             "reduce",
             [](Communicator& self, Address out, Address source, std::size_t count, int root, int dtype, int op,
-               double factor, double timeout, std::uint64_t place) {
-                run(self, place, timeout, [&](Context& context, const Deadline& deadline) {
+               double factor, double timeout, std::uint64_t ticket) {
+                run(self, ticket, timeout, [&](Context& context, const Deadline& deadline) {
                     reduce(context, at(out), at(source), count, root, make_reduction(dtype, op, factor), deadline);
                 });
             },
-            "out"_a, "source"_a, "count"_a, "root"_a, "dtype"_a, "op"_a, "factor"_a, "timeout"_a, "place"_a)
+            "out"_a, "source"_a, "count"_a, "root"_a, "dtype"_a, "op"_a, "factor"_a, "timeout"_a, "ticket"_a)
         .def(
             "reduce_scatter",
             [](Communicator& self, Address out, Address source, const std::vector<std::size_t>& counts, int dim,
-               int dtype, int op, double factor, double timeout, std::uint64_t place) {
-                run(self, place, timeout, [&](Context& context, const Deadline& deadline) {
+               int dtype, int op, double factor, double timeout, std::uint64_t ticket) {
+                run(self, ticket, timeout, [&](Context& context, const Deadline& deadline) {
                     reduce_scatter(context, at(out), at(source), counts, dim, make_reduction(dtype, op, factor),
                                    deadline);
                 });
             },
-            "out"_a, "source"_a, "counts"_a, "dim"_a, "dtype"_a, "op"_a, "factor"_a, "timeout"_a, "place"_a)
+            "out"_a, "source"_a, "counts"_a, "dim"_a, "dtype"_a, "op"_a, "factor"_a, "timeout"_a, "ticket"_a)
         .def(
             "broadcast",
             [](Communicator& self, Address data, std::size_t count, int dtype, int root, double timeout,
-               std::uint64_t place) {
-                run(self, place, timeout, [&](Context& context, const Deadline& deadline) {
+               std::uint64_t ticket) {
+                run(self, ticket, timeout, [&](Context& context, const Deadline& deadline) {
                     broadcast(context, at(data), count, static_cast<DType>(dtype), root, deadline);
                 });
             },
-            "data"_a, "count"_a, "dtype"_a, "root"_a, "timeout"_a, "place"_a)
+            "data"_a, "count"_a, "dtype"_a, "root"_a, "timeout"_a, "ticket"_a)
         .def(
             "all_gather",
             [](Communicator& self, Address out, Address source, const std::vector<std::size_t>& counts, int dtype,
-               int dim, double timeout, std::uint64_t place) {
-                run(self, place, timeout, [&](Context& context, const Deadline& deadline) {
+               int dim, double timeout, std::uint64_t ticket) {
+                run(self, ticket, timeout, [&](Context& context, const Deadline& deadline) {
                     all_gather(context, at(out), at(source), counts, static_cast<DType>(dtype), dim, deadline);
                 });
             },
-            "out"_a, "source"_a, "counts"_a, "dtype"_a, "dim"_a, "timeout"_a, "place"_a)
+            "out"_a, "source"_a, "counts"_a, "dtype"_a, "dim"_a, "timeout"_a, "ticket"_a)
         .def(
             "gather",
             [](Communicator& self, Address out, Address source, const std::vector<std::size_t>& counts, int dtype,
-               int root, double timeout, std::uint64_t place) {
-                run(self, place, timeout, [&](Context& context, const Deadline& deadline) {
+               int root, double timeout, std::uint64_t ticket) {
+                run(self, ticket, timeout, [&](Context& context, const Deadline& deadline) {
                     gather(context, at(out), at(source), counts, static_cast<DType>(dtype), root, deadline);
                 });
             },
-            "out"_a, "source"_a, "counts"_a, "dtype"_a, "root"_a, "timeout"_a, "place"_a)
+            "out"_a, "source"_a, "counts"_a, "dtype"_a, "root"_a, "timeout"_a, "ticket"_a)
         .def(
             "scatter",
             [](Communicator& self, Address out, Address source, const std::vector<std::size_t>& counts, int dtype,
-               int root, double timeout, std::uint64_t place) {
-                run(self, place, timeout, [&](Context& context, const Deadline& deadline) {
+               int root, double timeout, std::uint64_t ticket) {
+                run(self, ticket, timeout, [&](Context& context, const Deadline& deadline) {
                     scatter(context, at(out), at(source), counts, static_cast<DType>(dtype), root, deadline);
                 });
             },
-            "out"_a, "source"_a, "counts"_a, "dtype"_a, "root"_a, "timeout"_a, "place"_a)
+            "out"_a, "source"_a, "counts"_a, "dtype"_a, "root"_a, "timeout"_a, "ticket"_a)
         .def(
             "all_to_all",
             [](Communicator& self, Address out, Address source, const std::vector<std::size_t>& send_counts,
                const std::vector<std::size_t>& receive_counts, std::size_t unit, int dtype, double timeout,
-               std::uint64_t place) {
-                run(self, place, timeout, [&](Context& context, const Deadline& deadline) {
+               std::uint64_t ticket) {
+                run(self, ticket, timeout, [&](Context& context, const Deadline& deadline) {
                     all_to_all(context, at(out), at(source), send_counts, receive_counts, unit,
                                static_cast<DType>(dtype), deadline);
                 });
             },
-            "out"_a, "source"_a, "send_counts"_a, "receive_counts"_a, "unit"_a, "dtype"_a, "timeout"_a, "place"_a);
+            "out"_a, "source"_a, "send_counts"_a, "receive_counts"_a, "unit"_a, "dtype"_a, "timeout"_a, "ticket"_a);
 }
 
 }  // namespace ferrodist

@@ -22,7 +22,7 @@ namespace ferrodist {
 
 namespace {
 
-// Python's view of a buffer, for as long as this lives.
+// A Python object's buffer, held for the lifetime of this object.
 class Buffer {
 public:
     Buffer() = default;
@@ -30,7 +30,7 @@ public:
     Buffer& operator=(const Buffer&) = delete;
     ~Buffer() { PyBuffer_Release(&view_); }
 
-    // False when it is not contiguous, or is read-only and may not be; no Python error is set.
+    // False if it is not contiguous, or read-only where it is to be written; no Python error is set.
     bool open(nb::handle object, bool is_written) {
         if (PyObject_GetBuffer(object.ptr(), &view_, is_written ? PyBUF_WRITABLE : PyBUF_SIMPLE) == 0) return true;
         PyErr_Clear();
@@ -43,11 +43,11 @@ private:
     Py_buffer view_{};
 };
 
-// A transfer that Python started. It keeps itself until it has ended and its end has been told.
+// A transfer started by Python. It keeps itself alive until it has ended and its end has been reported.
 struct Request final : CompletionListener {
-    explicit Request(std::shared_ptr<P2PEngine> its_messenger) : messenger(std::move(its_messenger)) {}
+    explicit Request(std::shared_ptr<P2PEngine> its_engine) : engine(std::move(its_engine)) {}
 
-    std::shared_ptr<P2PEngine> messenger;
+    std::shared_ptr<P2PEngine> engine;
     Buffer buffer;
     std::optional<Send> send;
     std::optional<Receive> receive;
@@ -59,8 +59,8 @@ struct Request final : CompletionListener {
     }
     [[nodiscard]] bool has_ended() noexcept { return transfer().has_ended.load(); }
 
-    void hear(Transfer& /*ended*/) override {}
-    void act() override;
+    void on_end(Transfer& /*ended*/) override {}
+    void flush() override;
 };
 
 void call(nb::handle function, nb::args arguments = nb::borrow<nb::args>(nb::make_tuple())) {
@@ -71,54 +71,55 @@ void call(nb::handle function, nb::args arguments = nb::borrow<nb::args>(nb::mak
     }
 }
 
-void Request::act() {
+void Request::flush() {
     for (const nb::object& callback : std::exchange(callbacks, {})) call(callback);
     Py_DECREF(self);
 }
 
-// Does what concerns Python of what has happened in the messenger. `tell(kind, rank, group, size)` hears of what ranks did
-// wrong, and of their ends.
-void do_work(P2PEngine& messenger, nb::handle tell) {
+// Dispatches the engine's events to Python. `on_event(kind, rank, group, size)` is called for protocol violations and
+// lost ranks.
+void dispatch_events(P2PEngine& engine, nb::handle on_event) {
     const SignalCheck::Working working;
-    const Work work = messenger.take_work();
-    for (Transfer* ended = work.first_ended; ended != nullptr;) {
-        CompletionListener& told = *static_cast<CompletionListener*>(ended->owner);
-        Transfer& heard = *std::exchange(ended, ended->next_ended);
-        told.hear(heard);
-        if (ended == nullptr || ended->owner != &told) told.act();
+    const EngineEvents events = engine.take_events();
+    for (Transfer* ended = events.first_ended; ended != nullptr;) {
+        CompletionListener& listener = *static_cast<CompletionListener*>(ended->owner);
+        Transfer& transfer = *std::exchange(ended, ended->next_ended);
+        listener.on_end(transfer);
+        if (ended == nullptr || ended->owner != &listener) listener.flush();
     }
-    for (const PeerEvent& news : work.news) {
-        const std::uint64_t group = news.message ? news.message->tag.group : 0;
-        const std::size_t size = news.message ? news.message->size_kept() : 0;
-        call(tell, nb::borrow<nb::args>(nb::make_tuple(static_cast<int>(news.kind), news.rank, group, size)));
+    for (const PeerEvent& event : events.peer_events) {
+        const std::uint64_t group = event.message ? event.message->tag.group : 0;
+        const std::size_t size = event.message ? event.message->buffered_size() : 0;
+        call(on_event, nb::borrow<nb::args>(nb::make_tuple(static_cast<int>(event.kind), event.rank, group, size)));
     }
 }
 
-// Takes the sockets over, whatever comes of it.
-std::shared_ptr<P2PEngine> make_messenger(const P2PEngine::Settings& settings, int memory, int num_local,
-                                          const std::vector<int>& local_indexes, const std::vector<int>& sockets,
-                                          nb::object tell) {
-    P2PEngine::Ways ways{.rings = nullptr, .local_indexes = local_indexes, .sockets = {}};
-    for (const int number : sockets) ways.sockets.emplace_back(number);
-    const shm::RingLayout layout = shm::RingLayout::of(num_local);
-    ways.rings = std::make_shared<const shm::Rings>(
-        std::make_shared<const shm::Mapping>(memory, layout.size_bytes()), layout);
-    // Freed by whoever drops the last reference, which is Python.
-    return std::make_shared<P2PEngine>(settings, std::move(ways), [tell = std::move(tell)](P2PEngine& messenger) {
-        const nb::gil_scoped_acquire held;
-        do_work(messenger, tell);
-    });
+// Takes ownership of the sockets, even if it throws.
+std::shared_ptr<P2PEngine> make_engine(const P2PEngine::Settings& settings, int memory, int num_local,
+                                       const std::vector<int>& local_indexes, const std::vector<int>& sockets,
+                                       nb::object on_event) {
+    P2PEngine::Routes routes{.rings = nullptr, .local_indexes = local_indexes, .sockets = {}};
+    for (const int number : sockets) routes.sockets.emplace_back(number);
+    const shm::RingLayout layout = shm::RingLayout::for_ranks(num_local);
+    routes.rings =
+        std::make_shared<const shm::Rings>(std::make_shared<const shm::Mapping>(memory, layout.size_bytes()), layout);
+    // Freed with the last reference, by Python.
+    return std::make_shared<P2PEngine>(settings, std::move(routes),
+                                       [on_event = std::move(on_event)](P2PEngine& engine) {
+                                           const nb::gil_scoped_acquire guard;
+                                           dispatch_events(engine, on_event);
+                                       });
 }
 
-// How it has ended, for Python: see `NativeBackend`.
-nb::object ending(const Transfer& transfer, std::size_t size_sent) {
+// The outcome of a transfer, for Python: see `NativeBackend`.
+nb::object outcome_tuple(const Transfer& transfer, std::size_t size_sent) {
     return nb::make_tuple(static_cast<int>(transfer.outcome), transfer.peer, size_sent, transfer.reason);
 }
 
-nb::object quick_send(P2PEngine& self, nb::handle data, nb::handle dst, nb::handle tag, nb::handle timeout) {
+nb::object fast_send(P2PEngine& self, nb::handle data, nb::handle dst, nb::handle tag, nb::handle timeout) {
     if (!self.is_open()) return nb::none();
     const auto rank = peer_in(dst, self.settings().rank, self.num_ranks(), false);
-    const auto number = small_number(tag);
+    const auto number = plain_uint(tag);
     const auto limit = seconds_of(timeout);
     Buffer buffer;
     if (!rank || !number || !limit || !buffer.open(data, false)) return nb::none();
@@ -133,14 +134,14 @@ nb::object quick_send(P2PEngine& self, nb::handle data, nb::handle dst, nb::hand
     }
     if (!has_started) return nb::none();
     await(self, send, *limit);
-    self.do_work();
-    return send.outcome == Outcome::done ? nb::borrow(Py_True) : ending(send, 0);
+    self.dispatch_events();
+    return send.outcome == Outcome::done ? nb::borrow(Py_True) : outcome_tuple(send, 0);
 }
 
-nb::object quick_recv(P2PEngine& self, nb::handle into, nb::handle src, nb::handle tag, nb::handle timeout) {
+nb::object fast_recv(P2PEngine& self, nb::handle into, nb::handle src, nb::handle tag, nb::handle timeout) {
     if (!self.is_open()) return nb::none();
     const auto rank = peer_in(src, self.settings().rank, self.num_ranks(), true);
-    const auto number = small_number(tag);
+    const auto number = plain_uint(tag);
     const auto limit = seconds_of(timeout);
     Buffer buffer;
     if (!rank || !number || !limit || !buffer.open(into, true)) return nb::none();
@@ -148,13 +149,13 @@ nb::object quick_recv(P2PEngine& self, nb::handle into, nb::handle src, nb::hand
     if (buffer.size() > small_bytes || !self.start_if_open(receive, false)) {
         const nb::gil_scoped_release released;
         if (!self.start_if_open(receive, true)) {
-            return nb::object();  // made None below, with the interpreter
+            return nb::object();  // made None by the caller, with the GIL
         }
     }
     if (!receive.has_ended.load()) await(self, receive, *limit);
-    self.do_work();
+    self.dispatch_events();
     if (receive.outcome == Outcome::done) return nb::steal(PyLong_FromLong(receive.peer));
-    return ending(receive, receive.size_sent);
+    return outcome_tuple(receive, receive.size_sent);
 }
 
 nb::object start(const std::shared_ptr<P2PEngine>& self, nb::handle data, int peer, std::uint64_t group,
@@ -178,7 +179,7 @@ nb::object start(const std::shared_ptr<P2PEngine>& self, nb::handle data, int pe
         else
             self->start(*request->receive);
     }
-    self->do_work();
+    self->dispatch_events();
     return object;
 }
 
@@ -186,15 +187,15 @@ bool wait_for(Request& request, double timeout) {
     bool has_ended = request.has_ended();
     if (!has_ended) {
         const GilRelease released;
-        has_ended = request.messenger->wait(request.transfer(), timeout);
+        has_ended = request.engine->wait(request.transfer(), timeout);
     }
-    request.messenger->do_work();
+    request.engine->dispatch_events();
     return has_ended;
 }
 
 bool cancel(Request& request) {
     const nb::gil_scoped_release released;
-    return request.send ? request.messenger->cancel(*request.send) : request.messenger->cancel(*request.receive);
+    return request.send ? request.engine->cancel(*request.send) : request.engine->cancel(*request.receive);
 }
 
 void add_callback(Request& request, nb::object callback) {
@@ -204,65 +205,66 @@ void add_callback(Request& request, nb::object callback) {
     }
     request.callbacks.push_back(std::move(callback));
     const nb::gil_scoped_release released;
-    request.messenger->listen(request.transfer());
+    request.engine->listen(request.transfer());
 }
 
 }  // namespace
 
-void bind_messages(nb::module_& m) {
+void bind_p2p(nb::module_& m) {
     m.def(
         "create_rings",
         [](int num_ranks) {
             const GilRelease released;
-            const shm::RingLayout layout = shm::RingLayout::of(num_ranks);
+            const shm::RingLayout layout = shm::RingLayout::for_ranks(num_ranks);
             Descriptor memory = shm::create_memory("ferrodist-messages", layout.size_bytes());
             shm::Rings(std::make_shared<const shm::Mapping>(memory.get(), layout.size_bytes()), layout).initialize();
             return memory.release();
         },
-        "num_ranks"_a,
-        "Make the memory through which the ranks of one host send messages; returns a descriptor, the caller's to close.");
+        "num_ranks"_a, "Create the rings of one host's ranks; returns a descriptor, which the caller closes.");
 
-    nb::class_<Request>(m, "Request", "A transfer that was started.")
+    nb::class_<Request>(m, "Request", "A started transfer.")
         .def_prop_ro("peer", [](Request& self) { return self.transfer().peer; })
         .def_prop_ro("tag_number", [](Request& self) { return self.transfer().tag.number; })
         .def("done", &Request::has_ended)
-        .def("wait", &wait_for, "timeout"_a, "False when so many seconds have passed before its end.")
+        .def("wait", &wait_for, "timeout"_a, "Block until it has ended; False after `timeout` seconds.")
         .def("cancel", &cancel)
         .def("add_done_callback", &add_callback, "callback"_a)
         .def(
-            "ending",
-            [](Request& self) { return ending(self.transfer(), self.receive ? self.receive->size_sent : 0); },
-            "Outcome, peer, size of the message, and the number of the reason.");
+            "outcome",
+            [](Request& self) { return outcome_tuple(self.transfer(), self.receive ? self.receive->size_sent : 0); },
+            "The outcome, the peer, the message's size, and the reason's id.");
 
-    nb::class_<P2PEngine>(m, "P2PEngine", "A rank's messages.")
-        .def(nb::new_([](int rank, std::size_t eager_bytes, std::size_t max_unasked_bytes, bool is_crowded,
+    nb::class_<P2PEngine>(m, "P2PEngine", "The point-to-point engine of a rank.")
+        .def(nb::new_([](int rank, std::size_t eager_bytes, std::size_t max_unexpected_bytes, bool is_oversubscribed,
                          std::uint32_t spin_micros, int memory, int num_local, const std::vector<int>& local_indexes,
-                         const std::vector<int>& sockets, nb::object tell) {
+                         const std::vector<int>& sockets, nb::object on_event) {
                  const P2PEngine::Settings settings{.rank = rank,
                                                     .eager_bytes = eager_bytes,
-                                                    .max_unasked_bytes = max_unasked_bytes,
-                                                    .is_crowded = is_crowded,
+                                                    .max_unexpected_bytes = max_unexpected_bytes,
+                                                    .is_oversubscribed = is_oversubscribed,
                                                     .spin_micros = spin_micros};
-                 return make_messenger(settings, memory, num_local, local_indexes, sockets, std::move(tell));
+                 return make_engine(settings, memory, num_local, local_indexes, sockets, std::move(on_event));
              }),
-             "rank"_a, "eager_bytes"_a, "max_unasked_bytes"_a, "is_crowded"_a, "spin_micros"_a, "memory"_a, "num_local"_a,
-             "local_indexes"_a, "sockets"_a, "tell"_a)
-        .def("quick_send", &quick_send, "data"_a.none(), "dst"_a.none(), "tag"_a.none(), "timeout"_a.none(),
-             "True when it has been sent, None when the long way must take the call, else how it has ended.")
+             "rank"_a, "eager_bytes"_a, "max_unexpected_bytes"_a, "is_oversubscribed"_a, "spin_micros"_a, "memory"_a,
+             "num_local"_a, "local_indexes"_a, "sockets"_a, "on_event"_a)
+        .def("fast_send", &fast_send, "data"_a.none(), "dst"_a.none(), "tag"_a.none(), "timeout"_a.none(),
+             "True if it was sent, None if the general path must take the call, else the outcome.")
         .def(
-            "quick_recv",
+            "fast_recv",
             [](P2PEngine& self, nb::handle into, nb::handle src, nb::handle tag, nb::handle timeout) {
-                nb::object result = quick_recv(self, into, src, tag, timeout);
+                nb::object result = fast_recv(self, into, src, tag, timeout);
                 return result.is_valid() ? result : nb::object(nb::none());
             },
-            "into"_a.none(), "src"_a.none(), "tag"_a.none(), "timeout"_a.none(), "As `quick_send`; the rank that sent it.")
+            "into"_a.none(), "src"_a.none(), "tag"_a.none(), "timeout"_a.none(),
+            "Like `fast_send`; returns the sender's rank on success.")
         .def(
             "try_send",
             [](P2PEngine& self, const nb::bytes& data, int dst, std::uint64_t group, std::uint64_t number) {
-                return self.is_open() &&
-                       self.try_send(reinterpret_cast<const std::byte*>(data.c_str()), data.size(), dst, {group, number});
+                return self.is_open() && self.try_send(reinterpret_cast<const std::byte*>(data.c_str()), data.size(),
+                                                       dst, {group, number});
             },
-            "data"_a, "dst"_a, "group"_a, "number"_a, "Whether a small message could be sent at once.")
+            "data"_a, "dst"_a, "group"_a, "number"_a,
+            "Try to send a small message at once; returns whether it was sent.")
         .def(
             "start_send",
             [](const std::shared_ptr<P2PEngine>& self, nb::handle data, int dst, std::uint64_t group,
@@ -288,14 +290,15 @@ void bind_messages(nb::module_& m) {
             },
             "request"_a, "reason"_a)
         .def(
-            "parties",
+            "active_transfers",
             [](P2PEngine& self) {
                 std::vector<std::tuple<bool, std::uint64_t, int>> found;
                 const nb::gil_scoped_release released;
-                for (const Party& party : self.parties()) found.emplace_back(party.is_send, party.group, party.peer);
+                for (const TransferKey& key : self.active_transfers())
+                    found.emplace_back(key.is_send, key.group, key.peer);
                 return found;
             },
-            "What is under way: whether it is a send, its group, and its peer as asked for.")
+            "The active transfers: whether it is a send, its group, and its peer as requested.")
         .def(
             "fail",
             [](P2PEngine& self, bool is_send, std::uint64_t group, int peer, std::size_t reason) {
@@ -309,17 +312,17 @@ void bind_messages(nb::module_& m) {
         .def("num_frames_to", &P2PEngine::num_frames_to, "rank"_a, nb::call_guard<nb::gil_scoped_release>())
         .def("await_frames", &P2PEngine::await_frames, "rank"_a, "count"_a, "timeout"_a,
              nb::call_guard<nb::gil_scoped_release>())
-        .def("fullest_source", &P2PEngine::fullest_source, "newest"_a, "size_kept"_a,
+        .def("fullest_source", &P2PEngine::fullest_source, "newest"_a, "buffered_size"_a,
              nb::call_guard<nb::gil_scoped_release>())
         .def("close", &P2PEngine::close, nb::call_guard<nb::gil_scoped_release>())
         .def("drain", &P2PEngine::drain, "timeout"_a, nb::call_guard<nb::gil_scoped_release>())
         .def("abandon", [](const std::shared_ptr<P2PEngine>& self) {
             self->abandon();
-            new std::shared_ptr<P2PEngine>(self);  // its lock and its thread are the parent's: never destroyed
+            new std::shared_ptr<P2PEngine>(self);  // its lock and its threads are the parent's: never destroyed
         });
 
     bind_listener(m);
-    bind_tensor_messages(m);
+    bind_tensor_p2p(m);
 }
 
 }  // namespace ferrodist

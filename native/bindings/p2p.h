@@ -1,10 +1,10 @@
-// The messenger as a part of the Python module.
+// The Python bindings of the P2P engine.
 #pragma once
 
 #include <nanobind/nanobind.h>
 
 namespace ferrodist {
 
-void bind_messages(nanobind::module_& m);
+void bind_p2p(nanobind::module_& m);
 
 }  // namespace ferrodist

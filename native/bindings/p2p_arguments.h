@@ -1,7 +1,7 @@
-// What the short ways of messages have in common: how they look at arguments, and how they wait.
+// Argument checks and waiting, shared by the fast paths of point-to-point messages.
 //
-// A short way takes what the long way might have to make an error of as it comes: what is not plain here is "nothing",
-// and the long way looks at it.
+// A fast path takes only plain arguments. Anything else yields `nullopt`, and the call goes to the general path in
+// Python, which checks it and raises all errors.
 #pragma once
 
 #include <nanobind/nanobind.h>
@@ -14,10 +14,10 @@
 
 namespace ferrodist {
 
-// A larger message is copied without the interpreter, so that its other threads go on.
+// Larger messages are copied without the GIL, so that other Python threads run.
 inline constexpr std::size_t small_bytes = 16 * 1024;
 
-inline std::optional<std::uint64_t> small_number(nanobind::handle object) {
+inline std::optional<std::uint64_t> plain_uint(nanobind::handle object) {
     if (!PyLong_CheckExact(object.ptr())) return std::nullopt;
     const unsigned long long value = PyLong_AsUnsignedLongLong(object.ptr());
     if (value == static_cast<unsigned long long>(-1) && PyErr_Occurred()) {
@@ -27,7 +27,7 @@ inline std::optional<std::uint64_t> small_number(nanobind::handle object) {
     return value;
 }
 
-// Another rank of a group, or `any_source` where that may be.
+// Another rank of a group, or `any_source` if `may_be_any`.
 inline std::optional<int> peer_in(nanobind::handle object, int own_rank, int num_ranks, bool may_be_any) {
     if (!PyLong_CheckExact(object.ptr())) return std::nullopt;
     int overflow = 0;
@@ -48,14 +48,14 @@ inline std::optional<double> seconds_of(nanobind::handle object) {
     return value >= 0.0 ? std::optional(value) : std::nullopt;
 }
 
-// Waits for a transfer on the stack, which has ended when this returns or throws.
-template <class Some>
-void await(P2PEngine& messenger, Some& transfer, double timeout) {
+// Waits for a transfer on the stack; it has ended when this returns or throws.
+template <class SomeTransfer>
+void await(P2PEngine& engine, SomeTransfer& transfer, double timeout) {
     const GilRelease released;
     try {
-        if (!messenger.wait(transfer, timeout)) messenger.cancel(transfer);
+        if (!engine.wait(transfer, timeout)) engine.cancel(transfer);
     } catch (...) {
-        messenger.cancel(transfer);
+        engine.cancel(transfer);
         throw;
     }
 }

@@ -8,16 +8,16 @@ namespace ferrodist {
 
 namespace {
 
-// All of these are the thread's own; only the main thread ever keeps something.
+// Thread-local; only the main thread ever defers an exception.
 thread_local int depth = 0;
-thread_local PyObject* kept = nullptr;
+thread_local PyObject* deferred = nullptr;
 
 bool is_main_thread() {
     const nb::object threading = nb::module_::import_("threading");
     return threading.attr("current_thread")().is(threading.attr("main_thread")());
 }
 
-// Python calls it in the main thread, between two of its steps.
+// Called by Python in the main thread, between two bytecodes.
 int raise(void* error) {
     auto* object = static_cast<PyObject*>(error);
     PyErr_SetObject(reinterpret_cast<PyObject*>(Py_TYPE(object)), object);
@@ -27,22 +27,24 @@ int raise(void* error) {
 
 }  // namespace
 
-SignalCheck::Working::Working() noexcept { ++depth; }
+SignalCheck::Working::Working() noexcept {
+    ++depth;
+}
 
 SignalCheck::Working::~Working() {
-    if (--depth != 0 || kept == nullptr) return;
-    PyObject* error = std::exchange(kept, nullptr);
+    if (--depth != 0 || deferred == nullptr) return;
+    PyObject* error = std::exchange(deferred, nullptr);
     if (Py_AddPendingCall(&raise, error) == 0) return;
-    Py_DECREF(error);  // there are too many of them: it was interrupted all the same, if by another one
+    Py_DECREF(error);  // the queue of pending calls is full: so the thread is interrupted by another one
 }
 
 void raise_later(nb::python_error& error, nb::handle function) {
     const nb::object value = nb::borrow(error.value());
-    if (depth == 0 || kept != nullptr || !is_main_thread()) {
+    if (depth == 0 || deferred != nullptr || !is_main_thread()) {
         error.discard_as_unraisable(function);
         return;
     }
-    kept = nb::object(value).release().ptr();
+    deferred = nb::object(value).release().ptr();
 }
 
 }  // namespace ferrodist

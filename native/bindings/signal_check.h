@@ -1,9 +1,9 @@
-// What the handler of an interruption raises while the main thread does work for others.
+// Deferred exceptions of signal handlers that run while the main thread calls back into Python for others.
 //
 // [Note: interruptions]
-// Handlers of the system's signals run in the main thread, wherever it is in Python: also while it tells others of what
-// has come, which must not end with that. So what they raise is kept until no such work is left, and raised then in what
-// the thread was at.
+// Python runs signal handlers in the main thread, wherever it is in Python: also while it dispatches events for others,
+// which must not end because of that. So an exception that a handler raises is deferred until the dispatch is over, and
+// raised then in the code that the thread was running.
 #pragma once
 
 #include <nanobind/nanobind.h>
@@ -12,7 +12,7 @@ namespace ferrodist {
 
 class SignalCheck {
 public:
-    // In its life a thread does such work, maybe within another such life.
+    // A scope in which a thread dispatches events; scopes may nest.
     class Working {
     public:
         Working() noexcept;
@@ -22,8 +22,8 @@ public:
     };
 };
 
-// Has what a callback has raised be raised later in the main thread, if it is the one. Nobody can raise it in another: it
-// is reported then.
+// Defers an exception raised by a callback, to be raised later if this is the main thread. In any other thread nothing
+// can raise it later: there it is reported as unraisable.
 void raise_later(nanobind::python_error& error, nanobind::handle function);
 
 }  // namespace ferrodist

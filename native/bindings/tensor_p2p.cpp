@@ -1,7 +1,8 @@
-// Tensors from rank to rank without Python between their two messages; `collectives/p2p.py` says what these are.
+// Fast path of point-to-point tensors: sends and receives the header and payload messages without Python between;
+// `collectives/p2p.py` describes the protocol.
 //
-// A call that does not simply come to its end gives back how far it has got, with no transfer of it under way, and the
-// long way goes on from there: it makes all errors, and does what is to be done for a call that is interrupted.
+// A call that does not complete normally returns how far it has got, with no active transfer, and the general path goes
+// on from there: it raises all errors, and cleans up after interrupted calls.
 #include "bindings/tensor_p2p.h"
 
 #include <nanobind/stl/shared_ptr.h>
@@ -26,58 +27,58 @@ namespace ferrodist {
 
 namespace {
 
-// Those of backends/tags.py.
+// Constants of backends/tags.py.
 constexpr unsigned number_bits = 56;
-constexpr std::uint64_t head_channel = 4;
-constexpr std::uint64_t body_channel = 5;
+constexpr std::uint64_t header_channel = 4;
+constexpr std::uint64_t payload_channel = 5;
 
 constexpr std::size_t max_dims = 12;
 
-// A tensor's first message: field for field `TensorHead` of collectives/tensor_protocol.py.
-struct [[gnu::packed]] Head {
-    std::uint64_t number;
+// A tensor's header message: field for field `TensorHeader` of collectives/tensor_protocol.py.
+struct [[gnu::packed]] TensorHeader {
+    std::uint64_t payload_id;
     std::uint8_t dtype;
     std::uint8_t num_dims;
     std::array<std::int64_t, max_dims> shape;
 };
-static_assert(sizeof(Head) == 106);
+static_assert(sizeof(TensorHeader) == 106);
 
-// The tensors that a rank sends and receives in a group.
+// A rank's point-to-point tensors in a group.
 struct TensorP2P {
-    TensorP2P(std::shared_ptr<P2PEngine> its_messenger, std::uint64_t its_group, int its_rank,
-                   std::vector<int> its_ranks)
-        : messenger(std::move(its_messenger)), group(its_group), rank(its_rank), ranks(std::move(its_ranks)) {}
+    TensorP2P(std::shared_ptr<P2PEngine> its_engine, std::uint64_t its_group, int its_rank, std::vector<int> its_ranks)
+        : engine(std::move(its_engine)), group(its_group), rank(its_rank), ranks(std::move(its_ranks)) {}
 
-    std::shared_ptr<P2PEngine> messenger;
+    std::shared_ptr<P2PEngine> engine;
     std::uint64_t group;
     int rank;
-    std::vector<int> ranks;  // by rank in the group: what the messenger calls it
-    // False once the group has ended, or a rank has left it, of which the messenger knows only for the group of all.
-    // Whoever clears it then ends what is under way, and whoever starts a transfer looks at it after: one sees the other.
+    std::vector<int> ranks;  // the engine's rank for each rank of the group
+    // False once the group has ended, or a rank has left it, which the engine knows only for the default group. The
+    // thread that clears it then ends the active transfers, and a thread that starts a transfer checks it after: one
+    // sees the other.
     std::atomic<bool> is_open{true};
 
-    [[nodiscard]] bool is_usable() const noexcept { return is_open.load() && messenger->is_open(); }
+    [[nodiscard]] bool is_usable() const noexcept { return is_open.load() && engine->is_open(); }
     [[nodiscard]] std::optional<int> peer(nb::handle object, bool may_be_any) const {
         return peer_in(object, rank, static_cast<int>(ranks.size()), may_be_any);
     }
-    [[nodiscard]] int place_of(int peer) const {
+    [[nodiscard]] int engine_rank(int peer) const {
         return peer == any_source ? any_source : ranks[static_cast<std::size_t>(peer)];
     }
-    [[nodiscard]] int rank_at(int place) const {
-        return static_cast<int>(std::ranges::find(ranks, place) - ranks.begin());
+    [[nodiscard]] int group_rank(int dst_rank) const {
+        return static_cast<int>(std::ranges::find(ranks, dst_rank) - ranks.begin());
     }
     [[nodiscard]] Tag tag(std::uint64_t channel, std::uint64_t number) const {
         return {group, channel << number_bits | number};
     }
 };
 
-// How far a call has got that has not come to its end.
+// The progress of a call that did not complete.
 struct Unfinished {
-    double seconds = 0.0;  // that it took
-    nb::object number = nb::none();  // of a send: that of the elements, when they have yet to follow a head that has gone
-    nb::object head = nb::none();    // of a receive: a head that has come, and whose elements were not taken
-    int source = any_source;         // and who sent it
-    nb::object interruption = nb::none();  // the exception of a signal that came
+    double seconds = 0.0;                // elapsed time
+    nb::object payload_id = nb::none();  // of a send: the payload's id, if the header was sent and the payload was not
+    nb::object header = nb::none();      // of a receive: a header that has arrived, and whose payload was not received
+    int source = any_source;             // and the rank that sent it
+    nb::object interruption = nb::none();  // the exception of a signal handler
 };
 
 nb::object unfinished(const Deadline& deadline, const std::exception_ptr& interruption, Unfinished progress = {}) {
@@ -92,7 +93,7 @@ nb::object unfinished(const Deadline& deadline, const std::exception_ptr& interr
     return nb::cast(std::move(progress));
 }
 
-nb::object not_begun() {
+nb::object not_started() {
     return nb::cast(Unfinished{});
 }
 
@@ -100,100 +101,101 @@ double seconds_left(const Deadline& deadline) {
     return std::chrono::duration<double>(deadline.remaining()).count();
 }
 
-// Waits for a transfer that has been started, which has ended when this returns. Returns what interrupted it.
-template <class Some>
-std::exception_ptr await_end(const TensorP2P& self, Some& transfer, const Deadline& deadline) {
+// Waits for a started transfer, which has ended when this returns. Returns the exception that interrupted it.
+template <class SomeTransfer>
+std::exception_ptr await_end(const TensorP2P& self, SomeTransfer& transfer, const Deadline& deadline) {
     std::exception_ptr interruption;
     if (!self.is_open.load()) {
         const nb::gil_scoped_release released;
-        self.messenger->cancel(transfer);
+        self.engine->cancel(transfer);
     }
     if (!transfer.has_ended.load()) {
         try {
-            await(*self.messenger, transfer, seconds_left(deadline));
+            await(*self.engine, transfer, seconds_left(deadline));
         } catch (...) {
             interruption = std::current_exception();
         }
     }
-    self.messenger->do_work();
+    self.engine->dispatch_events();
     return interruption;
 }
 
-// Sends a message; false when it has not gone, and will not.
-bool deliver(const TensorP2P& self, const std::byte* data, std::size_t size, int peer, const Tag& tag,
-             const Deadline& deadline, std::exception_ptr& interruption) {
-    P2PEngine& messenger = *self.messenger;
-    if (size <= small_bytes && messenger.try_send(data, size, peer, tag)) return true;
+// Sends a message; false if it was not sent, and will not be.
+bool send_message(const TensorP2P& self, const std::byte* data, std::size_t size, int peer, const Tag& tag,
+                  const Deadline& deadline, std::exception_ptr& interruption) {
+    P2PEngine& engine = *self.engine;
+    if (size <= small_bytes && engine.try_send(data, size, peer, tag)) return true;
     Send send(data, size, peer, tag);
     {
         const nb::gil_scoped_release released;
-        if (!messenger.start_if_open(send)) return false;
+        if (!engine.start_if_open(send)) return false;
     }
     interruption = await_end(self, send, deadline);
     return send.outcome == Outcome::done;
 }
 
-// Takes a message into a receive; false when none has come that fits.
-bool take(const TensorP2P& self, Receive& receive, const Deadline& deadline, std::exception_ptr& interruption) {
-    P2PEngine& messenger = *self.messenger;
-    if (receive.size > small_bytes || !messenger.start_if_open(receive, false)) {
+// Receives a message; false if none has arrived that fits.
+bool recv_message(const TensorP2P& self, Receive& receive, const Deadline& deadline, std::exception_ptr& interruption) {
+    P2PEngine& engine = *self.engine;
+    if (receive.size > small_bytes || !engine.start_if_open(receive, false)) {
         const nb::gil_scoped_release released;
-        if (!messenger.start_if_open(receive, true)) return false;
+        if (!engine.start_if_open(receive, true)) return false;
     }
     interruption = await_end(self, receive, deadline);
     return receive.outcome == Outcome::done;
 }
 
-// `fd.send`. The elements get the next of `numbers`. None when it is done.
+// `fd.send`. The payload gets the next of `payload_ids`. Returns None on success.
 nb::object send(const TensorP2P& self, nb::handle tensor, nb::handle dst, nb::handle tag, nb::handle timeout,
-                nb::handle numbers) {
+                nb::handle payload_ids) {
     const auto peer = self.peer(dst, false);
-    const auto user_tag = small_number(tag);
+    const auto user_tag = plain_uint(tag);
     const auto limit = seconds_of(timeout);
-    if (!self.is_usable() || !peer || !user_tag || *user_tag >> number_bits != 0 || !limit) return not_begun();
+    if (!self.is_usable() || !peer || !user_tag || *user_tag >> number_bits != 0 || !limit) return not_started();
     const auto view = view_tensor(tensor.ptr());
-    if (!view || view->shape.size() > max_dims) return not_begun();
+    if (!view || view->shape.size() > max_dims) return not_started();
 
-    const nb::object number = nb::steal(PyIter_Next(numbers.ptr()));
-    Head head{.number = nb::cast<std::uint64_t>(number),
-              .dtype = static_cast<std::uint8_t>(view->dtype),
-              .num_dims = static_cast<std::uint8_t>(view->shape.size()),
-              .shape = {}};
+    const nb::object payload_id = nb::steal(PyIter_Next(payload_ids.ptr()));
+    TensorHeader header{.payload_id = nb::cast<std::uint64_t>(payload_id),
+                        .dtype = static_cast<std::uint8_t>(view->dtype),
+                        .num_dims = static_cast<std::uint8_t>(view->shape.size()),
+                        .shape = {}};
     std::array<std::int64_t, max_dims> shape{};
     std::ranges::copy(view->shape, shape.begin());
-    head.shape = shape;
+    header.shape = shape;
 
-    const int place = self.place_of(*peer);
+    const int dst_rank = self.engine_rank(*peer);
     const std::size_t size = view->count * size_of(view->dtype);
     const Deadline deadline(*limit);
     std::exception_ptr interruption;
-    if (!deliver(self, reinterpret_cast<const std::byte*>(&head), sizeof(head), place,
-                 self.tag(head_channel, *user_tag), deadline, interruption))
+    if (!send_message(self, reinterpret_cast<const std::byte*>(&header), sizeof(header), dst_rank,
+                      self.tag(header_channel, *user_tag), deadline, interruption))
         return unfinished(deadline, interruption);
-    if (size != 0 && (interruption || !deliver(self, view->data, size, place, self.tag(body_channel, head.number),
-                                               deadline, interruption))) {
+    if (size != 0 &&
+        (interruption || !send_message(self, view->data, size, dst_rank, self.tag(payload_channel, header.payload_id),
+                                       deadline, interruption))) {
         Unfinished progress;
-        progress.number = number;
+        progress.payload_id = payload_id;
         return unfinished(deadline, interruption, std::move(progress));
     }
     return interruption ? unfinished(deadline, interruption) : nb::none();
 }
 
-// A small message goes whether or not its receiver is there.
+// Whether a small message can be sent without a posted receive.
 bool can_exchange(const TensorP2P& self, nb::handle tensor, nb::handle src) {
     const auto view = view_tensor(tensor.ptr());
     return view && view->count * size_of(view->dtype) <= small_bytes && self.peer(src, true);
 }
 
-// Whether a tensor can have this head: it comes from another process.
-bool is_possible(const Head& head) {
-    const std::array<std::int64_t, max_dims> shape = head.shape;
-    return head.dtype < num_dtypes && head.num_dims <= max_dims && std::ranges::min(shape) >= 0;
+// Whether a header is valid: it comes from another process.
+bool is_possible(const TensorHeader& header) {
+    const std::array<std::int64_t, max_dims> shape = header.shape;
+    return header.dtype < num_dtypes && header.num_dims <= max_dims && std::ranges::min(shape) >= 0;
 }
 
-bool is_of(const TensorView& view, const Head& head) {
-    const std::array<std::int64_t, max_dims> shape = head.shape;
-    return static_cast<std::uint8_t>(view.dtype) == head.dtype && view.shape.size() == head.num_dims &&
+bool matches(const TensorView& view, const TensorHeader& header) {
+    const std::array<std::int64_t, max_dims> shape = header.shape;
+    return static_cast<std::uint8_t>(view.dtype) == header.dtype && view.shape.size() == header.num_dims &&
            std::equal(view.shape.begin(), view.shape.end(), shape.begin());
 }
 
@@ -202,63 +204,62 @@ struct Target {
     std::optional<TensorView> view;
 };
 
-// Receives a tensor into the one that `target_of` gives for its head. Its result is made by `result_of`.
+// Receives a tensor into the one that `target_of` returns for its header. `result_of` makes the result.
 template <class TargetOf, class ResultOf>
-nb::object receive(const TensorP2P& self, nb::handle src, nb::handle tag, nb::handle timeout,
-                   const TargetOf& target_of, const ResultOf& result_of) {
+nb::object receive(const TensorP2P& self, nb::handle src, nb::handle tag, nb::handle timeout, const TargetOf& target_of,
+                   const ResultOf& result_of) {
     const auto peer = self.peer(src, true);
-    const auto user_tag = small_number(tag);
+    const auto user_tag = plain_uint(tag);
     const auto limit = seconds_of(timeout);
-    if (!self.is_usable() || !peer || !user_tag || *user_tag >> number_bits != 0 || !limit) return not_begun();
+    if (!self.is_usable() || !peer || !user_tag || *user_tag >> number_bits != 0 || !limit) return not_started();
 
     const Deadline deadline(*limit);
     std::exception_ptr interruption;
-    Head head{};
-    Receive first(reinterpret_cast<std::byte*>(&head), sizeof(head), self.place_of(*peer),
-                  self.tag(head_channel, *user_tag));
-    if (!take(self, first, deadline, interruption)) return unfinished(deadline, interruption);
-    const int source = self.rank_at(first.peer);
-    const auto leave = [&] {
+    TensorHeader header{};
+    Receive first(reinterpret_cast<std::byte*>(&header), sizeof(header), self.engine_rank(*peer),
+                  self.tag(header_channel, *user_tag));
+    if (!recv_message(self, first, deadline, interruption)) return unfinished(deadline, interruption);
+    const int source = self.group_rank(first.peer);
+    const auto give_up = [&] {
         Unfinished progress;
-        progress.head = nb::bytes(reinterpret_cast<const char*>(&head), sizeof(head));
+        progress.header = nb::bytes(reinterpret_cast<const char*>(&header), sizeof(header));
         progress.source = source;
         return unfinished(deadline, interruption, std::move(progress));
     };
-    if (interruption || !is_possible(head)) return leave();
+    if (interruption || !is_possible(header)) return give_up();
 
-    const Target target = target_of(head, interruption);
-    if (!target.view || !is_of(*target.view, head)) return leave();
+    const Target target = target_of(header, interruption);
+    if (!target.view || !matches(*target.view, header)) return give_up();
     const std::size_t size = target.view->count * size_of(target.view->dtype);
     if (size != 0) {
-        Receive second(target.view->data, size, first.peer, self.tag(body_channel, head.number));
-        if (!take(self, second, deadline, interruption)) return leave();
+        Receive second(target.view->data, size, first.peer, self.tag(payload_channel, header.payload_id));
+        if (!recv_message(self, second, deadline, interruption)) return give_up();
         if (!mark_written(target.tensor.ptr())) throw nb::python_error();
         if (interruption) return unfinished(deadline, interruption);
     }
     return result_of(target.tensor, source);
 }
 
-// `fd.recv_into`; the rank that sent it when it is done.
-nb::object receive_into(const TensorP2P& self, nb::handle tensor, nb::handle src, nb::handle tag,
-                        nb::handle timeout) {
+// `fd.recv_into`; returns the rank that sent the tensor on success.
+nb::object receive_into(const TensorP2P& self, nb::handle tensor, nb::handle src, nb::handle tag, nb::handle timeout) {
     const auto view = view_tensor(tensor.ptr());
-    if (!view) return not_begun();
+    if (!view) return not_started();
     return receive(
-        self, src, tag, timeout, [&](const Head&, std::exception_ptr&) { return Target{nb::borrow(tensor), view}; },
+        self, src, tag, timeout,
+        [&](const TensorHeader&, std::exception_ptr&) { return Target{nb::borrow(tensor), view}; },
         [](const nb::object&, int source) { return nb::object(nb::int_(source)); });
 }
 
-// `fd.recv`, into what `make(dtype, shape)` returns, the dtype as a number; it returns None for a tensor that is not to
-// be taken. The tensor and the rank that sent it when it is done.
-nb::object receive_new(const TensorP2P& self, nb::handle src, nb::handle tag, nb::handle timeout,
-                       nb::handle make) {
-    const auto target_of = [&](const Head& head, std::exception_ptr& interruption) {
-        const std::array<std::int64_t, max_dims> sizes = head.shape;
-        nb::object shape = nb::steal(PyTuple_New(head.num_dims));
-        for (std::size_t dim = 0; dim < head.num_dims; ++dim)
+// `fd.recv`, into the tensor that `make(dtype, shape)` returns, with the dtype as a number; it returns None for a
+// tensor that must not be received. Returns the tensor and the rank that sent it on success.
+nb::object receive_new(const TensorP2P& self, nb::handle src, nb::handle tag, nb::handle timeout, nb::handle make) {
+    const auto target_of = [&](const TensorHeader& header, std::exception_ptr& interruption) {
+        const std::array<std::int64_t, max_dims> sizes = header.shape;
+        nb::object shape = nb::steal(PyTuple_New(header.num_dims));
+        for (std::size_t dim = 0; dim < header.num_dims; ++dim)
             PyTuple_SET_ITEM(shape.ptr(), static_cast<Py_ssize_t>(dim), PyLong_FromLongLong(sizes[dim]));
         try {
-            nb::object made = make(static_cast<int>(head.dtype), shape);
+            nb::object made = make(static_cast<int>(header.dtype), shape);
             const auto view = view_tensor(made.ptr());
             return Target{std::move(made), view};
         } catch (const nb::python_error&) {
@@ -266,34 +267,34 @@ nb::object receive_new(const TensorP2P& self, nb::handle src, nb::handle tag, nb
             return Target{};
         }
     };
-    return receive(self, src, tag, timeout, target_of, [](const nb::object& tensor, int source) {
-        return nb::object(nb::make_tuple(tensor, source));
-    });
+    return receive(self, src, tag, timeout, target_of,
+                   [](const nb::object& tensor, int source) { return nb::object(nb::make_tuple(tensor, source)); });
 }
 
 }  // namespace
 
-void bind_tensor_messages(nb::module_& m) {
-    nb::class_<Unfinished>(m, "Unfinished", "How far a call of `TensorP2P` has got; the long way goes on from there.")
-        .def_ro("seconds", &Unfinished::seconds, "That it took.")
-        .def_ro("number", &Unfinished::number, nb::arg().none(),
-                "Of a send: the number of the elements, when they have yet to follow a head that has gone; else None.")
-        .def_ro("head", &Unfinished::head, nb::arg().none(),
-                "Of a receive: a head that has come, and whose elements were not taken; else None.")
-        .def_ro("source", &Unfinished::source, "And the rank that sent it.")
+void bind_tensor_p2p(nb::module_& m) {
+    nb::class_<Unfinished>(m, "Unfinished",
+                           "The progress of an incomplete call of `TensorP2P`; the general path goes on from there.")
+        .def_ro("seconds", &Unfinished::seconds, "The elapsed time.")
+        .def_ro("payload_id", &Unfinished::payload_id, nb::arg().none(),
+                "Of a send: the payload's id, if the header was sent and the payload was not; else None.")
+        .def_ro("header", &Unfinished::header, nb::arg().none(),
+                "Of a receive: a header that has arrived, and whose payload was not received; else None.")
+        .def_ro("source", &Unfinished::source, "The rank that sent the header.")
         .def_ro("interruption", &Unfinished::interruption, nb::arg().none(), "The exception to raise, or None.");
 
-    nb::class_<TensorP2P>(m, "TensorP2P", "The short way of a group's tensors from rank to rank.",
-                               nb::is_weak_referenceable())
-        .def(nb::init<std::shared_ptr<P2PEngine>, std::uint64_t, int, std::vector<int>>(), "messenger"_a, "group"_a,
+    nb::class_<TensorP2P>(m, "TensorP2P", "The fast path of a group's point-to-point tensors.",
+                          nb::is_weak_referenceable())
+        .def(nb::init<std::shared_ptr<P2PEngine>, std::uint64_t, int, std::vector<int>>(), "engine"_a, "group"_a,
              "rank"_a, "ranks"_a)
         .def(
             "close", [](TensorP2P& self) { self.is_open.store(false); },
-            "Have all calls from now on go the long way; whoever calls this then ends those under way.")
+            "Make all further calls use the general path; the caller then ends the active ones.")
         .def("can_exchange", &can_exchange, "tensor"_a.none(), "src"_a.none(),
-             "Whether a `send` of the tensor and then a receive from ``src`` are as good as both at the same time.")
-        .def("send", &send, "tensor"_a.none(), "dst"_a.none(), "tag"_a.none(), "timeout"_a.none(), "numbers"_a,
-             "None when it has been sent, else an `Unfinished`.")
+             "Whether a `send` of the tensor followed by a receive from `src` cannot deadlock.")
+        .def("send", &send, "tensor"_a.none(), "dst"_a.none(), "tag"_a.none(), "timeout"_a.none(), "payload_ids"_a,
+             "None if it was sent, else an `Unfinished`.")
         .def("receive_into", &receive_into, "tensor"_a.none(), "src"_a.none(), "tag"_a.none(), "timeout"_a.none(),
              "The rank that sent it, or an `Unfinished`.")
         .def("receive_new", &receive_new, "src"_a.none(), "tag"_a.none(), "timeout"_a.none(), "make"_a,

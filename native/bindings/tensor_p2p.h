@@ -1,10 +1,10 @@
-// The short way of tensors from rank to rank, as a part of the Python module.
+// The Python bindings of the fast path of point-to-point tensors.
 #pragma once
 
 #include <nanobind/nanobind.h>
 
 namespace ferrodist {
 
-void bind_tensor_messages(nanobind::module_& m);
+void bind_tensor_p2p(nanobind::module_& m);
 
 }  // namespace ferrodist

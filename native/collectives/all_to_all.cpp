@@ -10,30 +10,31 @@ namespace ferrodist {
 
 namespace {
 
-// What goes before the offer in the payload: the size of a rank's parts if all that it sends and expects have the same,
-// and the parts themselves, if they have and are few. Where all ranks say the same size nobody compares counts, nor looks
-// at slots where they are few.
+// The payload's part before the offer: the common size of this rank's parts if all that it sends and expects have the
+// same size, and the parts themselves if they are also small. If all ranks announce the same size no counts are
+// compared, and small parts need no slots.
 class EvenParts {
 public:
     EvenParts(Context& context, std::size_t part_bytes, bool is_even)
         : context_(context),
           part_bytes_(part_bytes),
-          said_(is_even ? part_bytes + 1 : 0),
-          is_inline_(is_even && part_bytes * static_cast<std::size_t>(context.num_ranks) <= most_bytes) {}
+          even_size_(is_even ? part_bytes + 1 : 0),
+          is_inline_(is_even && part_bytes * static_cast<std::size_t>(context.num_ranks) <= max_parts_bytes) {}
 
-    // Returns where the offer goes.
+    // Returns the address of the offer.
     std::byte* write(std::byte* payload, const std::byte* source) const {
-        std::memcpy(payload, &said_, sizeof said_);
-        if (is_inline_) copy_bytes(payload + sizeof said_, source, part_bytes_ * static_cast<std::size_t>(context_.num_ranks));
-        return payload + sizeof said_ + most_bytes;
+        std::memcpy(payload, &even_size_, sizeof even_size_);
+        if (is_inline_)
+            copy_bytes(payload + sizeof even_size_, source, part_bytes_ * static_cast<std::size_t>(context_.num_ranks));
+        return payload + sizeof even_size_ + max_parts_bytes;
     }
 
-    // After entry: whether all ranks' parts have the same size, and so are few on all or none.
-    [[nodiscard]] bool are_all() const {
+    // After `enter`: whether all ranks' parts have the same size; then they are inline on all ranks or on none.
+    [[nodiscard]] bool are_all_even() const {
         for (int r = 0; r < context_.num_ranks; ++r) {
             std::uint64_t theirs = 0;
             std::memcpy(&theirs, context_.arrival_of(r).payload.data(), sizeof theirs);
-            if (theirs == 0 || theirs != said_) return false;
+            if (theirs == 0 || theirs != even_size_) return false;
         }
         return true;
     }
@@ -48,15 +49,16 @@ public:
     }
 
 private:
-    static constexpr std::size_t most_bytes = shm::max_inline_bytes - sizeof(std::uint64_t) - offer_bytes;
+    static constexpr std::size_t max_parts_bytes = shm::max_inline_bytes - sizeof(std::uint64_t) - offer_bytes;
 
     Context& context_;
     std::size_t part_bytes_;
-    std::uint64_t said_;  // 0 where the parts differ
+    std::uint64_t even_size_;  // 0 if the parts differ in size
     bool is_inline_;
 };
 
-// What all ranks have said they send, against what this rank expects. Returns the largest part that goes to another rank.
+// Checks all ranks' announced send counts against what this rank expects. Returns the largest part that goes to another
+// rank.
 std::size_t compare_counts(const Context& context, std::span<const std::size_t> receive_counts) {
     const std::size_t ranks = receive_counts.size();
     std::size_t largest = 0;
@@ -86,20 +88,20 @@ void all_to_all(Context& context, std::byte* out, const std::byte* source, std::
     std::byte* payload = begin(context, {.operation = static_cast<std::uint8_t>(Operation::all_to_all),
                                          .dtype = static_cast<std::uint8_t>(dtype),
                                          .count = unit});
-    context.fabric.give_counts(context.sequence, send_counts);
+    context.fabric.publish_counts(context.sequence, send_counts);
     const std::size_t part = send_counts[0];
     const auto is_part = [&](std::size_t count) { return count == part; };
     const bool is_even = std::ranges::all_of(send_counts, is_part) && std::ranges::all_of(receive_counts, is_part);
     const EvenParts even(context, part * element_size, is_even);
     std::byte* const offer_at = even.write(payload, source);
-    // The sizes differ from rank to rank and are not known before all have entered, so the segments are as large as
-    // slots allow.
-    const std::size_t piece = elements_in(context.fabric.layout().slot_bytes / ranks, element_size);
-    const std::size_t room = piece * element_size;
+    // The sizes differ between ranks and are unknown until all have entered, so segments are as large as the slots
+    // allow.
+    const std::size_t segment_elements = elements_in(context.fabric.layout().slot_bytes / ranks, element_size);
+    const std::size_t room = segment_elements * element_size;
     const auto pieces_of = [&](std::size_t count) {
-        return Pieces{.count = count, .element_size = element_size, .piece = piece};
+        return Segmentation{.count = count, .element_size = element_size, .segment_elements = segment_elements};
     };
-    // Runs `action(r)` for the other ranks, on each rank from another one on.
+    // Runs `action(r)` for the other ranks, starting with a different one on each rank.
     const auto for_others = [&](const auto& action) {
         for (std::size_t step = 1; step < ranks; ++step) action((own + step) % ranks);
     };
@@ -109,9 +111,10 @@ void all_to_all(Context& context, std::byte* out, const std::byte* source, std::
     };
     const auto stage = [&](std::size_t k, std::byte* slot) {
         for_others([&](std::size_t r) {
-            const Pieces pieces = pieces_of(send_counts[r]);
-            context.into_shared.copy(slot + r * room, source + sent_from[r] * element_size + pieces.offset_bytes(k),
-                                     pieces.size_bytes(k));
+            const Segmentation segmentation = pieces_of(send_counts[r]);
+            context.into_shared.copy(slot + r * room,
+                                     source + sent_from[r] * element_size + segmentation.offset_bytes(k),
+                                     segmentation.size_bytes(k));
         });
     };
     const auto staged_for = [&](std::size_t k, int r) {
@@ -121,9 +124,9 @@ void all_to_all(Context& context, std::byte* out, const std::byte* source, std::
     const auto take = [&](std::size_t k, std::uint64_t number) {
         if (k == 0) copy_own();
         for_others([&](std::size_t r) {
-            const Pieces pieces = pieces_of(receive_counts[r]);
-            copy_bytes(out + received_at[r] * element_size + pieces.offset_bytes(k),
-                       context.fabric.slot(static_cast<int>(r), number) + own * room, pieces.size_bytes(k));
+            const Segmentation segmentation = pieces_of(receive_counts[r]);
+            copy_bytes(out + received_at[r] * element_size + segmentation.offset_bytes(k),
+                       context.fabric.slot(static_cast<int>(r), number) + own * room, segmentation.size_bytes(k));
         });
     };
     const auto direct = [&](const Sources& sources) {
@@ -139,15 +142,16 @@ void all_to_all(Context& context, std::byte* out, const std::byte* source, std::
     const Offer offer = offer_source(context, Operation::all_to_all, source, sent_bytes, sent_bytes / ranks);
     make_offer(context, offer_at, offer, stage, staged_for, deadline);
     enter(context, deadline);
-    const bool are_all_even = even.are_all();
+    const bool are_all_even = even.are_all_even();
     if (are_all_even && even.are_inline()) {
         even.take(out);
-        ++context.segments;  // what was staged
+        ++context.segments;  // the staged segment
         return;
     }
     expect_writes(out, received_at[ranks] * element_size);
     const std::size_t largest = are_all_even ? part : compare_counts(context, receive_counts);
-    exchange_entered(context, offer_at, offer, (largest + piece - 1) / piece, stage, staged_for, take, direct, deadline);
+    exchange_entered(context, offer_at, offer, (largest + segment_elements - 1) / segment_elements, stage, staged_for,
+                     take, direct, deadline);
 }
 
 }  // namespace ferrodist

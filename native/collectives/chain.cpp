@@ -22,9 +22,10 @@ public:
           out_(out),
           source_(source),
           element_size_(size_of(reduction.dtype)),
-          pieces_{.count = count,
-                  .element_size = element_size_,
-                  .piece = elements_in(segment_bytes(count * element_size_, fabric_.layout()), element_size_)},
+          pieces_{
+              .count = count,
+              .element_size = element_size_,
+              .segment_elements = elements_in(segment_bytes(count * element_size_, fabric_.layout()), element_size_)},
           base_(context.segments) {
         // The mean is divided where the fold ends.
         const bool is_partial = chain_.next >= 0 && reduction.op == ReduceOp::mean;
@@ -45,15 +46,18 @@ public:
         }
         take(count - 1, deadline);
         context_.segments = base_ + count;
-        fabric_.publish_done(context_.segments);  // also for hosts that are no neighbours: what follows may use all slots
+        fabric_.publish_done(context_.segments);  // for all hosts: the next collective may use all slots
     }
 
 private:
-    [[nodiscard]] Parts parts_of(std::size_t k) const { return divide(pieces_.size_of(k), chain_.num_local, element_size_); }
+    [[nodiscard]] Parts parts_of(std::size_t k) const {
+        return divide(pieces_.size_of(k), chain_.num_local, element_size_);
+    }
     [[nodiscard]] int own_index() const { return context_.rank - chain_.first_local; }
     [[nodiscard]] Range own_range(std::size_t k) const {
         const Parts parts = parts_of(k);
-        return {.offset = parts.begin_of(own_index()) * element_size_, .size = parts.size_of(own_index()) * element_size_};
+        return {.offset = parts.begin_of(own_index()) * element_size_,
+                .size = parts.size_of(own_index()) * element_size_};
     }
 
     // `action(rank, offset, size)` for each slice of segment k that another rank of this host folds.
@@ -90,14 +94,14 @@ private:
             std::size_t index = 0;
             if (chain_.previous >= 0) context_.inputs[index++] = fabric_.slot(chain_.previous, number) + offset;
             for (int r = chain_.first_local; r < chain_.first_local + chain_.num_local; ++r)
-                context_.inputs[index++] = r == context_.rank ? source_ + pieces_.offset_bytes(k) + offset
-                                                              : fabric_.slot(r, number) + offset;
+                context_.inputs[index++] =
+                    r == context_.rank ? source_ + pieces_.offset_bytes(k) + offset : fabric_.slot(r, number) + offset;
             std::byte* target = chain_.next >= 0 ? slot + start : result + start;
             fold_(target, context_.inputs.data(), index, size / element_size_, context_.factors.data());
             if (chain_.next < 0) context_.into_shared.copy(slot + start, target, size);
         }
         if (chain_.next >= 0) {
-            fabric_.send_to(chain_.next, tcp::Kind::staged, number, own);
+            fabric_.send_to(chain_.next, tcp::LinkFrameType::staged, number, own);
         } else {
             publish_result(number, own);
         }
@@ -121,7 +125,7 @@ private:
     }
 
     void publish_result(std::uint64_t number, const Range& own) {
-        if (chain_.previous >= 0) fabric_.send_to(chain_.previous, tcp::Kind::folded, number, own);
+        if (chain_.previous >= 0) fabric_.send_to(chain_.previous, tcp::LinkFrameType::folded, number, own);
         fabric_.publish_host(&shm::Progress::folded, number + 1);
     }
 
@@ -131,7 +135,7 @@ private:
     std::byte* out_;
     const std::byte* source_;
     std::size_t element_size_;
-    Pieces pieces_;
+    Segmentation pieces_;
     std::uint64_t base_;
     Fold fold_;
 };
@@ -142,8 +146,8 @@ bool can_fold_in_chain(const Fabric& fabric, const Reduction& reduction) {
     return fabric.chain().num_local > 1 && !is_small_float(reduction.dtype);
 }
 
-void fold_in_chain(Context& context, ReductionFolder& folder, std::byte* out, const std::byte* source, std::size_t count,
-                   const Reduction& reduction, const Deadline& deadline) {
+void fold_in_chain(Context& context, ReductionFolder& folder, std::byte* out, const std::byte* source,
+                   std::size_t count, const Reduction& reduction, const Deadline& deadline) {
     enter(context, deadline);
     ChainFold(context, folder, out, source, count, reduction).run(deadline);
 }

@@ -1,4 +1,4 @@
-// What every collective of a group works with.
+// The state that all collectives of a group work with.
 #pragma once
 
 #include <cstddef>
@@ -20,7 +20,7 @@
 
 namespace ferrodist {
 
-// The operations, in the order in which the Python side numbers them.
+// The operations, numbered as on the Python side.
 enum class Operation : std::uint8_t {
     barrier,
     allreduce,
@@ -41,14 +41,14 @@ struct Context {
     InstructionSet instructions;
     std::uint64_t sequence = 0;    // collectives entered so far
     std::uint64_t segments = 0;    // segments staged so far, by all collectives together
-    std::uint64_t known_done = 0;  // segments that all ranks are known to be done with
+    std::uint64_t known_done = 0;  // segments that all ranks are known to have completed
     shm::Arenas* arenas = nullptr;
     shm::PeerMemory peers = shm::PeerMemory(num_ranks);
-    TransferMode reading = {};
-    Clock::duration staging_time = {};  // of this call before it entered, where that is timed
-    shm::SharedCopy into_shared = {};  // whatever goes into slots, and into others' symmetric memory
+    TransferMode transfer_mode = {};
+    Clock::duration staging_time = {};  // of this call before `enter`, if it is measured
+    shm::SharedCopy into_shared = {};   // for copies into slots and into peers' symmetric memory
 
-    // Room for what a collective computes a rank, so that none allocates.
+    // Preallocated per-rank scratch arrays, so that no collective allocates.
     std::vector<const std::byte*> inputs = std::vector<const std::byte*>(static_cast<std::size_t>(num_ranks));
     std::vector<double> factors = std::vector<double>(static_cast<std::size_t>(num_ranks));
     std::vector<std::size_t> counts = std::vector<std::size_t>(static_cast<std::size_t>(num_ranks));
@@ -69,14 +69,14 @@ struct Context {
     throw Failure(FailureKind::mismatch, {}, std::move(lines));
 }
 
-// Throws unless all ranks at this collective made the same call.
+// Throws unless all ranks made the same call in this collective.
 inline void compare_calls(const Context& context) {
     const shm::Call& own = context.arrival_of(context.rank).call;
     for (int r = 0; r < context.num_ranks; ++r)
         if (!(context.arrival_of(r).call == own)) throw_mismatch(context);
 }
 
-// Writes this rank's call and returns the payload that travels with it, to be filled before `enter`.
+// Writes this rank's call and returns the payload that is published with it, to be filled before `enter`.
 inline std::byte* begin(Context& context, const shm::Call& call) {
     ++context.sequence;
     shm::Arrival& own = context.arrival_of(context.rank);
@@ -88,10 +88,10 @@ inline std::byte* begin(Context& context, const shm::Call& call) {
 inline void enter(Context& context, const Deadline& deadline) {
     context.fabric.arrive(context.sequence, deadline);
     compare_calls(context);
-    context.known_done = context.segments;  // who is here has ended all collectives before
+    context.known_done = context.segments;  // a rank that has arrived has completed all collectives before
 }
 
-// Where each part starts, into `starts`, which begins with 0 and has an entry for the end.
+// Computes the start of each part into `starts`, which begins with 0 and has an entry for the end.
 inline void find_starts(std::span<const std::size_t> counts, std::vector<std::size_t>& starts) {
     std::partial_sum(counts.begin(), counts.end(), starts.begin() + 1);
 }

@@ -22,12 +22,12 @@ std::size_t largest_of(std::span<const std::size_t> counts) {
     return *std::max_element(counts.begin(), counts.end());
 }
 
-// Copies between a user's memory and a slot, unless they are the same place.
+// Copies between a user's memory and a slot, unless both addresses are equal.
 void move_bytes(std::byte* out, const std::byte* source, std::size_t size) {
     if (out != source) copy_bytes(out, source, size);
 }
 
-// all_gather, and gather where only the root has an `out`.
+// all_gather, and gather, where only the root has an `out`.
 void collect(Context& context, const shm::Call& call, std::byte* out, const std::byte* source,
              std::span<const std::size_t> counts, DType dtype, const Deadline& deadline) {
     const std::size_t element_size = size_of(dtype);
@@ -47,20 +47,21 @@ void collect(Context& context, const shm::Call& call, std::byte* out, const std:
         return;
     }
     expect_writes(out, starts.back() * element_size);
-    const std::size_t piece = elements_in(segment_bytes(largest * element_size, context.fabric.layout()), element_size);
+    const std::size_t segment_elements =
+        elements_in(segment_bytes(largest * element_size, context.fabric.layout()), element_size);
     const auto pieces_of = [&](std::size_t r) {
-        return Pieces{.count = counts[r], .element_size = element_size, .piece = piece};
+        return Segmentation{.count = counts[r], .element_size = element_size, .segment_elements = segment_elements};
     };
-    // The parts differ in size; each rank offers the memory from where its own begins.
+    // The parts differ in size; each rank's offer starts at its own part.
     const std::size_t read_size = largest * element_size;
     const bool is_read = call.root < 0 || read_size <= most_read_from_one_bytes;
     const Offer offer = offer_source(context, call.root < 0 ? Operation::all_gather : Operation::gather, source,
                                      counts[rank] * element_size, is_read ? read_size : 0);
     exchange(
-        context, payload, offer, (largest + piece - 1) / piece,
+        context, payload, offer, (largest + segment_elements - 1) / segment_elements,
         [&](std::size_t k, std::byte* slot) {
-            const Pieces pieces = pieces_of(rank);
-            context.into_shared.copy(slot, source + pieces.offset_bytes(k), pieces.size_bytes(k));
+            const Segmentation segmentation = pieces_of(rank);
+            context.into_shared.copy(slot, source + segmentation.offset_bytes(k), segmentation.size_bytes(k));
         },
         [&](std::size_t k, int r) {
             return Range{.size = call.root < 0 || r == call.root ? pieces_of(rank).size_bytes(k) : 0};
@@ -69,12 +70,12 @@ void collect(Context& context, const shm::Call& call, std::byte* out, const std:
             if (out == nullptr) return;
             for (std::size_t step = 0; step < counts.size(); ++step) {
                 const std::size_t r = (rank + step) % counts.size();
-                const Pieces pieces = pieces_of(r);
-                const std::byte* from = r == rank ? source + pieces.offset_bytes(k)
+                const Segmentation segmentation = pieces_of(r);
+                const std::byte* from = r == rank ? source + segmentation.offset_bytes(k)
                                                   : context.fabric.slot(static_cast<int>(r), number);
-                std::byte* to = r == rank ? own_place() + pieces.offset_bytes(k)
-                                          : out + starts[r] * element_size + pieces.offset_bytes(k);
-                move_bytes(to, from, pieces.size_bytes(k));
+                std::byte* to = r == rank ? own_place() + segmentation.offset_bytes(k)
+                                          : out + starts[r] * element_size + segmentation.offset_bytes(k);
+                move_bytes(to, from, segmentation.size_bytes(k));
             }
         },
         [&](const Sources& sources) {
@@ -107,19 +108,23 @@ void broadcast(Context& context, std::byte* data, std::size_t count, DType dtype
         return;
     }
     if (!is_root) expect_writes(data, size);
-    const Pieces pieces{.count = count,
-                        .element_size = element_size,
-                        .piece = elements_in(segment_bytes(size, context.fabric.layout()), element_size)};
-    const Offer offer = offer_source(context, Operation::broadcast, data, size, size <= most_read_from_one_bytes ? size : 0);
+    const Segmentation segmentation{
+        .count = count,
+        .element_size = element_size,
+        .segment_elements = elements_in(segment_bytes(size, context.fabric.layout()), element_size)};
+    const Offer offer =
+        offer_source(context, Operation::broadcast, data, size, size <= most_read_from_one_bytes ? size : 0);
     exchange(
-        context, payload, offer, pieces.num_segments(),
+        context, payload, offer, segmentation.num_segments(),
         [&](std::size_t k, std::byte* slot) {
-            if (is_root) context.into_shared.copy(slot, data + pieces.offset_bytes(k), pieces.size_bytes(k));
+            if (is_root)
+                context.into_shared.copy(slot, data + segmentation.offset_bytes(k), segmentation.size_bytes(k));
         },
-        [&](std::size_t k, int) { return Range{.size = is_root ? pieces.size_bytes(k) : 0}; },
+        [&](std::size_t k, int) { return Range{.size = is_root ? segmentation.size_bytes(k) : 0}; },
         [&](std::size_t k, std::uint64_t number) {
             if (!is_root)
-                copy_bytes(data + pieces.offset_bytes(k), context.fabric.slot(root, number), pieces.size_bytes(k));
+                copy_bytes(data + segmentation.offset_bytes(k), context.fabric.slot(root, number),
+                           segmentation.size_bytes(k));
         },
         [&](const Sources& sources) {
             if (!is_root) sources.copy(root, 0, data, size);
@@ -149,25 +154,26 @@ void scatter(Context& context, std::byte* out, const std::byte* source, std::spa
     const bool is_root = context.rank == root;
     std::byte* payload = begin(context, call_of(Operation::scatter, starts.back(), dtype, root));
     const std::size_t slot_bytes = segment_bytes(largest * counts.size() * element_size, context.fabric.layout());
-    const std::size_t piece = elements_in(slot_bytes / counts.size(), element_size);
-    const std::size_t room = piece * element_size;
+    const std::size_t segment_elements = elements_in(slot_bytes / counts.size(), element_size);
+    const std::size_t room = segment_elements * element_size;
     const auto pieces_of = [&](std::size_t r) {
-        return Pieces{.count = counts[r], .element_size = element_size, .piece = piece};
+        return Segmentation{.count = counts[r], .element_size = element_size, .segment_elements = segment_elements};
     };
     const auto own = static_cast<std::size_t>(context.rank);
     expect_writes(out, counts[own] * element_size);
-    // Only the root has a source; no symmetric memory, for its ranks' tensors lie elsewhere.
+    // Only the root has a source; no symmetric memory, for the other ranks have no counterpart.
     Offer offer = offer_source(context, Operation::scatter, nullptr, 0, largest * element_size);
     offer.own = source;
     exchange(
-        context, payload, offer, (largest + piece - 1) / piece,
+        context, payload, offer, (largest + segment_elements - 1) / segment_elements,
         [&](std::size_t k, std::byte* slot) {
             if (!is_root) return;
             for (std::size_t r = 0; r < counts.size(); ++r) {
                 if (r == own) continue;
-                const Pieces pieces = pieces_of(r);
-                context.into_shared.copy(slot + r * room, source + starts[r] * element_size + pieces.offset_bytes(k),
-                                         pieces.size_bytes(k));
+                const Segmentation segmentation = pieces_of(r);
+                context.into_shared.copy(slot + r * room,
+                                         source + starts[r] * element_size + segmentation.offset_bytes(k),
+                                         segmentation.size_bytes(k));
             }
         },
         [&](std::size_t k, int r) {
@@ -175,10 +181,10 @@ void scatter(Context& context, std::byte* out, const std::byte* source, std::spa
             return is_root ? Range{.offset = to * room, .size = pieces_of(to).size_bytes(k)} : Range{};
         },
         [&](std::size_t k, std::uint64_t number) {
-            const Pieces pieces = pieces_of(own);
-            const std::byte* from = is_root ? source + starts[own] * element_size + pieces.offset_bytes(k)
+            const Segmentation segmentation = pieces_of(own);
+            const std::byte* from = is_root ? source + starts[own] * element_size + segmentation.offset_bytes(k)
                                             : context.fabric.slot(root, number) + own * room;
-            move_bytes(out + pieces.offset_bytes(k), from, pieces.size_bytes(k));
+            move_bytes(out + segmentation.offset_bytes(k), from, segmentation.size_bytes(k));
         },
         [&](const Sources& sources) {
             if (is_root)

@@ -1,4 +1,4 @@
-// The collectives that move elements and change none.
+// Collectives that move elements without changing them.
 #pragma once
 
 #include <cstddef>
@@ -10,11 +10,11 @@ namespace ferrodist {
 
 void barrier(Context& context, const Deadline& deadline);
 
-// Copies the root's `data` into every rank's.
+// Copies the root's `data` into every rank's `data`.
 void broadcast(Context& context, std::byte* data, std::size_t count, DType dtype, int root, const Deadline& deadline);
 
-// Copies every rank's `source`, of `counts[r]` elements, into every rank's `out`, one after the other. `source` may be
-// its place in `out`.
+// Concatenates every rank's `source`, of `counts[r]` elements, in every rank's `out`. `source` may be its own part of
+// `out`.
 void all_gather(Context& context, std::byte* out, const std::byte* source, std::span<const std::size_t> counts,
                 DType dtype, int dim, const Deadline& deadline);
 
@@ -26,15 +26,15 @@ void gather(Context& context, std::byte* out, const std::byte* source, std::span
 void scatter(Context& context, std::byte* out, const std::byte* source, std::span<const std::size_t> counts,
              DType dtype, int root, const Deadline& deadline);
 
-// Sends part r of `source` to rank r and collects what the ranks sent here in `out`. Throws Failure{sizes} when a rank
-// sends another number of elements than `receive_counts` says. Ranks compare `unit`.
+// Sends part r of `source` to rank r and receives the parts for this rank in `out`. Throws Failure{sizes} if a rank
+// sends another number of elements than `receive_counts` says. `unit` must be equal on all ranks.
 void all_to_all(Context& context, std::byte* out, const std::byte* source, std::span<const std::size_t> send_counts,
                 std::span<const std::size_t> receive_counts, std::size_t unit, DType dtype, const Deadline& deadline);
 
-// Bytes of a `share`'s name that ranks compare.
+// Bytes of the name of a `share` call that ranks compare.
 inline constexpr std::size_t share_name_bytes = 24;
 
-// Gives every rank the bytes of each, in rank order. `name` must be the same on all ranks.
+// Gathers every rank's bytes on all ranks, in rank order. `name` must be the same on all ranks.
 std::vector<std::string> share(Context& context, std::string_view name, std::string_view data,
                                const Deadline& deadline);
 

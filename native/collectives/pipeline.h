@@ -1,13 +1,13 @@
-// How data too large to travel with the arrival moves: in segments, through each rank's slots.
+// Pipelined transfer of data too large for the arrival payload: in segments, through each rank's slots.
 //
 // [Note: slots]
-// The segments of all collectives of a group are numbered through; segment m of a rank lies in its slot m modulo
-// `num_slots`. Each rank stages what the others need of it (`staged`), takes what it needs from the others' slots, and
-// says so (`done`). Before a rank writes a slot anew, all ranks must be done with the segment that was in it: with three
-// slots that one lies two segments back, so ranks of equal speed don't wait for it. While one segment is taken the next
-// is staged.
+// The segments of all collectives of a group are numbered consecutively; segment m of a rank is in its slot m modulo
+// `num_slots`. Each rank stages what the others need of it (`staged`), reads what it needs from the others' slots, and
+// reports that (`done`). Before a rank overwrites a slot, all ranks must be done with the segment that was in it: with
+// three slots that one is two segments back, so ranks of equal speed do not wait for it. While one segment is read the
+// next is staged.
 //
-// Every rank counts the same number of segments for a collective, also one that stages or takes nothing.
+// Every rank counts the same number of segments for a collective, even if it stages or reads nothing.
 #pragma once
 
 #include <algorithm>
@@ -26,27 +26,27 @@ inline void await_slot(Context& context, std::uint64_t number, const Deadline& d
     if (needed > context.known_done) context.fabric.await(&shm::Progress::done, needed, deadline);
 }
 
-// Says that this rank has read all it needs of segment k of `count`, whose number is `number`: if anyone waits for that. Of
-// the last segments nobody does, for who enters the next collective has ended this one.
+// Publishes that this rank has read all it needs of segment k of `count`, whose number is `number`, if any rank waits
+// for that. For the last segments none does, because a rank that enters the next collective has completed this one.
 inline void finish_segment(Context& context, std::size_t k, std::size_t count, std::uint64_t number) {
     if (k + shm::num_slots <= count) context.fabric.publish_done(number + 1);
 }
 
-// What a rank offers the others to read and write without staging; see [Note: offers].
+// A rank's offer to the others to read and write its tensors without staging; see [Note: offers].
 struct Offer {
-    shm::Shared source = {};
-    shm::Shared out = {};
-    bool needs_out = false;           // whether the collective can do without staging only if `out` is shared, too
-    bool is_readable = false;         // whether the others may read `own`, which lies anywhere
-    const std::byte* own = nullptr;   // this rank's source
-    std::size_t read_size = 0;        // bytes that another rank takes of it
-    std::optional<TransferMode::Kind> kind = {};  // where the call has ways to choose from
+    shm::SymmetricTensor source = {};
+    shm::SymmetricTensor out = {};
+    bool needs_out = false;                       // whether zero-copy also requires `out` to be in symmetric memory
+    bool is_readable = false;                     // whether the others may read `own`, at any address
+    const std::byte* own = nullptr;               // this rank's source
+    std::size_t read_size = 0;                    // bytes that each other rank reads of it
+    std::optional<TransferMode::Kind> kind = {};  // set if the autotuner decides for this call
 
     [[nodiscard]] bool is_made() const { return is_readable || (source.arena && (out.arena || !needs_out)); }
 };
 
-// Whether all ranks do the same, so that what rank 0 takes is what they all take; not where one is the root.
-inline bool is_alike(Operation operation) {
+// Whether all ranks do the same work, so that rank 0's times hold for all; not so for operations with a root.
+inline bool is_symmetric(Operation operation) {
     return operation == Operation::all_gather || operation == Operation::reduce_scatter ||
            operation == Operation::all_to_all;
 }
@@ -56,30 +56,31 @@ inline Offer offer_source(const Context& context, Operation operation, const std
                           std::size_t read_size) {
     Offer offer{.source = context.arenas->find(source, size), .own = source, .read_size = read_size};
     offer.is_readable = context.peers.is_usable() && read_size >= least_read_bytes(context.fabric.layout());
-    if (offer.is_readable && is_alike(operation)) {
+    if (offer.is_readable && is_symmetric(operation)) {
         offer.kind = TransferMode::kind_of(operation, read_size);
-        offer.is_readable = context.reading.way_of(*offer.kind) == TransferMode::in_place;
+        offer.is_readable = context.transfer_mode.choice_for(*offer.kind) == TransferMode::direct_read;
     }
     return offer;
 }
 
 // [Note: offers]
-// A rank whose tensors lie in symmetric memory says where, in the payload of its call; if ranks can read each other's
-// memory, it says where its source lies in any case. If all ranks offer the same, nothing is staged: each rank reads and
-// writes the others' tensors (`direct`), and all wait until all have. A rank that makes an offer stages nothing before it
-// knows; so if any does, the first segment has a flag like the others.
+// A rank whose tensors are in symmetric memory puts their addresses into the payload of its call; if ranks can read
+// each other's memory, it puts its source's address there in any case. If all ranks make the same offer, nothing is
+// staged: each rank reads and writes the others' tensors (`direct`), and all wait until all have finished. A rank that
+// makes an offer stages nothing before it knows the result; so if any does, the first segment is published by a flag
+// like the others.
 struct Negotiated {
-    bool is_direct;       // all offer the same
+    bool is_direct;       // all ranks make the same offer
     bool is_mapped;       // and it is symmetric memory
-    bool is_staged_late;  // the first segment is staged after entry on some rank
+    bool is_staged_late;  // some rank stages the first segment after entry
 };
 
-using Places = std::array<shm::Place, 2>;
+using OfferAddresses = std::array<shm::SymmetricAddress, 2>;
 
-// An offer as it travels.
+// An offer in the wire format of the payload.
 struct Offered {
-    Places places;
-    std::uint64_t advice;  // see [Note: reading]; of rank 0
+    OfferAddresses addresses;
+    std::uint64_t advice;  // see [Note: reading]; from rank 0
 };
 inline constexpr std::size_t offer_bytes = sizeof(Offered);
 
@@ -90,23 +91,20 @@ inline Offered offered_by(const Context& context, const std::byte* payload, int 
     return offered;
 }
 
-// In the place of an arena: that the offset is an address of the rank's process.
-inline constexpr std::uint64_t readable = ~std::uint64_t{0};
+// In place of an arena's id: marks the offset as an address in the rank's process.
+inline constexpr std::uint64_t process_address = ~std::uint64_t{0};
 
 // The other ranks' sources, once all have offered them.
 class Sources {
 public:
     Sources(const Context& context, const std::byte* payload, const Offer& offer, bool is_mapped)
-        : context_(context),
-          payload_(payload),
-          offer_(offer),
-          is_mapped_(is_mapped) {}
+        : context_(context), payload_(payload), offer_(offer), is_mapped_(is_mapped) {}
 
-    // Copies what lies at `offset` of rank r's source.
+    // Copies `size` bytes at `offset` of rank r's source.
     void copy(int r, std::size_t offset, std::byte* out, std::size_t size) const {
         if (size == 0) return;
-        if (is_mapped_) return copy_bytes(out, offer_.source.of(r) + offset, size);
-        context_.peers.read(r, out, offered_by(context_, payload_, r).places[1].offset + offset, size);
+        if (is_mapped_) return copy_bytes(out, offer_.source.at(r) + offset, size);
+        context_.peers.read(r, out, offered_by(context_, payload_, r).addresses[1].offset + offset, size);
     }
 
     [[nodiscard]] bool are_mapped() const { return is_mapped_; }
@@ -118,12 +116,13 @@ private:
     bool is_mapped_;
 };
 
-inline Places places_of(const Offer& offer) {
-    const shm::Place own{readable, reinterpret_cast<std::uintptr_t>(offer.own)};
-    return {offer.is_made() ? offer.source.place() : shm::Place{}, offer.is_readable ? own : offer.out.place()};
+inline OfferAddresses addresses_of(const Offer& offer) {
+    const shm::SymmetricAddress own{process_address, reinterpret_cast<std::uintptr_t>(offer.own)};
+    return {offer.is_made() ? offer.source.address() : shm::SymmetricAddress{},
+            offer.is_readable ? own : offer.out.address()};
 }
 
-// What a part of a call takes, on the rank that compares ways and in calls that have them; else it asks no clock.
+// Measures a part of an autotuned call on rank 0; in all other cases it reads no clock.
 class Stopwatch {
 public:
     Stopwatch(Context& context, const Offer& offer)
@@ -134,14 +133,15 @@ public:
 
     [[nodiscard]] Clock::duration time() const { return is_on_ ? Clock::now() - began_ : Clock::duration{}; }
 
-    // At the end of a call: its time is this one and that of staging before it entered. How long others were late is in
-    // neither. It counts for the way that this rank offered, also where other ranks' offers led by way of slots, for that
-    // is what the offer came to: a way that never counted would stay unknown, and be gone for ever.
-    void note() const {
+    // Records the time at the end of a call: this part plus the staging before `enter`. Waiting for stragglers is in
+    // neither. It counts for the choice that this rank offered, even if other ranks' offers led to staging, for that is
+    // the outcome of the offer: a choice that never counted would stay unmeasured, and be tried for ever.
+    void record_time() const {
         if (!is_on_) return;
-        const Way way = offer_.is_readable ? TransferMode::in_place : TransferMode::by_slots;
+        const Choice choice = offer_.is_readable ? TransferMode::direct_read : TransferMode::staged_copy;
         const Clock::duration whole = time() + context_.staging_time;
-        context_.reading.took(*offer_.kind, way, std::chrono::duration<double>(whole).count(), offer_.read_size);
+        context_.transfer_mode.record(*offer_.kind, choice, std::chrono::duration<double>(whole).count(),
+                                      offer_.read_size);
     }
 
 private:
@@ -157,12 +157,12 @@ void stage_first(Context& context, const Stage& stage, const Deadline& deadline)
     stage(std::size_t{0}, context.fabric.slot(context.rank, context.segments));
 }
 
-// Writes the offer at `payload`, and stages segment 0 unless it may not be needed. Then it is time to enter.
+// Writes the offer at `payload`, and stages segment 0 unless it may not be needed. `enter` comes next.
 template <class Stage, class StagedFor>
-void make_offer(Context& context, std::byte* payload, const Offer& offer, const Stage& stage, const StagedFor& staged_for,
-                const Deadline& deadline) {
+void make_offer(Context& context, std::byte* payload, const Offer& offer, const Stage& stage,
+                const StagedFor& staged_for, const Deadline& deadline) {
     const bool is_advising = offer.kind && context.rank == 0;
-    const Offered offered{places_of(offer), is_advising ? context.reading.advise(*offer.kind) : 0};
+    const Offered offered{addresses_of(offer), is_advising ? context.transfer_mode.advise(*offer.kind) : 0};
     std::memcpy(payload, &offered, offer_bytes);
     context.staging_time = {};
     if (offer.is_made()) return;
@@ -172,22 +172,23 @@ void make_offer(Context& context, std::byte* payload, const Offer& offer, const 
     context.staging_time = stopwatch.time();
 }
 
-// After entry: what all ranks' offers come to. Stages segment 0 where it was not, and is needed.
+// After `enter`: combines all ranks' offers. Stages segment 0 if it was not staged and is needed.
 template <class Stage, class StagedFor>
 Negotiated negotiate_zero_copy(Context& context, const std::byte* payload, const Offer& offer, const Stage& stage,
-                     const StagedFor& staged_for, const Deadline& deadline) {
-    const Places places = places_of(offer);
+                               const StagedFor& staged_for, const Deadline& deadline) {
+    const OfferAddresses addresses = addresses_of(offer);
     const bool is_made = offer.is_made();
     bool is_mapped = offer.source.arena != nullptr && is_made;
     bool is_readable = offer.is_readable;
     bool is_any_made = false;
     for (int r = 0; r < context.num_ranks; ++r) {
-        const Places theirs = offered_by(context, payload, r).places;
-        is_mapped = is_mapped && theirs[0] == places[0] && (!offer.needs_out || theirs[1] == places[1]);
-        is_readable = is_readable && theirs[1].arena == readable;
-        is_any_made = is_any_made || theirs[0].arena != 0 || theirs[1].arena == readable;
+        const OfferAddresses theirs = offered_by(context, payload, r).addresses;
+        is_mapped = is_mapped && theirs[0] == addresses[0] && (!offer.needs_out || theirs[1] == addresses[1]);
+        is_readable = is_readable && theirs[1].arena == process_address;
+        is_any_made = is_any_made || theirs[0].arena != 0 || theirs[1].arena == process_address;
     }
-    context.reading.follow(offered_by(context, payload, 0).advice);  // also on a rank whose own part is of no kind
+    context.transfer_mode.follow(
+        offered_by(context, payload, 0).advice);  // also on a rank whose own part is not autotuned
     const bool is_direct = is_mapped || is_readable;
     if (!is_direct && is_any_made) {
         if (is_made) stage_first(context, stage, deadline);
@@ -204,10 +205,10 @@ inline void finish_direct(Context& context, const Deadline& deadline) {
     context.fabric.await(&shm::Progress::folded, next, deadline);
 }
 
-// Moves `num_segments` segments. `stage(k, slot)` puts this rank's part of segment k, counted from 0, into its slot, of which
-// rank r reads `staged_for(k, r)`; `take(k, number)` reads segment k, whose number is `number`, from all slots. Segment 0 is
-// always staged and taken. All ranks have made their offers (`make_offer`) and entered. Where all offer the same,
-// `direct(sources)` does it all.
+// Moves `num_segments` segments. `stage(k, slot)` copies this rank's part of segment k, counted from 0, into its slot,
+// of which rank r reads `staged_for(k, r)`; `take(k, number)` reads segment k, whose number is `number`, from all slots.
+// Segment 0 is always staged and read. All ranks have made their offers (`make_offer`) and entered. If all make the
+// same offer, `direct(sources)` does everything.
 template <class Stage, class StagedFor, class Take, class Direct>
 void exchange_entered(Context& context, std::byte* payload, const Offer& offer, std::size_t num_segments,
                       const Stage& stage, const StagedFor& staged_for, const Take& take, const Direct& direct,
@@ -220,7 +221,7 @@ void exchange_entered(Context& context, std::byte* payload, const Offer& offer, 
     if (entered.is_direct) {
         direct(Sources(context, payload, offer, entered.is_mapped));
         finish_direct(context, deadline);
-        if (!entered.is_mapped) stopwatch.note();
+        if (!entered.is_mapped) stopwatch.record_time();
         return;
     }
     for (std::size_t k = 0; k < count; ++k) {
@@ -235,10 +236,10 @@ void exchange_entered(Context& context, std::byte* payload, const Offer& offer, 
         finish_segment(context, k, count, number);
     }
     context.segments = base + count;
-    stopwatch.note();
+    stopwatch.record_time();
 }
 
-// The whole of it, for a call that has begun (`begin`), in whose `payload` there is room for an offer.
+// Offer, entry and exchange, for a call that has begun (`begin`) and whose `payload` has room for an offer.
 template <class Stage, class StagedFor, class Take, class Direct>
 void exchange(Context& context, std::byte* payload, const Offer& offer, std::size_t num_segments, const Stage& stage,
               const StagedFor& staged_for, const Take& take, const Direct& direct, const Deadline& deadline) {
@@ -247,9 +248,9 @@ void exchange(Context& context, std::byte* payload, const Offer& offer, std::siz
     exchange_entered(context, payload, offer, num_segments, stage, staged_for, take, direct, deadline);
 }
 
-// The same with a step between: `fold(k, number)` makes this rank's part of the result of segment k from all slots and
-// leaves it in its own, of which rank r reads `folded_for(k, r)`; `take` reads the results. Segment k is folded
-// while k-1 is taken by slower ranks.
+// The same with a fold between: `fold(k, number)` computes this rank's part of the result of segment k from all slots
+// and leaves it in its own slot, of which rank r reads `folded_for(k, r)`; `take` reads the results. Segment k is
+// folded while slower ranks still read k-1.
 template <class Stage, class StagedFor, class FoldStep, class FoldedFor, class Take, class Direct>
 void exchange_folded(Context& context, std::byte* payload, const Offer& offer, std::size_t num_segments,
                      const Stage& stage, const StagedFor& staged_for, const FoldStep& fold, const FoldedFor& folded_for,
@@ -284,14 +285,14 @@ void exchange_folded(Context& context, std::byte* payload, const Offer& offer, s
     context.segments = base + num_segments;
 }
 
-// A range of elements, divided into segments of equal size, the last one smaller.
-struct Pieces {
-    std::size_t count;         // elements in all
-    std::size_t element_size;  // bytes
-    std::size_t piece;         // elements in a segment, at least 1
+// A division of elements into segments of equal size, the last one smaller.
+struct Segmentation {
+    std::size_t count;             // total number of elements
+    std::size_t element_size;      // bytes
+    std::size_t segment_elements;  // elements per segment, at least 1
 
-    [[nodiscard]] std::size_t num_segments() const { return (count + piece - 1) / piece; }
-    [[nodiscard]] std::size_t begin_of(std::size_t k) const { return std::min(count, k * piece); }
+    [[nodiscard]] std::size_t num_segments() const { return (count + segment_elements - 1) / segment_elements; }
+    [[nodiscard]] std::size_t begin_of(std::size_t k) const { return std::min(count, k * segment_elements); }
     [[nodiscard]] std::size_t size_of(std::size_t k) const { return begin_of(k + 1) - begin_of(k); }
     [[nodiscard]] std::size_t offset_bytes(std::size_t k) const { return begin_of(k) * element_size; }
     [[nodiscard]] std::size_t size_bytes(std::size_t k) const { return size_of(k) * element_size; }

@@ -1,4 +1,4 @@
-// What all reductions share: a fold with every rank's factor, and the division of a segment into parts.
+// Shared parts of the reductions: a fold with every rank's factor, and the division of a segment between ranks.
 #pragma once
 
 #include <algorithm>
@@ -11,10 +11,10 @@
 
 namespace ferrodist {
 
-// What is folded at a time where the result goes to two places: it is copied while it is in the first-level cache.
+// Block size for folds into two destinations: the block is copied while it is in the first-level cache.
 inline constexpr std::size_t copied_bytes = 16 * 1024;
 
-// A reduction under way: its fold and, after `enter`, every rank's factor.
+// A reduction in progress: its fold and, after `enter`, every rank's factor.
 class ReductionFolder {
 public:
     ReductionFolder(Context& context, const Reduction& reduction)
@@ -25,34 +25,35 @@ public:
         if (fold_ == nullptr) throw Failure(FailureKind::unsupported, {});
     }
 
-    // Bytes that the factor takes of a call's payload.
-    [[nodiscard]] std::size_t head_bytes() const { return is_premultiplied_ ? sizeof(double) : 0; }
+    // Bytes of a call's payload that the factor takes.
+    [[nodiscard]] std::size_t factor_bytes() const { return is_premultiplied_ ? sizeof(double) : 0; }
 
     void begin_call(const shm::Call& call, const Reduction& reduction) {
         payload_ = begin(context_, call);
         if (is_premultiplied_) std::memcpy(payload_, &reduction.factor, sizeof(double));
     }
 
-    // What follows the factor in this rank's payload.
-    [[nodiscard]] std::byte* payload() const { return payload_ + head_bytes(); }
+    // The part of this rank's payload that follows the factor.
+    [[nodiscard]] std::byte* payload() const { return payload_ + factor_bytes(); }
 
-    // Folds one array a rank: `at(r)` says where rank r's lies.
+    // Folds one array per rank: `at(r)` is the address of rank r's.
     template <class At>
     void fold(std::byte* out, std::size_t count, const At& at) {
         for (int r = 0; r < context_.num_ranks; ++r) context_.inputs[static_cast<std::size_t>(r)] = at(r);
         fold_(out, context_.inputs.data(), context_.inputs.size(), count, factors());
     }
 
-    // After `enter`: what rank r gave as its factor.
+    // After `enter`: rank r's factor.
     [[nodiscard]] double factor_of(int r) const {
         double factor = 1.0;
         if (is_premultiplied_) std::memcpy(&factor, context_.arrival_of(r).payload.data(), sizeof factor);
         return factor;
     }
 
-    // The same into memory that others read, and into `out` unless that is null.
+    // The same into shared memory, and into `out` unless that is null.
     template <class At>
-    void fold_into_shared(std::byte* shared, std::byte* out, std::size_t count, std::size_t element_size, const At& at) {
+    void fold_into_shared(std::byte* shared, std::byte* out, std::size_t count, std::size_t element_size,
+                          const At& at) {
         alignas(part_alignment) std::array<std::byte, copied_bytes> room;
         const std::size_t block = copied_bytes / element_size;
         for (std::size_t start = 0; start < count; start += block) {
@@ -82,12 +83,14 @@ private:
     std::byte* payload_ = nullptr;
 };
 
-// The parts of one segment that the ranks fold, of equal size and aligned but for the last ones.
+// The parts of one segment that the ranks fold: of equal size and aligned, except for the last ones.
 struct Parts {
     std::size_t count;  // elements of the segment
-    std::size_t part;   // elements of a part
+    std::size_t part;   // elements per part
 
-    [[nodiscard]] std::size_t begin_of(int rank) const { return std::min(count, static_cast<std::size_t>(rank) * part); }
+    [[nodiscard]] std::size_t begin_of(int rank) const {
+        return std::min(count, static_cast<std::size_t>(rank) * part);
+    }
     [[nodiscard]] std::size_t size_of(int rank) const { return begin_of(rank + 1) - begin_of(rank); }
 };
 

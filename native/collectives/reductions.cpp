@@ -24,19 +24,20 @@ struct Elements {
     std::size_t size;
 };
 
-// `count` elements through the arrival line, of which this rank folds `wanted`: one wait, nothing but it to read.
+// Folds `count` elements inlined in the arrivals, of which this rank needs `wanted`: one wait, and nothing else to
+// read.
 void fold_inline(Context& context, ReductionFolder& folder, std::byte* out, const std::byte* source, Elements wanted,
                  std::size_t count, std::size_t element_size, const Deadline& deadline) {
     copy_bytes(folder.payload(), source, count * element_size);
     enter(context, deadline);
     if (out == nullptr) return;
-    const std::size_t offset = folder.head_bytes() + wanted.begin * element_size;
+    const std::size_t offset = folder.factor_bytes() + wanted.begin * element_size;
     folder.fold(out, wanted.size, [&](int r) { return context.arrival_of(r).payload.data() + offset; });
 }
 
-// The whole through one slot, folded by everyone who wants it: one wait.
-void fold_one_shot(Context& context, ReductionFolder& folder, std::byte* out, const std::byte* source, std::size_t count,
-                   std::size_t element_size, int root, const Deadline& deadline) {
+// Sends everything through one slot; every rank that needs the result folds all of it: one wait.
+void fold_one_shot(Context& context, ReductionFolder& folder, std::byte* out, const std::byte* source,
+                   std::size_t count, std::size_t element_size, int root, const Deadline& deadline) {
     const auto is_wanted_by = [&](int r) { return root < 0 || r == root; };
     exchange(
         context, folder.payload(), {}, 1,
@@ -44,26 +45,27 @@ void fold_one_shot(Context& context, ReductionFolder& folder, std::byte* out, co
         [&](std::size_t, int r) { return Range{.size = is_wanted_by(r) ? count * element_size : 0}; },
         [&](std::size_t, std::uint64_t number) {
             if (out == nullptr) return;
-            folder.fold(out, count,
-                        [&](int r) { return r == context.rank ? source : context.fabric.slot(r, number); });
+            folder.fold(out, count, [&](int r) { return r == context.rank ? source : context.fabric.slot(r, number); });
         },
         [](const Sources&) {}, deadline);
 }
 
-// Two ranks on two hosts: each sends the other all it has and folds the whole. That is as many bytes on the wire as with
-// parts, and one wait a segment. Nothing is staged: `source` is sent from where it lies, and may be what `out` is.
-void fold_with_partner(Context& context, ReductionFolder& folder, std::byte* out, const std::byte* source, const Pieces& pieces,
-                       int root, const Deadline& deadline) {
+// Two ranks on two hosts: each sends the other its whole tensor and folds the whole. That takes as many bytes on the
+// wire as folding in parts, and one wait per segment. Nothing is staged: `source` is sent from its own memory, and may
+// be equal to `out`.
+void fold_with_partner(Context& context, ReductionFolder& folder, std::byte* out, const std::byte* source,
+                       const Segmentation& segmentation, int root, const Deadline& deadline) {
     Fabric& fabric = context.fabric;
     const std::uint64_t base = context.segments;
     const bool partner_folds = root < 0 || root != context.rank;
     const auto send = [&](std::size_t k) {
-        fabric.send_partner(base + k, {source + pieces.offset_bytes(k), partner_folds ? pieces.size_bytes(k) : 0});
+        fabric.send_partner(base + k,
+                            {source + segmentation.offset_bytes(k), partner_folds ? segmentation.size_bytes(k) : 0});
     };
     await_slot(context, base, deadline);
     send(0);
     enter(context, deadline);
-    const std::size_t num_segments = pieces.num_segments();
+    const std::size_t num_segments = segmentation.num_segments();
     for (std::size_t k = 0; k < num_segments; ++k) {
         const std::uint64_t number = base + k;
         if (k + 1 < num_segments) {
@@ -71,78 +73,77 @@ void fold_with_partner(Context& context, ReductionFolder& folder, std::byte* out
             send(k + 1);
         }
         fabric.await_exchanged(number, deadline);
-        const std::byte* own = source + pieces.offset_bytes(k);
+        const std::byte* own = source + segmentation.offset_bytes(k);
         if (out != nullptr)
-            folder.fold(out + pieces.offset_bytes(k), pieces.size_of(k),
+            folder.fold(out + segmentation.offset_bytes(k), segmentation.size_of(k),
                         [&](int r) { return r == context.rank ? own : fabric.slot(r, number); });
         finish_segment(context, k, num_segments, number);
     }
     context.segments = base + num_segments;
 }
 
-// Segments of which each rank folds a part and the others take the result. `out` is null on ranks that want none.
-void fold_in_parts(Context& context, ReductionFolder& folder, std::byte* out, const std::byte* source, std::size_t count,
-                   std::size_t element_size, int root, const Deadline& deadline) {
+// Segments of which each rank folds a part and the others read the result. `out` is null on ranks that need no result.
+void fold_in_parts(Context& context, ReductionFolder& folder, std::byte* out, const std::byte* source,
+                   std::size_t count, std::size_t element_size, int root, const Deadline& deadline) {
     const shm::Layout& layout = context.fabric.layout();
-    const Pieces pieces{.count = count,
-                        .element_size = element_size,
-                        .piece = elements_in(segment_bytes(count * element_size, layout), element_size)};
+    const Segmentation segmentation{
+        .count = count,
+        .element_size = element_size,
+        .segment_elements = elements_in(segment_bytes(count * element_size, layout), element_size)};
     const int rank = context.rank;
     const auto for_others = [&](std::size_t k, const auto& action) {
-        const Parts parts = divide(pieces.size_of(k), context.num_ranks, element_size);
+        const Parts parts = divide(segmentation.size_of(k), context.num_ranks, element_size);
         for (int step = 1; step < context.num_ranks; ++step) {
-            const int r = (rank + step) % context.num_ranks;  // not all at once to the same rank
+            const int r = (rank + step) % context.num_ranks;  // staggered, so that not all ranks access the same one
             action(r, parts.begin_of(r) * element_size, parts.size_of(r) * element_size);
         }
     };
     const auto range_of = [&](std::size_t k, int r) {
-        const Parts parts = divide(pieces.size_of(k), context.num_ranks, element_size);
+        const Parts parts = divide(segmentation.size_of(k), context.num_ranks, element_size);
         return Range{.offset = parts.begin_of(r) * element_size, .size = parts.size_of(r) * element_size};
     };
-    // Without staging each rank folds one part of the whole, and writes it to every rank's out.
+    // Zero-copy: each rank folds one part of the whole, and writes it to every rank's `out`.
     const Offer offer{.source = context.arenas->find(source, count * element_size),
-                      .out = root < 0 ? context.arenas->find(out, count * element_size) : shm::Shared{},
+                      .out = root < 0 ? context.arenas->find(out, count * element_size) : shm::SymmetricTensor{},
                       .needs_out = true};
     const auto direct = [&] {
         const Parts parts = divide(count, context.num_ranks, element_size);
         const std::size_t begin = parts.begin_of(rank) * element_size;
         const std::size_t block = copied_bytes / element_size;
         for (std::size_t start = 0; start < parts.size_of(rank); start += block) {
-            // The others' calls may have raised while this rank was stopped: their memory is theirs again.
+            // The others' calls may have raised while this rank was stopped: then their memory is theirs again.
             if (start != 0) context.fabric.check();
             const std::size_t size = std::min(block, parts.size_of(rank) - start);
             const std::size_t offset = begin + start * element_size;
-            std::byte* own = offer.out.of(rank) + offset;
-            folder.fold(own, size, [&](int r) { return offer.source.of(r) + offset; });
+            std::byte* own = offer.out.at(rank) + offset;
+            folder.fold(own, size, [&](int r) { return offer.source.at(r) + offset; });
             for (int r = 0; r < context.num_ranks; ++r)
-                if (r != rank) context.into_shared.copy(offer.out.of(r) + offset, own, size * element_size);
+                if (r != rank) context.into_shared.copy(offer.out.at(r) + offset, own, size * element_size);
         }
     };
     exchange_folded(
-        context, folder.payload(), offer, pieces.num_segments(),
+        context, folder.payload(), offer, segmentation.num_segments(),
         [&](std::size_t k, std::byte* slot) {
             for_others(k, [&](int, std::size_t offset, std::size_t size) {
-                context.into_shared.copy(slot + offset, source + pieces.offset_bytes(k) + offset, size);
+                context.into_shared.copy(slot + offset, source + segmentation.offset_bytes(k) + offset, size);
             });
         },
         range_of,
         [&](std::size_t k, std::uint64_t number) {
-            const Parts parts = divide(pieces.size_of(k), context.num_ranks, element_size);
+            const Parts parts = divide(segmentation.size_of(k), context.num_ranks, element_size);
             const std::size_t offset = parts.begin_of(rank) * element_size;
             const std::size_t size = parts.size_of(rank);
             std::byte* slot = context.fabric.slot(rank, number) + offset;
-            const std::byte* own = source + pieces.offset_bytes(k) + offset;
-            const auto at = [&](int r) {
-                return r == rank ? own : context.fabric.slot(r, number) + offset;
-            };
-            std::byte* result = out != nullptr ? out + pieces.offset_bytes(k) + offset : nullptr;
+            const std::byte* own = source + segmentation.offset_bytes(k) + offset;
+            const auto at = [&](int r) { return r == rank ? own : context.fabric.slot(r, number) + offset; };
+            std::byte* result = out != nullptr ? out + segmentation.offset_bytes(k) + offset : nullptr;
             folder.fold_into_shared(slot, result, size, element_size, at);
         },
         [&](std::size_t k, int r) { return root < 0 || r == root ? range_of(k, rank) : Range{}; },
         [&](std::size_t k, std::uint64_t number) {
             if (out == nullptr) return;
             for_others(k, [&](int r, std::size_t offset, std::size_t size) {
-                copy_bytes(out + pieces.offset_bytes(k) + offset, context.fabric.slot(r, number) + offset, size);
+                copy_bytes(out + segmentation.offset_bytes(k) + offset, context.fabric.slot(r, number) + offset, size);
             });
         },
         direct, deadline);
@@ -155,13 +156,14 @@ void fold_whole(Context& context, const shm::Call& call, std::byte* out, const s
     ReductionFolder folder(context, reduction);
     folder.begin_call(call, reduction);
     if (out != source) expect_writes(out, size);
-    if (size + folder.head_bytes() <= shm::max_inline_bytes) {
+    if (size + folder.factor_bytes() <= shm::max_inline_bytes) {
         fold_inline(context, folder, out, source, {.begin = 0, .size = count}, count, element_size, deadline);
     } else if (context.num_ranks == 2 && context.fabric.has_remote_ranks()) {
-        const Pieces pieces{.count = count,
-                            .element_size = element_size,
-                            .piece = elements_in(partner_segment_bytes(context.fabric.layout()), element_size)};
-        fold_with_partner(context, folder, out, source, pieces, call.root, deadline);
+        const Segmentation segmentation{
+            .count = count,
+            .element_size = element_size,
+            .segment_elements = elements_in(partner_segment_bytes(context.fabric.layout()), element_size)};
+        fold_with_partner(context, folder, out, source, segmentation, call.root, deadline);
     } else if (size <= one_shot_bytes(context.fabric.layout())) {
         fold_one_shot(context, folder, out, source, count, element_size, call.root, deadline);
     } else if (call.root < 0 && can_fold_in_chain(context.fabric, reduction)) {
@@ -195,52 +197,57 @@ void reduce_scatter(Context& context, std::byte* out, const std::byte* source, s
     ReductionFolder folder(context, reduction);
     folder.begin_call(call_of(Operation::reduce_scatter, starts[ranks], reduction, -1, dim), reduction);
     const auto own_rank = static_cast<std::size_t>(context.rank);
-    if (starts[ranks] * element_size + folder.head_bytes() <= shm::max_inline_bytes)
+    if (starts[ranks] * element_size + folder.factor_bytes() <= shm::max_inline_bytes)
         return fold_inline(context, folder, out, source, {.begin = starts[own_rank], .size = counts[own_rank]},
                            starts[ranks], element_size, deadline);
     expect_writes(out, counts[own_rank] * element_size);
     const std::size_t slot_bytes = segment_bytes(largest * ranks * element_size, context.fabric.layout());
-    const std::size_t piece = elements_in(slot_bytes / ranks, element_size);
+    const std::size_t segment_elements = elements_in(slot_bytes / ranks, element_size);
     const auto pieces_of = [&](int r) {
-        return Pieces{.count = counts[static_cast<std::size_t>(r)], .element_size = element_size, .piece = piece};
+        return Segmentation{.count = counts[static_cast<std::size_t>(r)],
+                            .element_size = element_size,
+                            .segment_elements = segment_elements};
     };
-    const std::size_t room = piece * element_size;  // of one rank's part in a slot
+    const std::size_t room = segment_elements * element_size;  // bytes of one rank's part of a slot
     const auto source_of = [&](int r) { return source + starts[static_cast<std::size_t>(r)] * element_size; };
-    const Offer offer = offer_source(context, Operation::reduce_scatter, source, starts[ranks] * element_size,
-                                     largest * element_size);
+    const Offer offer =
+        offer_source(context, Operation::reduce_scatter, source, starts[ranks] * element_size, largest * element_size);
     exchange(
-        context, folder.payload(), offer, (largest + piece - 1) / piece,
+        context, folder.payload(), offer, (largest + segment_elements - 1) / segment_elements,
         [&](std::size_t k, std::byte* slot) {
             for (int r = 0; r < context.num_ranks; ++r) {
                 if (r == context.rank) continue;
-                const Pieces pieces = pieces_of(r);
+                const Segmentation segmentation = pieces_of(r);
                 context.into_shared.copy(slot + static_cast<std::size_t>(r) * room,
-                                         source_of(r) + pieces.offset_bytes(k), pieces.size_bytes(k));
+                                         source_of(r) + segmentation.offset_bytes(k), segmentation.size_bytes(k));
             }
         },
         [&](std::size_t k, int r) {
             return Range{.offset = static_cast<std::size_t>(r) * room, .size = pieces_of(r).size_bytes(k)};
         },
         [&](std::size_t k, std::uint64_t number) {
-            const Pieces pieces = pieces_of(context.rank);
-            if (pieces.size_of(k) == 0) return;
-            folder.fold(out + pieces.offset_bytes(k), pieces.size_of(k), [&](int r) {
-                return r == context.rank ? source_of(r) + pieces.offset_bytes(k)
-                                         : context.fabric.slot(r, number) +
-                                               static_cast<std::size_t>(context.rank) * room;
+            const Segmentation segmentation = pieces_of(context.rank);
+            if (segmentation.size_of(k) == 0) return;
+            folder.fold(out + segmentation.offset_bytes(k), segmentation.size_of(k), [&](int r) {
+                return r == context.rank
+                           ? source_of(r) + segmentation.offset_bytes(k)
+                           : context.fabric.slot(r, number) + static_cast<std::size_t>(context.rank) * room;
             });
         },
         [&](const Sources& sources) {
             const std::size_t count = counts[static_cast<std::size_t>(context.rank)];
             const std::byte* own = source_of(context.rank);
             const auto offset = static_cast<std::size_t>(own - source);
-            if (sources.are_mapped()) return folder.fold(out, count, [&](int r) { return offer.source.of(r) + offset; });
-            // The others' parts come by way of this rank's slots, which stay in the cache.
+            if (sources.are_mapped())
+                return folder.fold(out, count, [&](int r) { return offer.source.at(r) + offset; });
+            // The others' parts go through this rank's slots, which stay in the cache.
             std::byte* slot = context.fabric.slot(context.rank, context.segments);
             const std::size_t block = elements_in(context.fabric.layout().slot_bytes / ranks, element_size);
             for (std::size_t start = 0; start < count; start += block) {
                 const std::size_t size = std::min(block, count - start);
-                const auto scratch_of = [&](int r) { return slot + static_cast<std::size_t>(r) * block * element_size; };
+                const auto scratch_of = [&](int r) {
+                    return slot + static_cast<std::size_t>(r) * block * element_size;
+                };
                 for (int r = 0; r < context.num_ranks; ++r)
                     if (r != context.rank)
                         sources.copy(r, offset + start * element_size, scratch_of(r), size * element_size);

@@ -1,4 +1,4 @@
-// allreduce, reduce and reduce_scatter. They fold in rank order, whoever does it.
+// allreduce, reduce and reduce_scatter. All of them fold in rank order, on whichever rank.
 #pragma once
 
 #include <cstddef>
@@ -11,7 +11,7 @@ namespace ferrodist {
 struct Reduction {
     DType dtype;
     ReduceOp op;
-    double factor = 1.0;  // this rank's, of a premultiplied sum
+    double factor = 1.0;  // this rank's factor, for a premultiplied sum
 };
 
 // Folds `count` elements of all ranks' `source` into all ranks' `out`, which may be `source`.

@@ -1,5 +1,5 @@
-// Which way a collective goes, and how large its segments are. All ranks must come to the same answer, so it depends on
-// the call and the group's layout alone.
+// Choice of algorithm and segment sizes. All ranks must reach the same result, so it depends only on the call and the
+// group's layout.
 #pragma once
 
 #include <algorithm>
@@ -9,10 +9,10 @@
 
 namespace ferrodist {
 
-// Bytes of a vector register, and of a cache line: parts of a segment start at multiples.
+// Bytes of a vector register, and of a cache line: the alignment of a segment's parts.
 inline constexpr std::size_t part_alignment = 64;
 
-// Up to here every rank folds the whole by itself: one wait in all. Above, each folds a part: two waits, less work.
+// Up to this size every rank folds the whole: one wait in all. Above it each rank folds a part: two waits, less work.
 inline std::size_t one_shot_bytes(const shm::Layout& layout) {
     std::size_t size = 4 * 1024;
     if (layout.num_ranks == 2) {
@@ -23,32 +23,34 @@ inline std::size_t one_shot_bytes(const shm::Layout& layout) {
     return std::min(size, layout.slot_bytes);
 }
 
-// From here on what another rank has in ordinary memory is read in place, where it can be: one copy and a system call in
-// place of two copies. But all then wait for the last reader, which costs more where ranks share processors.
+// From this size on ordinary memory of another rank is read directly, where that is possible: one copy and a system
+// call instead of two copies. But all then wait for the last reader, which costs more where ranks share processors.
 inline std::size_t least_read_bytes(const shm::Layout& layout) {
-    return (layout.is_crowded ? 512 : 32) * std::size_t{1024};
+    return (layout.is_oversubscribed ? 512 : 32) * std::size_t{1024};
 }
 
-// Beyond this, where all read from one rank, or one from all, the others would stand idle: with slots one copies in what
-// another copies out. Two ranks, broadcast of 256 KiB: 11 us in place and 18 by way of slots; 1 MiB: 130 and 62.
+// Maximum size for direct reads where all read from one rank, or one reads from all, and the others would be idle:
+// through slots one rank copies in what another copies out. Two ranks, broadcast of 256 KiB: 11 us directly and 18
+// through slots; 1 MiB: 130 and 62.
 inline constexpr std::size_t most_read_from_one_bytes = 512 * 1024;
 
-// Segments of a transfer of `size` bytes: large enough to be worth their flags, small enough to stay in the cache and
-// to let the ranks work side by side.
+// The segment size of a transfer of `size` bytes: large enough to be worth its flags, small enough to stay in the cache
+// and to let the ranks work side by side.
 inline std::size_t segment_bytes(std::size_t size, const shm::Layout& layout) {
     constexpr std::size_t smallest = 64 * 1024;
-    if (layout.is_crowded) return layout.slot_bytes;
+    if (layout.is_oversubscribed) return layout.slot_bytes;
     return std::clamp(size / 4, std::min(smallest, layout.slot_bytes), layout.slot_bytes);
 }
 
 // The same between two ranks on two hosts. Few enough bytes that both have sent theirs before either reads much: larger
-// segments wait in the connection's buffer, and leave when the kernel gets to it. Under TCP BBR 1 MiB took 290 us this
-// way, and 700 to 800 in segments of 256 KiB; under Reno 290 and 280, and 340 in segments of 64 KiB.
+// segments wait in the connection's buffer until the kernel sends them. Under TCP BBR 1 MiB took 290 us with this size,
+// and 700 to 800 in segments of 256 KiB; under Reno 290 and 280, and 340 in segments of 64 KiB.
 inline std::size_t partner_segment_bytes(const shm::Layout& layout) {
     return std::min<std::size_t>(128 * 1024, layout.slot_bytes);
 }
 
-// Elements of `element_size` that fit `bytes`, in whole units of `part_alignment` bytes but at least one.
+// The number of elements of `element_size` that fit into `bytes`, in whole units of `part_alignment` bytes but at least
+// one.
 inline std::size_t elements_in(std::size_t bytes, std::size_t element_size) {
     const std::size_t aligned = bytes / part_alignment * part_alignment;
     return std::max<std::size_t>(aligned / element_size, 1);

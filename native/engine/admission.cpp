@@ -3,15 +3,15 @@
 namespace ferrodist {
 
 bool Admission::announce(const std::shared_ptr<Message>& message) {
-    if (!is_welcome(message->source, message->tag)) return false;
+    if (!is_admitted(message->source, message->tag)) return false;
     if (mailbox.arrive(message)) return true;
-    tell(PeerEvent::Kind::full, message->source, message);
+    add_event(PeerEvent::Kind::full, message->source, message);
     return false;
 }
 
-bool Admission::is_welcome(int source, const Tag& tag) const {
+bool Admission::is_admitted(int source, const Tag& tag) const {
     if (is_closed_) return false;
-    if (tag.group == 0) return is_world_there_;
+    if (tag.group == 0) return is_world_open_;
     const auto found = groups_.find(tag.group);
     if (found == groups_.end()) return true;
     const Group& group = found->second;
@@ -23,13 +23,13 @@ void Admission::open_group(std::uint64_t group, const std::vector<int>& members)
     opened.members.assign(num_ranks_, false);
     for (const int rank : members) opened.members[static_cast<std::size_t>(rank)] = true;
     mailbox.for_each_waiting_message([&](Message& message) {
-        if (message.tag.group == group && !is_welcome(message.source, message.tag)) mailbox.drop(message);
+        if (message.tag.group == group && !is_admitted(message.source, message.tag)) mailbox.drop(message);
     });
 }
 
 void Admission::end_group(std::uint64_t group) {
     groups_[group] = {.has_ended = true, .members = {}};
-    if (group == 0) is_world_there_ = false;
+    if (group == 0) is_world_open_ = false;
     mailbox.for_each_waiting_message([&](Message& message) {
         if (message.tag.group == group) mailbox.drop(message);
     });

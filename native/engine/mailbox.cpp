@@ -13,7 +13,7 @@ bool fits(int source, int other) {
 }  // namespace
 
 std::size_t Mailbox::bucket(const Tag& tag) noexcept {
-    // Tags are small numbers, numbers that count up, and hashes.
+    // Tags are small integers, counters, and hashes: the multiplication mixes them all.
     const std::uint64_t mixed = (tag.number ^ tag.group) * 0x9E3779B97F4A7C15u;
     return static_cast<std::size_t>(mixed >> 56) % num_buckets;
 }
@@ -30,8 +30,8 @@ bool Mailbox::arrive(const std::shared_ptr<Message>& message) {
         pair(*receive, message);
         return true;
     }
-    if (unasked_bytes_ + message->size_kept() + message_cost > max_unasked_bytes_) return false;
-    keep(message);
+    if (unexpected_bytes_ + message->buffered_size() + message_overhead > max_unexpected_bytes_) return false;
+    enqueue(message);
     return true;
 }
 
@@ -49,7 +49,7 @@ Receive* Mailbox::take_receive(int source, const Tag& tag, std::size_t size) {
 }
 
 std::byte* Mailbox::target(const Message& message, std::size_t offset) noexcept {
-    if (message.kept) return message.kept.get() + offset;
+    if (message.buffer) return message.buffer.get() + offset;
     return message.receive != nullptr ? message.receive->data + offset : nullptr;
 }
 
@@ -67,15 +67,15 @@ bool Mailbox::cancel(Receive& receive, Outcome outcome) {
         return true;
     }
     unmatch(receive);
-    if (!message->kept && message->size != 0) {
-        message->kept = std::make_unique_for_overwrite<std::byte[]>(message->size);
-        if (message->num_received != 0) std::memcpy(message->kept.get(), receive.data, message->num_received);
+    if (!message->buffer && message->size != 0) {
+        message->buffer = std::make_unique_for_overwrite<std::byte[]>(message->size);
+        if (message->num_received != 0) std::memcpy(message->buffer.get(), receive.data, message->num_received);
     }
     end(receive, outcome);
     if (Receive* next = take_receive(message->source, message->tag, message->size))
         pair(*next, message);
     else
-        keep(message);
+        enqueue(message);
     return true;
 }
 
@@ -111,7 +111,7 @@ void Mailbox::withdraw(Message& message) {
 void Mailbox::drop(Message& message) {
     if (!message.self) return;
     messages_[bucket(message.tag)].remove(message);
-    unasked_bytes_ -= message.size_kept() + message_cost;
+    unexpected_bytes_ -= message.buffered_size() + message_overhead;
     const std::shared_ptr<Message> last = std::move(message.self);
 }
 
@@ -131,17 +131,17 @@ void Mailbox::end_transfer(Transfer& transfer, Outcome outcome) {
     transfer.has_ended.store(true);
 }
 
-int Mailbox::fullest_source(int newest, std::size_t size_kept) {
-    std::unordered_map<int, std::size_t> filled{{newest, size_kept + message_cost}};
+int Mailbox::fullest_source(int newest, std::size_t buffered_size) {
+    std::unordered_map<int, std::size_t> filled{{newest, buffered_size + message_overhead}};
     for_each_waiting_message(
-        [&](const Message& message) { filled[message.source] += message.size_kept() + message_cost; });
+        [&](const Message& message) { filled[message.source] += message.buffered_size() + message_overhead; });
     int fullest = newest;
     for (const auto& [source, size] : filled)
         if (size > filled[fullest]) fullest = source;
     return fullest;
 }
 
-// Matches a receive with the first message that fits it, or ends it for its size; false when there is none.
+// Matches a receive with the first waiting message, or ends it if their sizes differ; false if no message waits.
 bool Mailbox::take_message(Receive& receive) {
     for (Message* message = messages_[bucket(receive.tag)].first(); message != nullptr; message = message->next) {
         if (message->tag != receive.tag || !fits(receive.source, message->source)) continue;
@@ -155,10 +155,10 @@ bool Mailbox::take_message(Receive& receive) {
     return false;
 }
 
-void Mailbox::keep(const std::shared_ptr<Message>& message) {
-    if (!message->is_offered && !message->kept && message->size != 0)
-        message->kept = std::make_unique_for_overwrite<std::byte[]>(message->size);
-    unasked_bytes_ += message->size_kept() + message_cost;
+void Mailbox::enqueue(const std::shared_ptr<Message>& message) {
+    if (!message->is_offered && !message->buffer && message->size != 0)
+        message->buffer = std::make_unique_for_overwrite<std::byte[]>(message->size);
+    unexpected_bytes_ += message->buffered_size() + message_overhead;
     message->self = message;
     messages_[bucket(message->tag)].add(*message);
 }
@@ -172,11 +172,11 @@ void Mailbox::pair(Receive& receive, const std::shared_ptr<Message>& message) {
     receive.message = message;
     message->receive = &receive;
     matched_.add(receive);
-    if (message->is_offered && !message->kept) granted.push_back(message);
+    if (message->is_offered && !message->buffer) granted.push_back(message);
 }
 
 void Mailbox::complete(Receive& receive, Message& message) {
-    if (message.kept && message.size != 0) std::memcpy(receive.data, message.kept.get(), message.size);
+    if (message.buffer && message.size != 0) std::memcpy(receive.data, message.buffer.get(), message.size);
     const std::shared_ptr<Message> last = receive.message;
     if (receive.message) unmatch(receive);
     end(receive, Outcome::done);

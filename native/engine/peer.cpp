@@ -6,7 +6,7 @@ namespace ferrodist {
 
 namespace {
 
-// What is read or written before others get their turn; no less than a ring holds.
+// Bytes read or written per turn, so that other peers get theirs; at least the size of a ring.
 constexpr std::size_t budget_bytes = std::size_t{1} << 20;
 
 constexpr std::uint64_t max_message_bytes = std::uint64_t{1} << 48;
@@ -15,8 +15,8 @@ constexpr std::uint64_t max_message_bytes = std::uint64_t{1} << 48;
 
 bool Peer::try_send(const std::byte* data, std::size_t size, const Tag& tag) {
     if (is_lost_ || has_outgoing()) return false;
-    if (size > reception_.eager_bytes || size > channel_->chunk_bytes()) return false;
-    const auto put = channel_->put({.kind = FrameKind::eager,
+    if (size > admission_.eager_bytes || size > channel_->chunk_bytes()) return false;
+    const auto put = channel_->put({.kind = FrameType::eager,
                                     .length = static_cast<std::uint32_t>(size),
                                     .message = num_messages_,
                                     .group = tag.group,
@@ -26,8 +26,8 @@ bool Peer::try_send(const std::byte* data, std::size_t size, const Tag& tag) {
                                    data);
     if (put == Channel::Put::none) return false;
     ++num_messages_;
-    if (put == Channel::Put::part) {
-        channel_->keep_rest();
+    if (put == Channel::Put::partial) {
+        channel_->copy_rest();
         is_unfinished_ = true;
         channel_->set_blocked(true);
     }
@@ -43,31 +43,31 @@ void Peer::start(Send& send) {
 bool Peer::cancel(Send& send, Outcome outcome, std::size_t reason) {
     if (send.outcome != Outcome::under_way) return false;
     if (unfinished_ == &send) {
-        channel_->keep_rest();
+        channel_->copy_rest();
         unfinished_ = nullptr;
-        advance(send, num_unfinished_);
+        advance(send, unfinished_bytes_);
         if (send.outcome != Outcome::under_way) return false;
     }
     queue_of(send).remove(send);
     send.reason = reason;
-    if (send.is_announced) notice(FrameKind::withdraw, send.number);
-    reception_.mailbox.end(send, outcome);  // after which whoever waits for it may be gone with it
+    if (send.is_announced) queue_control_frame(FrameType::withdraw, send.number);
+    admission_.mailbox.end(send, outcome);  // after that the waiting thread may free it
     pump();
     return true;
 }
 
 void Peer::grant(const Message& message) {
-    notice(FrameKind::grant, message.sender_number);
+    queue_control_frame(FrameType::grant, message.sender_number);
     pump();
 }
 
-void Peer::notice(FrameKind kind, std::uint64_t number) {
+void Peer::queue_control_frame(FrameType kind, std::uint64_t number) {
     if (!is_lost_)
-        notices_.push_back(
+        control_frames_.push_back(
             {.kind = kind, .length = 0, .message = number, .group = 0, .tag = 0, .size = 0, .offset = 0});
 }
 
-Queue<Send>& Peer::queue_of(const Send& send) noexcept {
+TransferList<Send>& Peer::queue_of(const Send& send) noexcept {
     switch (send.stage) {
         case Send::Stage::queued:
             return queued_;
@@ -82,37 +82,37 @@ Queue<Send>& Peer::queue_of(const Send& send) noexcept {
 bool Peer::pump() {
     if (is_lost_) return false;
     bool has_written = false;
-    bool has_looked = false;
+    bool has_retried = false;
     num_bytes_put_ = 0;
     while (has_outgoing()) {
         const bool has_room = put_some();
         if (has_room) {
             has_written = true;
             channel_->notify();
-        } else if (has_looked) {
+        } else if (has_retried) {
             break;
         }
-        has_looked = !has_room;
+        has_retried = !has_room;
         if ((!has_room || num_bytes_put_ >= budget_bytes) && !channel_->set_blocked(true)) break;
     }
     if (!has_outgoing()) channel_->set_blocked(false);
     return has_written;
 }
 
-// Writes a frame of each kind; false when there is no room for any.
+// Writes one frame of each kind; false if there is no space for any.
 bool Peer::put_some() {
     if (is_unfinished_) {
         const auto put = channel_->finish();
-        if (put != Channel::Put::whole) return put == Channel::Put::part;
+        if (put != Channel::Put::complete) return put == Channel::Put::partial;
         is_unfinished_ = false;
-        if (Send* send = std::exchange(unfinished_, nullptr)) advance(*send, num_unfinished_);
+        if (Send* send = std::exchange(unfinished_, nullptr)) advance(*send, unfinished_bytes_);
     }
     bool has_put = false;
-    while (!notices_.empty() && !is_unfinished_) {
-        const auto put = channel_->put(notices_.front(), nullptr);
+    while (!control_frames_.empty() && !is_unfinished_) {
+        const auto put = channel_->put(control_frames_.front(), nullptr);
         if (put == Channel::Put::none) break;
-        is_unfinished_ = put == Channel::Put::part;
-        notices_.pop_front();
+        is_unfinished_ = put == Channel::Put::partial;
+        control_frames_.pop_front();
         has_put = true;
     }
     if (Send* send = queued_.first(); send != nullptr && !is_unfinished_) has_put |= put(*send);
@@ -120,11 +120,11 @@ bool Peer::put_some() {
     return has_put;
 }
 
-// Writes the next frame of a message; false when there is no room for it.
+// Writes the next frame of a message; false if there is no space for it.
 bool Peer::put(Send& send) {
-    const bool is_offer = send.stage == Send::Stage::queued && send.size > reception_.eager_bytes;
+    const bool is_offer = send.stage == Send::Stage::queued && send.size > admission_.eager_bytes;
     const std::size_t length = is_offer ? 0 : std::min(send.size - send.num_written, channel_->chunk_bytes());
-    const auto kind = send.is_announced ? FrameKind::data : is_offer ? FrameKind::offer : FrameKind::eager;
+    const auto kind = send.is_announced ? FrameType::data : is_offer ? FrameType::offer : FrameType::eager;
     const auto put = channel_->put({.kind = kind,
                                     .length = static_cast<std::uint32_t>(length),
                                     .message = send.number,
@@ -136,26 +136,26 @@ bool Peer::put(Send& send) {
     if (put == Channel::Put::none) return false;
     send.is_announced = true;
     num_bytes_put_ += length;
-    if (put == Channel::Put::part) {
+    if (put == Channel::Put::partial) {
         is_unfinished_ = true;
         unfinished_ = &send;
-        num_unfinished_ = length;
+        unfinished_bytes_ = length;
     } else {
         advance(send, length);
     }
     return true;
 }
 
-// A frame of it has been written, or will be.
+// Records that a frame of the message has been written, or will be.
 void Peer::advance(Send& send, std::size_t count) {
     send.num_written += count;
-    if (send.stage == Send::Stage::queued && send.size > reception_.eager_bytes) {
+    if (send.stage == Send::Stage::queued && send.size > admission_.eager_bytes) {
         queued_.remove(send);
         send.stage = Send::Stage::offered;
         offered_.add(send);
     } else if (send.num_written == send.size) {
         queue_of(send).remove(send);
-        reception_.mailbox.end(send, Outcome::done);
+        admission_.mailbox.end(send, Outcome::done);
     }
 }
 
@@ -170,59 +170,59 @@ bool Peer::read(const Transfer* until) {
         const auto front = channel_->front(frame);
         if (front == Channel::Front::none) break;
         if (front == Channel::Front::ended) {
-            break_off();
+            disconnect();
             break;
         }
-        if (front == Channel::Front::broken || !take(frame)) {
-            reception_.tell(PeerEvent::Kind::broken, rank_);
-            break_off();
+        if (front == Channel::Front::broken || !on_frame(frame)) {
+            admission_.add_event(PeerEvent::Kind::broken, rank_);
+            disconnect();
             break;
         }
         channel_->pop();
         has_read = true;
         num_bytes += sizeof(frame) + frame.length;
     }
-    channel_->give_back();
+    channel_->release_space();
     return has_read;
 }
 
-// Acts on a frame; false when no rank of this version would have written it.
-bool Peer::take(const Frame& frame) {
+// Handles a frame; false on a protocol violation.
+bool Peer::on_frame(const Frame& frame) {
     if (frame.size > max_message_bytes || frame.length > frame.size) return false;
     switch (frame.kind) {
-        case FrameKind::eager:
-            if (frame.size > reception_.eager_bytes || frame.offset != 0) return false;
+        case FrameType::eager:
+            if (frame.size > admission_.eager_bytes || frame.offset != 0) return false;
             if (frame.length == 0 && frame.size != 0) return false;
-            take_eager(frame);
+            on_eager(frame);
             return true;
-        case FrameKind::offer: {
+        case FrameType::offer: {
             if (frame.length != 0 || frame.size == 0 || incoming_.contains(frame.message)) return false;
             announce(frame, true);
             return true;
         }
-        case FrameKind::data:
-            return take_data(frame);
-        case FrameKind::grant:
-            take_grant(frame.message);
+        case FrameType::data:
+            return on_data(frame);
+        case FrameType::grant:
+            on_grant(frame.message);
             return frame.length == 0;
-        case FrameKind::withdraw:
+        case FrameType::withdraw:
             if (const auto found = incoming_.find(frame.message); found != incoming_.end()) {
                 const std::shared_ptr<Message> message = found->second;
                 incoming_.erase(found);
-                reception_.mailbox.withdraw(*message);
+                admission_.mailbox.withdraw(*message);
             }
             return frame.length == 0;
     }
     return false;
 }
 
-void Peer::take_eager(const Frame& frame) {
+void Peer::on_eager(const Frame& frame) {
     const Tag tag{frame.group, frame.tag};
-    if (frame.length == frame.size && reception_.is_welcome(rank_, tag)) {
-        // The usual case: it is whole, and its receive is there.
-        if (Receive* receive = reception_.mailbox.take_receive(rank_, tag, frame.size)) {
-            (void)channel_->take(receive->data, frame.length);
-            reception_.mailbox.finish(*receive, rank_);
+    if (frame.length == frame.size && admission_.is_admitted(rank_, tag)) {
+        // The usual case: a complete message with a posted receive.
+        if (Receive* receive = admission_.mailbox.take_receive(rank_, tag, frame.size)) {
+            (void)channel_->read_payload(receive->data, frame.length);
+            admission_.mailbox.finish(*receive, rank_);
             return;
         }
     }
@@ -233,15 +233,15 @@ void Peer::take_eager(const Frame& frame) {
 std::shared_ptr<Message> Peer::announce(const Frame& frame, bool is_offered) {
     auto message = std::make_shared<Message>(rank_, Tag{frame.group, frame.tag}, frame.size, is_offered);
     message->sender_number = frame.message;
-    if (!reception_.announce(message)) return nullptr;
+    if (!admission_.announce(message)) return nullptr;
     if (frame.length != frame.size) incoming_[frame.message] = message;
     return message;
 }
 
-bool Peer::take_data(const Frame& frame) {
+bool Peer::on_data(const Frame& frame) {
     if (frame.length == 0) return false;
     const auto found = incoming_.find(frame.message);
-    if (found == incoming_.end()) return true;  // its group has ended, or it was not taken in
+    if (found == incoming_.end()) return true;  // its group has ended, or it was rejected
     const std::shared_ptr<Message> message = found->second;
     if (frame.size != message->size || frame.offset != message->num_received) return false;
     if (frame.length > message->size - message->num_received) return false;
@@ -250,33 +250,33 @@ bool Peer::take_data(const Frame& frame) {
     return true;
 }
 
-// Moves what has come of a message to where it belongs.
+// Copies received bytes of a message to their destination.
 void Peer::receive(Message& message, const Frame& frame) {
     std::byte* target = Mailbox::target(message, message.num_received);
-    reception_.mailbox.advance(message, channel_->take(target, frame.length));
+    admission_.mailbox.advance(message, channel_->read_payload(target, frame.length));
     if (message.num_received == message.size) incoming_.erase(frame.message);
 }
 
-void Peer::take_grant(std::uint64_t number) {
+void Peer::on_grant(std::uint64_t number) {
     for (Send* send = offered_.first(); send != nullptr; send = send->next) {
         if (send->number != number) continue;
         offered_.remove(*send);
         send->stage = Send::Stage::granted;
         granted_.add(*send);
         return;
-    }  // else it was taken back meanwhile
+    }  // otherwise it has been withdrawn meanwhile
 }
 
-void Peer::break_off() {
+void Peer::disconnect() {
     if (is_lost_) return;
     is_lost_ = true;
-    channel_->break_off();
-    notices_.clear();
+    channel_->disconnect();
+    control_frames_.clear();
     while (!incoming_.empty()) {
         const std::shared_ptr<Message> message = incoming_.begin()->second;
         incoming_.erase(incoming_.begin());
-        // What waits whole is out of this list; this has not all come, and never will.
-        reception_.mailbox.withdraw(*message);
+        // Complete messages are not in this list; this one will never be complete.
+        admission_.mailbox.withdraw(*message);
     }
 }
 

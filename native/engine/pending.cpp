@@ -20,7 +20,7 @@ bool Pending::wait(double timeout) {
         if (deadline.expired()) return false;
         const std::uint32_t seen = ended_.current();
         if (!is_done()) ended_.wait(seen, std::min<Clock::duration>(deadline.remaining(), interruption_period));
-        if (!is_done()) look_for_interruption();
+        if (!is_done()) check_interruption();
     }
     if (failure_) std::rethrow_exception(failure_);
     return true;

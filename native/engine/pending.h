@@ -1,4 +1,4 @@
-// A collective that was started and not waited for.
+// The completion state of a collective that was started asynchronously.
 #pragma once
 
 #include <atomic>
@@ -12,22 +12,21 @@ namespace ferrodist {
 
 class Pending {
 public:
-    explicit Pending(std::uint64_t place) : place_(place) {}
+    explicit Pending(std::uint64_t ticket) : ticket_(ticket) {}
 
-    // Where it stands among the collectives of its group.
-    [[nodiscard]] std::uint64_t place() const noexcept { return place_; }
+    // The collective's ticket in its group.
+    [[nodiscard]] std::uint64_t ticket() const noexcept { return ticket_; }
 
     [[nodiscard]] bool is_done() const noexcept { return is_done_.load(); }
 
-    // Blocks until it has ended; false when `timeout` seconds have passed before. Throws the Failure it ended with, each
-    // time. Any number of threads may wait.
+    // Blocks until the collective has ended; false after `timeout` seconds. Throws its Failure, each time. Thread-safe.
     bool wait(double timeout);
 
-    // Ends it, with a Failure unless that is null. Called once.
+    // Completes the collective, with a Failure unless `failure` is null. Called once.
     void finish(std::exception_ptr failure);
 
 private:
-    std::uint64_t place_;
+    std::uint64_t ticket_;
     EventCount ended_;
     std::atomic<bool> is_done_{false};  // stored after `failure_`, which is not written again
     std::exception_ptr failure_;

@@ -1,4 +1,4 @@
-// Messages, and the sends and receives that move them.
+// Messages, and the send and receive requests that move them.
 #pragma once
 
 #include <atomic>
@@ -8,7 +8,7 @@
 
 namespace ferrodist {
 
-// What keeps conversations apart; compared and nothing more. `group` is 0 for the group itself, else a sub-group's.
+// A message tag; only compared. `group` is 0 for the group itself, else a sub-group's id.
 struct Tag {
     std::uint64_t group = 0;
     std::uint64_t number = 0;
@@ -21,18 +21,18 @@ inline constexpr int any_source = -1;
 enum class Outcome : int {
     under_way,
     done,
-    wrong_size,  // of a receive: the message has another size, and stays
+    wrong_size,  // of a receive: the message has another size, and stays queued
     cancelled,
-    ended,  // by whoever knows why
+    ended,  // ended by the engine's owner, which knows the reason
 };
 
-// A list through its members, which are in one list at a time and ordered by their numbers.
+// An intrusive list of items ordered by `number`; each item is in one list at a time.
 template <class Item>
-class Queue {
+class TransferList {
 public:
     [[nodiscard]] Item* first() const noexcept { return first_; }
 
-    // At the end, or, for an item that was taken out before, in its old place.
+    // Adds an item at the end, or an item that was removed before at its former position.
     void add(Item& item) noexcept {
         Item* before = last_;
         while (before != nullptr && before->number > item.number) before = before->previous;
@@ -53,8 +53,8 @@ private:
     Item* last_ = nullptr;
 };
 
-// A send or a receive. It stays where it is, and its buffer too, until it has ended. All but `has_ended` is read and
-// written under the messenger's lock, or once it has ended.
+// A send or receive request. It and its buffer must not move until it has ended. All members except `has_ended`
+// are accessed under the engine's lock, or after the end.
 struct Transfer {
     Transfer(int its_peer, const Tag& its_tag) : peer(its_peer), tag(its_tag) {}
     Transfer(const Transfer&) = delete;
@@ -63,18 +63,18 @@ struct Transfer {
 
     std::atomic<bool> has_ended{false};  // stored last
     Outcome outcome = Outcome::under_way;
-    int peer;  // the other side; any_source until it is known
+    int peer;  // the other rank; any_source until it is known
     Tag tag;
-    bool is_watched = false;         // its owner is told of its end, and keeps it until then
-    bool has_listener = false;       // and somebody waits for that, who does not wait here
-    std::size_t reason = 0;          // of an `ended` one: its owner knows what it means
-    void* owner = nullptr;           // for whoever is told
-    Transfer* next_ended = nullptr;  // of those that owners are to be told of
+    bool is_watched = false;         // its owner is notified of its end, and keeps it alive until then
+    bool has_listener = false;       // a listener waits for the notification, without waiting here
+    std::size_t reason = 0;          // of an `ended` transfer: an id that its owner can interpret
+    void* owner = nullptr;           // for the receiver of the notification
+    Transfer* next_ended = nullptr;  // list of the transfers whose owners are to be notified
 };
 
 struct Receive;
 
-// A message that has been announced, has partly come, or waits whole.
+// An incoming message: announced, partly received, or waiting complete.
 struct Message {
     Message(int its_source, const Tag& its_tag, std::size_t its_size, bool is_offer)
         : source(its_source), tag(its_tag), size(its_size), is_offered(is_offer) {}
@@ -82,19 +82,19 @@ struct Message {
     int source;
     Tag tag;
     std::size_t size;
-    bool is_offered;          // it moves once it is asked for
-    bool is_granted = false;  // its sender has been told
-    std::uint64_t number = 0;       // in the order of arrival
+    bool is_offered;           // its data is sent once it is granted
+    bool is_granted = false;   // the grant has been sent
+    std::uint64_t number = 0;  // in order of arrival
     std::uint64_t sender_number = 0;
     std::size_t num_received = 0;
-    std::unique_ptr<std::byte[]> kept;  // its bytes, when they can't go to a receive's buffer
+    std::unique_ptr<std::byte[]> buffer;  // its bytes, if they cannot go to a receive's buffer
     Receive* receive = nullptr;
-    std::shared_ptr<Message> self;  // itself, while it waits for a receive
+    std::shared_ptr<Message> self;  // keeps the message alive while it waits for a receive
     Message* previous = nullptr;
     Message* next = nullptr;
 
-    // Bytes of it that are held unasked: none of an offered one.
-    [[nodiscard]] std::size_t size_kept() const noexcept { return is_offered ? 0 : size; }
+    // Bytes buffered for the unexpected message: none for an offered one.
+    [[nodiscard]] std::size_t buffered_size() const noexcept { return is_offered ? 0 : size; }
 };
 
 struct Receive : Transfer {
@@ -104,8 +104,8 @@ struct Receive : Transfer {
     std::byte* data;
     std::size_t size;
     int source;
-    std::size_t size_sent = 0;  // of a wrong size
-    std::uint64_t number = 0;   // in the order in which receives were asked for
+    std::size_t size_sent = 0;  // the message's size, if it is the wrong one
+    std::uint64_t number = 0;   // in the order in which receives were posted
     std::shared_ptr<Message> message;
     Receive* previous = nullptr;
     Receive* next = nullptr;
@@ -122,7 +122,7 @@ struct Send : Transfer {
     Stage stage = Stage::queued;
     std::size_t num_written = 0;
     bool is_announced = false;
-    std::uint64_t number = 0;  // of the message
+    std::uint64_t number = 0;  // the message's id
     Send* previous = nullptr;
     Send* next = nullptr;
 };

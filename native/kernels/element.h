@@ -1,4 +1,4 @@
-// Element types and reductions, in the order in which the Python side numbers them.
+// Element types and reduce operations, numbered as on the Python side.
 #pragma once
 
 #include <cstddef>

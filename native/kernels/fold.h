@@ -1,4 +1,4 @@
-// The arithmetic of reductions. It gives the bits that [Note: fold] of `collectives/reduce_op.py` defines.
+// The arithmetic of reductions. Its results are bitwise as [Note: fold] of `collectives/reduce_op.py` defines.
 #pragma once
 
 #include <cstddef>
@@ -13,13 +13,13 @@ namespace ferrodist {
 using Fold = void (*)(std::byte* out, const std::byte* const* inputs, std::size_t num_inputs, std::size_t count,
                       const double* factors);
 
-// Which instructions a fold may use. All give the same bits.
+// The instruction set of a fold. All give the same bits.
 enum class InstructionSet : std::uint8_t { baseline, avx2, avx512 };
 
-// The best that this processor has.
+// The best one that this processor supports.
 InstructionSet best_instruction_set();
 
-// The fold for a reduction, or null where it is not defined.
+// The fold for a reduction, or null if it is undefined.
 Fold find_fold(DType dtype, ReduceOp op, InstructionSet instructions);
 
 }  // namespace ferrodist

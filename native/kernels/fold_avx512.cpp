@@ -1,3 +1,3 @@
-// The folds with the instructions of avx512; the build gives this file its compiler flags.
+// The folds compiled for avx512; the build gives this file its compiler flags.
 #define FERRODIST_INSTRUCTIONS avx512
 #include "kernels/fold_loops.h"

@@ -1,3 +1,3 @@
-// The folds with the instructions of baseline; the build gives this file its compiler flags.
+// The folds compiled for baseline; the build gives this file its compiler flags.
 #define FERRODIST_INSTRUCTIONS baseline
 #include "kernels/fold_loops.h"

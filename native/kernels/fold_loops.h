@@ -1,5 +1,5 @@
 // The folds, written once as plain loops and compiled for each instruction set: the same arithmetic element by element
-// (no contraction to fused multiply-add, no reordering), so that the bits don't depend on the set.
+// (no contraction to fused multiply-add, no reordering), so the bits do not depend on the instruction set.
 #ifndef FERRODIST_INSTRUCTIONS
 #error "define FERRODIST_INSTRUCTIONS to the namespace of the instruction set first"
 #endif
@@ -12,9 +12,9 @@
 namespace ferrodist::FERRODIST_INSTRUCTIONS {
 namespace {
 
-// How many elements are folded at a time: their accumulators stay in the first-level cache.
+// Elements per block: their accumulators stay in the first-level cache.
 constexpr std::size_t block = 1024;
-constexpr std::size_t wide_count = 8;  // floats of a register
+constexpr std::size_t wide_count = 8;  // floats per register
 
 // Nothing here may call an inline function of another namespace that is not surely inlined: the linker keeps one copy
 // of such a function for all files, and may keep the one with this file's instructions.
@@ -96,7 +96,7 @@ struct Xor {
     }
 };
 
-// What arithmetic gives, with one NaN for all: see small_floats.h. MIN and MAX choose one, which stays as it is.
+// Canonicalizes NaNs from arithmetic; see small_floats.h. MIN and MAX select an input, which stays as it is.
 template <class Op, class T>
 T settled(T x) {
     if constexpr (std::is_floating_point_v<T> && (std::is_same_v<Op, Sum> || std::is_same_v<Op, Product>)) {
@@ -152,8 +152,8 @@ void fold_mean(std::byte* out_bytes, const std::byte* const* inputs, std::size_t
 }
 
 template <class T>
-void fold_premultiplied(std::byte* out_bytes, const std::byte* const* inputs, std::size_t num_inputs,
-                        std::size_t count, const double* factors) {
+void fold_premultiplied(std::byte* out_bytes, const std::byte* const* inputs, std::size_t num_inputs, std::size_t count,
+                        const double* factors) {
     T accumulator[block];
     for (std::size_t start = 0; start < count; start += block) {
         const std::size_t size = smaller(block, count - start);
@@ -170,7 +170,7 @@ void fold_premultiplied(std::byte* out_bytes, const std::byte* const* inputs, st
     }
 }
 
-// Two arrays of small floats, as below, but that nothing of float32 goes through memory.
+// Two arrays of small floats; unlike `fold_small`, no float32 goes through memory.
 template <class T, class Op>
 void fold_two_small(T* out, const T* a, const T* b, std::size_t count) {
     std::size_t i = 0;
@@ -269,7 +269,7 @@ void fold_complex_product(std::byte* out_bytes, const std::byte* const* inputs, 
     }
 }
 
-// A complex number is two real ones but in a product.
+// Complex numbers are folded as pairs of real ones, except in products.
 template <Fold fold>
 void fold_pairs(std::byte* out, const std::byte* const* inputs, std::size_t num_inputs, std::size_t count,
                 const double* factors) {

@@ -1,6 +1,6 @@
-// float16, bfloat16 and 8-bit floats to float32 and back, rounding to nearest even. A NaN becomes one without a sign, the
-// same for all: which of two NaNs a sum is, and with which sign, differs between processors. Included by each instruction set's
-// folds, so everything is in that set's namespace.
+// float16, bfloat16 and 8-bit floats to float32 and back, rounding to nearest even. A NaN becomes one without a sign,
+// the same for all: which of two NaNs a sum is, and with which sign, differs between processors. Included by each
+// instruction set's folds, so everything is in that set's namespace.
 #ifndef FERRODIST_INSTRUCTIONS
 #error "define FERRODIST_INSTRUCTIONS to the namespace of the instruction set first"
 #endif
@@ -54,11 +54,9 @@ inline float widen_ieee(std::uint32_t bits) {
     const std::uint32_t magnitude = bits & magnitude_mask;
     // Shifted into place the exponent is too small by 127 - bias, which a multiplication mends, exactly, and for
     // subnormal numbers too; infinity and NaN get the largest exponent of float32 instead.
-    const float scaled = float_of(magnitude << (23 - mantissa_bits)) *
-                         float_of((127u + 127u - bias) << 23);
+    const float scaled = float_of(magnitude << (23 - mantissa_bits)) * float_of((127u + 127u - bias) << 23);
     const bool special = magnitude >= (((1u << exponent_bits) - 1u) << mantissa_bits);
-    const std::uint32_t value = special ? (magnitude << (23 - mantissa_bits)) | 0x7F800000u
-                                        : bits_of(scaled);
+    const std::uint32_t value = special ? (magnitude << (23 - mantissa_bits)) | 0x7F800000u : bits_of(scaled);
     return float_of(sign | value);
 }
 
@@ -74,8 +72,7 @@ inline std::uint32_t round_magnitude(float x) {
     const float anchored = float_of(magnitude) + float_of(anchor);
     const std::uint32_t subnormal = bits_of(anchored) - anchor;
     const std::uint32_t odd = (magnitude >> shift) & 1u;
-    const std::uint32_t normal =
-        (magnitude - ((127u - bias) << 23) + (1u << (shift - 1)) - 1u + odd) >> shift;
+    const std::uint32_t normal = (magnitude - ((127u - bias) << 23) + (1u << (shift - 1)) - 1u + odd) >> shift;
     return magnitude < smallest_normal ? subnormal : normal;
 }
 

@@ -1,4 +1,4 @@
-// What the native tests are made of.
+// The assertion of the native tests.
 #pragma once
 
 #include <cstdio>

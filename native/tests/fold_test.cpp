@@ -38,7 +38,8 @@ std::size_t compare(DType dtype, ReduceOp op, InstructionSet instructions, std::
             fast(in_place.data() + shift, inputs.data(), num_inputs, count, factors.data());
             for (std::size_t i = 0; i < size; ++i) {
                 require(expected[i] == actual[i],  // random bytes hold many NaN, of which arithmetic makes one
-                        "dtype %d, op %d, %zu inputs of %zu elements: byte %zu", int(dtype), int(op), num_inputs, count, i);
+                        "dtype %d, op %d, %zu inputs of %zu elements: byte %zu", int(dtype), int(op), num_inputs, count,
+                        i);
                 require(expected[i] == in_place[i + shift], "the same in place");
             }
             num_compared += count;

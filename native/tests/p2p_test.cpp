@@ -1,5 +1,6 @@
-// Random messages from a seed, between ranks that are threads over one mapping, so that the thread sanitizer sees every
-// access: sizes on both sides of each limit, tags, any source, transfers that are given up, several threads a rank.
+// A stress test of the P2P engine: random messages from a seed, between ranks that are threads over one mapping, so
+// that the thread sanitizer sees every access. Sizes on both sides of each limit, tags, any source, cancelled
+// transfers, several threads per rank.
 //
 //   p2p_test [number of messages a rank sends] [seed]
 #include <netinet/in.h>
@@ -30,18 +31,20 @@ namespace {
 constexpr double patience = 60.0;
 constexpr std::size_t eager_bytes = 8 * 1024;
 
-// Of connections: a window smaller than a segment is stalled by the system for fractions of a second, again and again.
+// Time limit with connections: a window smaller than a segment makes the kernel stall for fractions of a second, again
+// and again.
 constexpr int segment_bytes = 1024;
-constexpr std::size_t max_unasked_bytes = std::size_t{1} << 30;
+constexpr std::size_t max_unexpected_bytes = std::size_t{1} << 30;
 constexpr std::uint64_t num_tags = 4;
 
 using Bytes = std::vector<std::byte>;
 
-// What message `number` with a tag from one rank to another is.
+// The content of message `number` with a tag from one rank to another.
 Bytes content(int from, int to, std::uint64_t tag, std::uint64_t number, std::uint64_t seed) {
-    std::mt19937_64 random(seed ^ (number * num_tags + tag) * 1000003u ^ static_cast<std::uint64_t>(from * 64 + to) << 40);
-    static constexpr std::size_t limits[] = {0,    1,    8,           16,              17,     100,
-                                             1000, 4000, eager_bytes, eager_bytes + 1, 40'000, 100'000};
+    std::mt19937_64 random(seed ^ (number * num_tags + tag) * 1000003u ^
+                           static_cast<std::uint64_t>(from * 64 + to) << 40);
+    static constexpr std::size_t limits[] = {0,      1,      8, 16, 17, 100, 1000, 4000, eager_bytes, eager_bytes + 1,
+                                             40'000, 100'000};
     Bytes bytes(limits[random() % std::size(limits)]);
     auto state = static_cast<std::uint32_t>(random());
     for (auto& byte : bytes) {
@@ -53,17 +56,17 @@ Bytes content(int from, int to, std::uint64_t tag, std::uint64_t number, std::ui
 
 using Group = std::vector<std::unique_ptr<P2PEngine>>;
 
-std::atomic<int> num_blamed{0};  // ranks that wrote what no rank would
-std::atomic<int> num_gone{0};    // connections that have ended without news
+std::atomic<int> num_violations{0};  // protocol violations reported
+std::atomic<int> num_gone{0};        // lost connections reported
 
 struct Net {
     std::vector<int> hosts;  // of each rank
     std::size_t ring_bytes = 16 * 1024;
-    int socket_bytes = 0;  // of each of a connection's buffers, 0 for the system's
-    bool is_crowded = true;
+    int socket_bytes = 0;  // of each of a connection's buffers; 0 for the system's default
+    bool is_oversubscribed = true;
 };
 
-// All ranks on one host, a rank a host, or every other rank on each of two.
+// All ranks on one host, one rank per host, or alternating between two hosts.
 Net local(int num_ranks) {
     Net net;
     net.hosts.assign(static_cast<std::size_t>(num_ranks), 0);
@@ -107,7 +110,7 @@ std::pair<Descriptor, Descriptor> make_connection(int buffer_bytes) {
     return {std::move(dialled), std::move(accepted)};
 }
 
-// What a test writes to in place of rank 0, to be read by rank 1.
+// The raw channel of rank 0, through which a test writes to rank 1.
 struct Made {
     std::shared_ptr<const shm::Rings> rings;
     Descriptor socket;
@@ -132,31 +135,31 @@ Group make_group(const Net& net, Made* made = nullptr) {
         std::vector<int> indexes;
         int num_local = 0;
         for (const int host : net.hosts) indexes.push_back(host == net.hosts[rank] ? num_local++ : -1);
-        auto& of_host = rings[static_cast<std::size_t>(net.hosts[rank])];
-        if (!of_host) {
+        auto& host = rings[static_cast<std::size_t>(net.hosts[rank])];
+        if (!host) {
             const shm::RingLayout layout{.num_ranks = num_local, .ring_bytes = net.ring_bytes};
             const Descriptor descriptor(shm::create_memory("ferrodist-test", layout.size_bytes()));
             auto memory = std::make_shared<const shm::Mapping>(descriptor.get(), layout.size_bytes());
             shm::Rings(memory, layout).initialize();
-            of_host = std::make_shared<const shm::Rings>(memory, layout);
-            if (made != nullptr && rank == 0) made->rings = of_host;
+            host = std::make_shared<const shm::Rings>(memory, layout);
+            if (made != nullptr && rank == 0) made->rings = host;
         }
         const P2PEngine::Settings settings{.rank = static_cast<int>(rank),
                                            .eager_bytes = eager_bytes,
-                                           .max_unasked_bytes = max_unasked_bytes,
-                                           .is_crowded = net.is_crowded,
+                                           .max_unexpected_bytes = max_unexpected_bytes,
+                                           .is_oversubscribed = net.is_oversubscribed,
                                            .spin_micros = 20};
-        P2PEngine::Ways ways{.rings = of_host, .local_indexes = indexes, .sockets = std::move(sockets[rank])};
-        group.push_back(std::make_unique<P2PEngine>(settings, std::move(ways), [](P2PEngine& messenger) {
-            const Work work = messenger.take_work();
-            for (const PeerEvent& news : work.news) {
-                require(news.kind != PeerEvent::Kind::full, "a rank is blamed otherwise");
-                (news.kind == PeerEvent::Kind::broken ? num_blamed : num_gone).fetch_add(1);
+        P2PEngine::Routes routes{.rings = host, .local_indexes = indexes, .sockets = std::move(sockets[rank])};
+        group.push_back(std::make_unique<P2PEngine>(settings, std::move(routes), [](P2PEngine& engine) {
+            const EngineEvents events = engine.take_events();
+            for (const PeerEvent& event : events.peer_events) {
+                require(event.kind != PeerEvent::Kind::full, "the buffer for unexpected messages is full");
+                (event.kind == PeerEvent::Kind::broken ? num_violations : num_gone).fetch_add(1);
             }
-            for (Transfer* ended = work.first_ended; ended != nullptr;) {
-                auto* told = static_cast<std::atomic<bool>*>(ended->owner);
+            for (Transfer* ended = events.first_ended; ended != nullptr;) {
+                auto* has_ended = static_cast<std::atomic<bool>*>(ended->owner);
                 ended = ended->next_ended;
-                told->store(true);
+                has_ended->store(true);
             }
         }));
     }
@@ -170,11 +173,11 @@ void run_threads(int num_threads, const Body& body) {
     for (auto& thread : threads) thread.join();
 }
 
-// One thread of a rank that sends, and one that receives, with all other ranks and all tags mixed.
+// A rank's program: one thread sends and one receives, with all other ranks and all tags interleaved.
 class Program {
 public:
-    Program(P2PEngine& messenger, int rank, int num_ranks, std::uint64_t seed)
-        : messenger_(messenger), rank_(rank), num_ranks_(num_ranks), seed_(seed) {}
+    Program(P2PEngine& engine, int rank, int num_ranks, std::uint64_t seed)
+        : engine_(engine), rank_(rank), num_ranks_(num_ranks), seed_(seed) {}
 
     void send_all(std::uint64_t num_messages) {
         std::mt19937_64 random(seed_ + static_cast<std::uint64_t>(rank_));
@@ -184,8 +187,8 @@ public:
         };
         std::deque<Started> started;
         const auto finish = [&] {
-            require(messenger_.wait(*started.front().send, patience), "rank %d: a send does not end", rank_);
-            require(started.front().send->outcome == Outcome::done, "a send ends otherwise");
+            require(engine_.wait(*started.front().send, patience), "rank %d: a send does not end", rank_);
+            require(started.front().send->outcome == Outcome::done, "wrong outcome of a send");
             started.pop_front();
         };
         for (std::uint64_t number = 0; number < num_messages; ++number)
@@ -193,15 +196,15 @@ public:
                 if (to == rank_) continue;
                 for (std::uint64_t tag = 0; tag < num_tags; ++tag) {
                     Bytes bytes = content(rank_, to, tag, number, seed_);
-                    if (random() % 8 == 0) {  // one that is taken back, if it can be, with a tag nobody asks for
-                        Send vain(bytes.data(), bytes.size(), to, Tag{7, 99});
-                        require(messenger_.start_if_open(vain), "the group is open");
-                        if (random() % 2 == 0) messenger_.wait(vain, 1e-5);
-                        messenger_.cancel(vain);
+                    if (random() % 8 == 0) {  // one that is cancelled, if possible, with a tag that no receive has
+                        Send cancelled(bytes.data(), bytes.size(), to, Tag{7, 99});
+                        require(engine_.start_if_open(cancelled), "the group is open");
+                        if (random() % 2 == 0) engine_.wait(cancelled, 1e-5);
+                        engine_.cancel(cancelled);
                     }
-                    if (messenger_.try_send(bytes.data(), bytes.size(), to, Tag{0, tag})) continue;
+                    if (engine_.try_send(bytes.data(), bytes.size(), to, Tag{0, tag})) continue;
                     auto send = std::make_unique<Send>(bytes.data(), bytes.size(), to, Tag{0, tag});
-                    messenger_.start(*send);
+                    engine_.start(*send);
                     started.push_back({std::move(bytes), std::move(send)});
                     if (random() % 4 == 0 || started.size() > 16) finish();
                 }
@@ -225,46 +228,47 @@ private:
         Bytes bytes(expected.size(), std::byte{0xEE});
         const Tag whole{0, tag};
         for (int attempt = static_cast<int>(random() % 4); attempt == 1 || attempt == 2; attempt = 0) {
-            if (attempt == 1) {  // given up, perhaps in the middle
-                Receive vain(bytes.data(), bytes.size(), from, whole);
-                messenger_.start(vain);
-                if (random() % 2 == 0) messenger_.wait(vain, 1e-5 * static_cast<double>(random() % 20));
-                if (!messenger_.cancel(vain)) {
-                    require(vain.outcome == Outcome::done && bytes == expected, "what came to a cancelled receive");
+            if (attempt == 1) {  // cancelled, perhaps half way
+                Receive cancelled(bytes.data(), bytes.size(), from, whole);
+                engine_.start(cancelled);
+                if (random() % 2 == 0) engine_.wait(cancelled, 1e-5 * static_cast<double>(random() % 20));
+                if (!engine_.cancel(cancelled)) {
+                    require(cancelled.outcome == Outcome::done && bytes == expected,
+                            "wrong bytes in a cancelled receive");
                     return;
                 }
-            } else {  // of a wrong size: the message stays
+            } else {  // of a wrong size: the message stays queued
                 Bytes other(expected.size() + 1);
                 Receive wrong(other.data(), other.size(), from, whole);
-                messenger_.start(wrong);
-                require(messenger_.wait(wrong, patience), "a receive of a wrong size does not end");
+                engine_.start(wrong);
+                require(engine_.wait(wrong, patience), "a receive of a wrong size does not end");
                 require(wrong.outcome == Outcome::wrong_size && wrong.size_sent == expected.size(), "a wrong size");
             }
         }
-        std::atomic<bool> told{false};
+        std::atomic<bool> has_ended{false};
         Receive receive(bytes.data(), bytes.size(), from, whole);
         const bool is_watched = random() % 8 == 0;
         receive.is_watched = is_watched;
-        receive.owner = &told;
-        messenger_.start(receive);
-        if (is_watched && random() % 2 == 0) {  // nobody waits: the keeper moves it
-            messenger_.listen(receive);
-            messenger_.do_work();
+        receive.owner = &has_ended;
+        engine_.start(receive);
+        if (is_watched && random() % 2 == 0) {  // without a waiter: the progress thread moves it
+            engine_.listen(receive);
+            engine_.dispatch_events();
             const Deadline deadline(patience);
-            while (!told.load()) {
-                require(!deadline.expired(), "nobody was told");
+            while (!has_ended.load()) {
+                require(!deadline.expired(), "not reported");
                 std::this_thread::yield();
             }
         }
-        require(messenger_.wait(receive, patience), "rank %d: nothing from rank %d, tag %d, number %d", rank_, from,
+        require(engine_.wait(receive, patience), "rank %d: nothing from rank %d, tag %d, number %d", rank_, from,
                 static_cast<int>(tag), static_cast<int>(number));
-        while (is_watched && !told.load()) messenger_.do_work();
-        require(receive.outcome == Outcome::done && receive.peer == from, "a receive ends otherwise");
+        while (is_watched && !has_ended.load()) engine_.dispatch_events();
+        require(receive.outcome == Outcome::done && receive.peer == from, "wrong outcome of a receive");
         require(bytes == expected, "rank %d: wrong bytes from rank %d, tag %d, number %d", rank_, from,
                 static_cast<int>(tag), static_cast<int>(number));
     }
 
-    P2PEngine& messenger_;
+    P2PEngine& engine_;
     int rank_;
     int num_ranks_;
     std::uint64_t seed_;
@@ -294,23 +298,23 @@ void stress(const char* what, const Net& net, std::uint64_t total, std::uint64_t
         else
             program.receive_all(num_messages);
     });
-    for (int rank = 0; rank < num_ranks; ++rank)  // what was taken back may still be on its way
+    for (int rank = 0; rank < num_ranks; ++rank)  // cancelled messages may still be in transit
         for (int other = 0; other < num_ranks; ++other)
             if (rank != other)
                 group[static_cast<std::size_t>(rank)]->await_frames(
                     other, group[static_cast<std::size_t>(other)]->num_frames_to(rank), patience);
-    for (const auto& messenger : group) messenger->end_group(7);
-    require(num_blamed.load() == 0, "a rank is blamed");
-    for (const auto& messenger : group)
-        require(messenger->unasked_bytes() == 0, "%d bytes are left", static_cast<int>(messenger->unasked_bytes()));
+    for (const auto& engine : group) engine->end_group(7);
+    require(num_violations.load() == 0, "a protocol violation was reported");
+    for (const auto& engine : group)
+        require(engine->unexpected_bytes() == 0, "%d bytes are left", static_cast<int>(engine->unexpected_bytes()));
     leave(group);
     std::printf("%llu messages, %d ranks, %s%s\n",
                 static_cast<unsigned long long>(num_messages * ranks * (ranks - 1) * num_tags), num_ranks, what,
-                net.is_crowded ? ", crowded" : "");
+                net.is_oversubscribed ? ", oversubscribed" : "");
 }
 
-// Messages of all ranks, taken as they come: each once, and those of one rank in their order.
-void any_source_takes_all(const Net& net, std::uint64_t num_messages) {
+// Receives from any source get each message once, in order per sender.
+void any_source_receives_all(const Net& net, std::uint64_t num_messages) {
     const int num_ranks = static_cast<int>(net.hosts.size());
     const Group group = make_group(net);
     run_threads(num_ranks, [&](int rank) {
@@ -333,54 +337,58 @@ void any_source_takes_all(const Net& net, std::uint64_t num_messages) {
             require(numbers[1] == next[static_cast<std::size_t>(receive.peer)]++, "out of order");
         }
     });
-    std::printf("%llu messages of any of %d ranks\n", static_cast<unsigned long long>(num_messages), num_ranks - 1);
+    std::printf("%llu messages from any of %d ranks\n", static_cast<unsigned long long>(num_messages), num_ranks - 1);
 }
 
-// What a rank sent before it left is received after; what waits for more of it ends.
-void what_was_sent_stays(const Net& net) {
+// Messages sent before a rank left are still received; further receives from it end.
+void sent_messages_survive_the_sender(const Net& net) {
     const Group group = make_group(net);
     Bytes sent(4000, std::byte{3}), received(4000);
-    require(group[0]->try_send(sent.data(), 4000, 1, Tag{}), "there is room");
+    const Deadline deadline(patience);
+    while (!group[0]->try_send(sent.data(), 4000, 1, Tag{})) {  // fails while another thread holds the lock
+        require(!deadline.expired(), "no room for a message");
+        std::this_thread::yield();
+    }
     Bytes large(eager_bytes + 1);
     Send offered(large.data(), large.size(), 1, Tag{});
     group[0]->start(offered);
     const std::uint64_t num_frames = group[0]->num_frames_to(1);
     group[0]->close();
-    require(offered.outcome == Outcome::ended, "what was offered ends");
+    require(offered.outcome == Outcome::ended, "an offered message outlives its sender");
     group[1]->await_frames(0, num_frames, patience);
     group[1]->lose(0);
     Receive first(received.data(), received.size(), 0, Tag{});
     group[1]->start(first);
-    require(first.outcome == Outcome::done && received == sent, "the message is there");
+    require(first.outcome == Outcome::done && received == sent, "a message that was sent before is lost");
     Receive second(large.data(), large.size(), 0, Tag{});
     group[1]->start(second);
-    require(group[1]->end_unmatched(second, 5) && second.reason == 5, "the offer is gone");
-    require(!group[1]->try_send(sent.data(), 8, 0, Tag{}), "nothing goes there");
-    std::printf("what was sent stays\n");
+    require(group[1]->end_unmatched(second, 5) && second.reason == 5, "an offer outlives its sender");
+    require(!group[1]->try_send(sent.data(), 8, 0, Tag{}), "a message was sent to a lost rank");
+    std::printf("sent messages survive the sender\n");
 }
 
-// What no rank would write ends that rank's messages here, is told, and does nothing else.
-void what_is_no_message_is_refused() {
+// Every protocol violation disconnects its rank, is reported once, and has no other effect.
+void protocol_violations_are_rejected() {
     const Frame wrong[] = {
-        {.kind = static_cast<FrameKind>(9)},
-        {.kind = FrameKind::eager, .size = eager_bytes + 1},
-        {.kind = FrameKind::eager, .size = 100},                      // nothing of it
-        {.kind = FrameKind::eager, .length = 100, .size = 50},        // more than it has
-        {.kind = FrameKind::eager, .length = 8, .size = 8, .offset = 1},
-        {.kind = FrameKind::offer, .length = 8, .message = 3, .size = 100'000},
-        {.kind = FrameKind::offer, .message = 3, .size = std::uint64_t{1} << 60},
-        {.kind = FrameKind::data, .message = 3, .size = 100'000},     // nothing
-        {.kind = FrameKind::data, .length = 8, .message = 2, .size = 100'000},  // of an offer that is not granted
-        {.kind = FrameKind::data, .length = 8, .message = 1, .size = 3000, .offset = 2000},  // out of its order
-        {.kind = FrameKind::data, .length = 8, .message = 1, .size = 2000, .offset = 1000},  // of another size
-        {.kind = FrameKind::offer, .message = 2, .size = 100'000},    // a second time
-        {.kind = FrameKind::grant, .length = 8, .size = 8},
-        {.kind = FrameKind::withdraw, .length = 8, .size = 8},
+        {.kind = static_cast<FrameType>(9)},
+        {.kind = FrameType::eager, .size = eager_bytes + 1},
+        {.kind = FrameType::eager, .size = 100},                // no payload
+        {.kind = FrameType::eager, .length = 100, .size = 50},  // more than the message has
+        {.kind = FrameType::eager, .length = 8, .size = 8, .offset = 1},
+        {.kind = FrameType::offer, .length = 8, .message = 3, .size = 100'000},
+        {.kind = FrameType::offer, .message = 3, .size = std::uint64_t{1} << 60},
+        {.kind = FrameType::data, .message = 3, .size = 100'000},               // nothing
+        {.kind = FrameType::data, .length = 8, .message = 2, .size = 100'000},  // of an offer that was not granted
+        {.kind = FrameType::data, .length = 8, .message = 1, .size = 3000, .offset = 2000},  // out of order
+        {.kind = FrameType::data, .length = 8, .message = 1, .size = 2000, .offset = 1000},  // of another size
+        {.kind = FrameType::offer, .message = 2, .size = 100'000},                           // a duplicate
+        {.kind = FrameType::grant, .length = 8, .size = 8},
+        {.kind = FrameType::withdraw, .length = 8, .size = 8},
     };
     const Bytes bytes(4000, std::byte{1});
     for (const Net& net : {local(2), remote(2)})
         for (const Frame& frame : wrong) {
-            num_blamed.store(0);
+            num_violations.store(0);
             Made made;
             const Group group = make_group(net, &made);
             shm::RingWriter writer(*made.rings, 0, net.hosts[1] == 0 ? 1 : 0);
@@ -392,35 +400,35 @@ void what_is_no_message_is_refused() {
                     require(::write(made.socket.get(), bytes.data(), some.length) == some.length, "its payload");
                 }
             };
-            write({.kind = FrameKind::eager, .length = 1000, .message = 1, .size = 3000});
-            write({.kind = FrameKind::offer, .message = 2, .size = 100'000});
+            write({.kind = FrameType::eager, .length = 1000, .message = 1, .size = 3000});
+            write({.kind = FrameType::offer, .message = 2, .size = 100'000});
             write(frame);
             Bytes into(3000);
             Receive receive(into.data(), into.size(), 0, Tag{});
             group[1]->start(receive);
-            require(!group[1]->wait(receive, 0.01), "half a message is none");
-            group[1]->do_work();
-            require(num_blamed.load() == 1, "nobody is blamed for frame %d", static_cast<int>(&frame - wrong));
-            require(group[1]->cancel(receive), "it still waits");
+            require(!group[1]->wait(receive, 0.01), "half a message completed a receive");
+            group[1]->dispatch_events();
+            require(num_violations.load() == 1, "frame %d was not reported", static_cast<int>(&frame - wrong));
+            require(group[1]->cancel(receive), "the receive has ended");
         }
-    // Positions that can't be, and a frame that ends outside of the ring.
+    // Impossible positions, and a frame that ends outside the ring.
     for (const std::uint64_t tail : {std::uint64_t{1}, std::uint64_t{64}, std::uint64_t{1} << 40}) {
-        num_blamed.store(0);
+        num_violations.store(0);
         Made made;
         const Group group = make_group(local(2), &made);
-        const Frame frame{.kind = FrameKind::eager, .length = 0xFFFFFFFF, .size = 100};
+        const Frame frame{.kind = FrameType::eager, .length = 0xFFFFFFFF, .size = 100};
         std::memcpy(made.rings->bytes(0, 1), &frame, sizeof(frame));
         made.rings->ring(0, 1).tail.store(tail);
-        (void)group[1]->parties();
-        group[1]->do_work();
-        require(num_blamed.load() == 1, "nobody is blamed for a tail");
+        (void)group[1]->active_transfers();
+        group[1]->dispatch_events();
+        require(num_violations.load() == 1, "an impossible tail was not reported");
     }
-    num_blamed.store(0);
-    std::printf("what is no message is refused\n");
+    num_violations.store(0);
+    std::printf("protocol violations are rejected\n");
 }
 
-// Where nobody says why a rank's connection has ended, that is told, once, and after a while.
-void a_connection_that_ends_is_told() {
+// A lost connection without a reason is reported once, after a while.
+void a_lost_connection_is_reported() {
     num_gone.store(0);
     Made made;
     const Group group = make_group(remote(2), &made);
@@ -428,32 +436,32 @@ void a_connection_that_ends_is_told() {
     made.socket = Descriptor();
     const Deadline deadline(patience);
     while (num_gone.load() == 0) {
-        require(!deadline.expired(), "nobody was told");
+        require(!deadline.expired(), "not reported");
         std::this_thread::sleep_for(std::chrono::milliseconds(1));
     }
-    std::printf("a connection that ends is told\n");
+    std::printf("a lost connection is reported\n");
 }
 
-// A rank that only sends, to one that computes: its keeper takes the messages in.
-void a_rank_that_computes_takes_messages(const Net& net) {
+// A rank that only computes still receives: its progress thread moves the messages.
+void an_idle_rank_receives_messages(const Net& net) {
     const Group group = make_group(net);
     Bytes bytes(4000);
     for (int i = 0; i < 100; ++i) {
         Send send(bytes.data(), bytes.size(), 1, Tag{});
         group[0]->start(send);
-        require(group[0]->wait(send, patience), "nobody takes it");
+        require(group[0]->wait(send, patience), "the message is not received");
     }
-    std::printf("a rank that computes takes messages\n");
+    std::printf("an idle rank receives messages\n");
 }
 
-// One thread of a rank waits for a signal that another one gives, which also asks for messages ahead, while they come:
-// each signal ends one wait, and each message is told of though nobody waits for it, in their order.
+// One thread waits for a signal from another one, which also posts receives ahead: each signal ends one wait, and each
+// message is reported in order, without a waiter.
 void a_signal_ends_a_wait(const Net& net, std::uint64_t num_rounds) {
     const Group group = make_group(net);
     P2PEngine& own = *group[1];
     std::atomic<std::uint64_t> num_woken{0};
     std::atomic<bool> has_ended{false};
-    std::atomic<std::uint64_t> num_heard{0};
+    std::atomic<std::uint64_t> num_received{0};
     Transfer signal(any_source, Tag{});
     std::thread waiter([&] {
         for (std::uint64_t round = 1; round <= num_rounds; ++round) {
@@ -464,81 +472,81 @@ void a_signal_ends_a_wait(const Net& net, std::uint64_t num_rounds) {
     });
     std::thread sender([&] {
         for (std::uint64_t number = 0; !has_ended.load(); ++number) {
-            while (number > num_heard.load() + 1000 && !has_ended.load()) std::this_thread::yield();
+            while (number > num_received.load() + 1000 && !has_ended.load()) std::this_thread::yield();
             Send send(reinterpret_cast<const std::byte*>(&number), sizeof(number), 1, Tag{1, 5});
             group[0]->start(send);
             require(group[0]->wait(send, patience), "a send does not end");
         }
     });
-    struct Place {
+    struct Slot {
         std::uint64_t number = 0;
-        std::atomic<bool> is_told{false};
+        std::atomic<bool> has_ended{false};
         std::optional<Receive> receive;
     };
-    std::array<Place, 4> places;
-    const auto ask = [&](Place& place) {
-        place.is_told.store(false);
-        auto* data = reinterpret_cast<std::byte*>(&place.number);
-        Receive& receive = place.receive.emplace(data, sizeof(place.number), 0, Tag{1, 5});
-        receive.owner = &place.is_told;
+    std::array<Slot, 4> slots;
+    const auto ask = [&](Slot& slot) {
+        slot.has_ended.store(false);
+        auto* data = reinterpret_cast<std::byte*>(&slot.number);
+        Receive& receive = slot.receive.emplace(data, sizeof(slot.number), 0, Tag{1, 5});
+        receive.owner = &slot.has_ended;
         receive.is_watched = true;
-        own.start_heard(receive);
+        own.start_with_listener(receive);
     };
-    for (Place& place : places) ask(place);
-    own.listen(*places[0].receive);
-    const auto hear = [&] {
-        while (places[num_heard % places.size()].is_told.load()) {
-            Place& place = places[num_heard % places.size()];
-            require(place.number == num_heard++, "out of order");
-            ask(place);
+    for (Slot& slot : slots) ask(slot);
+    own.listen(*slots[0].receive);
+    const auto drain = [&] {
+        while (slots[num_received % slots.size()].has_ended.load()) {
+            Slot& slot = slots[num_received % slots.size()];
+            require(slot.number == num_received++, "out of order");
+            ask(slot);
         }
-        own.do_work();
+        own.dispatch_events();
     };
     for (std::uint64_t round = 1; round <= num_rounds; ++round) {
         const Deadline deadline(patience);
         if (round % 7 == 0) std::this_thread::sleep_for(std::chrono::microseconds(50));  // the waiter falls asleep
         own.signal(signal);
         while (num_woken.load() != round) {
-            hear();
+            drain();
             require(!deadline.expired(), "a signal is lost");
         }
     }
     waiter.join();
     const Deadline deadline(patience);
-    for (const std::uint64_t goal = num_heard + 100; num_heard < goal; hear()) {  // nobody waits: the keeper tells
-        require(!deadline.expired(), "a message is not told of");
+    for (const std::uint64_t goal = num_received + 100; num_received < goal; drain()) {  // no waiter
+        require(!deadline.expired(), "a message is not reported");
         std::this_thread::yield();
     }
     has_ended.store(true);
     sender.join();
-    for (Place& place : places) {
-        if (!place.receive->has_ended.load()) own.cancel(*place.receive);
+    for (Slot& slot : slots) {
+        if (!slot.receive->has_ended.load()) own.cancel(*slot.receive);
     }
     leave(group);
-    std::printf("%llu signals, %llu messages heard\n", static_cast<unsigned long long>(num_rounds),
-                static_cast<unsigned long long>(num_heard));
+    std::printf("%llu signals, %llu messages reported\n", static_cast<unsigned long long>(num_rounds),
+                static_cast<unsigned long long>(num_received));
 }
 
 }  // namespace
 
 int main(int argc, char** argv) {
-    std::setvbuf(stdout, nullptr, _IOLBF, 0);  // what it did last is seen, however it ends
+    std::setvbuf(stdout, nullptr, _IOLBF, 0);  // the last line is printed even if it crashes
     const std::uint64_t total = argc > 1 ? std::strtoull(argv[1], nullptr, 10) : 40000;
     const std::uint64_t seed = argc > 2 ? std::strtoull(argv[2], nullptr, 10) : 1;
     for (const Net& net : {local(2), remote(2)}) {
-        what_was_sent_stays(net);
-        a_rank_that_computes_takes_messages(net);
+        sent_messages_survive_the_sender(net);
+        an_idle_rank_receives_messages(net);
     }
     for (Net net : {local(2), remote(2)})
-        for (const bool is_crowded : {false, true}) {
-            net.is_crowded = is_crowded;
+        for (const bool is_oversubscribed : {false, true}) {
+            net.is_oversubscribed = is_oversubscribed;
             a_signal_ends_a_wait(net, total / 20);
         }
-    what_is_no_message_is_refused();
-    a_connection_that_ends_is_told();
-    for (const Net& net : {local(5), remote(5), mixed(5)}) any_source_takes_all(net, total / 60);
-    const auto with = [](Net net, bool is_crowded, std::size_t ring_bytes, int socket_bytes) {
-        net.is_crowded = is_crowded;
+    protocol_violations_are_rejected();
+    a_lost_connection_is_reported();
+    for (const Net& net : {local(5), remote(5), mixed(5)}) any_source_receives_all(net, total / 60);
+    const auto with = [](Net net, bool is_oversubscribed, std::size_t ring_bytes, int socket_bytes) {
+        net.is_oversubscribed = is_oversubscribed;
         net.ring_bytes = ring_bytes;
         net.socket_bytes = socket_bytes;
         return net;

@@ -1,4 +1,4 @@
-// Copies into shared memory, both ways.
+// Copies into shared memory, cached and streamed.
 #include "transport/shm/shared_copy.h"
 
 #include <atomic>
@@ -16,7 +16,7 @@ std::byte value_at(std::size_t i, std::size_t seed) {
     return static_cast<std::byte>((i * 31 + seed * 7 + 1) & 0xff);
 }
 
-void test_both_ways_write_what_they_are_to() {
+void test_both_copies_write_the_same_bytes() {
     constexpr std::size_t most = 700, margin = 80;
     const std::byte untouched{0xa5};
     std::vector<std::byte> source(most + margin);
@@ -34,15 +34,15 @@ void test_both_ways_write_what_they_are_to() {
     }
 }
 
-// A reader in another thread finds all of what was copied before the store that it has seen.
+// A reader in another thread that sees a flag finds everything copied before it.
 template <class Copy>
-void test_what_was_copied_is_there_when_a_flag_is(const Copy& copy, std::size_t size, std::uint64_t num_rounds) {
+void test_copied_bytes_are_visible_after_a_flag(const Copy& copy, std::size_t size, std::uint64_t num_rounds) {
     std::vector<std::byte> shared(size), source(size);
     std::atomic<std::uint64_t> written{0}, read{0};
     std::thread reader([&] {
         for (std::uint64_t round = 1; round <= num_rounds; ++round) {
             while (written.load(std::memory_order_acquire) != round) std::this_thread::yield();
-            for (std::size_t i = size; i-- > 0;)  // what was written last is the last to be there
+            for (std::size_t i = size; i-- > 0;)  // in reverse, for the last bytes written become visible last
                 require(shared[i] == value_at(i, round), "byte %zu in round %zu", i, static_cast<std::size_t>(round));
             read.store(round, std::memory_order_release);
         }
@@ -59,13 +59,15 @@ void test_what_was_copied_is_there_when_a_flag_is(const Copy& copy, std::size_t 
 }  // namespace
 
 int main() {
-    test_both_ways_write_what_they_are_to();
+    test_both_copies_write_the_same_bytes();
     SharedCopy copies;
-    const auto copy = [&](std::byte* out, const std::byte* source, std::size_t size) { copies.copy(out, source, size); };
+    const auto copy = [&](std::byte* out, const std::byte* source, std::size_t size) {
+        copies.copy(out, source, size);
+    };
     for (const std::size_t size : {64, 1000, 5000, 24 * 1024, 100'003}) {
         const std::uint64_t num_rounds = 20'000'000 / (size + 2000);
-        test_what_was_copied_is_there_when_a_flag_is(copy, size, num_rounds);
-        test_what_was_copied_is_there_when_a_flag_is(copy_streamed, size, num_rounds);
+        test_copied_bytes_are_visible_after_a_flag(copy, size, num_rounds);
+        test_copied_bytes_are_visible_after_a_flag(copy_streamed, size, num_rounds);
     }
     std::puts("shared copies: all right");
 }

@@ -1,4 +1,4 @@
-// How long a wait tries again, and what ends it.
+// The spin phase of a wait: how long it polls, and what ends it.
 #include <thread>
 
 #include "base/spin.h"
@@ -9,39 +9,39 @@ using namespace std::chrono_literals;
 
 namespace {
 
-// Tries until it is time to sleep; how many it were.
+// Polls until it is time to sleep; returns the number of polls.
 int count_tries(Spin& spin) {
     int tries = 1;
-    while (spin.tries_again()) ++tries;
+    while (spin.should_retry()) ++tries;
     return tries;
 }
 
-void test_it_is_over_until_restarted() {
+void test_a_spin_is_over_until_restarted() {
     Contention contention;
     Spin spin(contention, 0us, Spin::on_connections);
-    require(count_tries(spin) == Spin::on_connections.tries_a_look, "a look at the clock after each so many tries");
+    require(count_tries(spin) == Spin::on_connections.tries_per_check, "a look at the clock after each so many tries");
     require(count_tries(spin) == 1, "it is over, and stays so");
     spin.restart();
-    require(count_tries(spin) == Spin::on_connections.tries_a_look, "it begins anew");
+    require(count_tries(spin) == Spin::on_connections.tries_per_check, "it begins anew");
     Spin heavy(contention, 0us, Spin::on_connections, 500);
     require(count_tries(heavy) == 1, "a try that looks at much is followed by a look at the clock");
 }
 
-void test_it_lasts_as_long_as_it_says() {
+void test_a_spin_lasts_as_long_as_asked() {
     Contention contention;
     const auto begin = Clock::now();
     Spin spin(contention, 2000us, Spin::on_connections);
     count_tries(spin);
-    // It may be shorter on a machine that stops it, and then it says so.
+    // It may be shorter on a machine that preempts it; then contention is reported.
     require(Clock::now() - begin >= 2000us || contention.is_seen(Clock::now()), "as long as it says");
 }
 
-void test_a_stop_between_two_looks_is_noted() {
+void test_preemption_between_two_clock_checks_is_noted() {
     Contention contention;
     Spin spin(contention, 10s, Spin::on_connections);
-    require(spin.looks_again(), "the first look");
+    require(spin.check_clock(), "the first look");
     std::this_thread::sleep_for(5ms);
-    require(!spin.looks_again(), "somebody ran");
+    require(!spin.check_clock(), "somebody ran");
     require(contention.is_seen(Clock::now()), "the next ones know");
     Spin next(contention, 10s, Spin::on_connections);
     const auto begin = Clock::now();
@@ -49,47 +49,48 @@ void test_a_stop_between_two_looks_is_noted() {
     require(Clock::now() - begin < 5s, "and are short");
 }
 
-void test_a_sleep_between_two_waits_is_not() {
+void test_a_sleep_between_two_waits_is_not_preemption() {
     Contention contention;
     Spin spin(contention, 10s, Spin::on_connections);
-    require(spin.looks_again(), "the first look");
+    require(spin.check_clock(), "the first look");
     std::this_thread::sleep_for(5ms);
     spin.restart();
-    require(spin.looks_again() && !contention.is_seen(Clock::now()), "it slept by itself");
+    require(spin.check_clock() && !contention.is_seen(Clock::now()), "it slept by itself");
 }
 
-void test_who_shares_a_processor_for_long_moves() {
+void test_a_thread_that_shares_a_processor_migrates() {
     Contention contention;
     const auto count_yields = [&](Clock::duration gone) {
         int yields = 1;
-        while (yields < 100 && !contention.should_move(gone)) ++yields;
+        while (yields < 100 && !contention.should_migrate(gone)) ++yields;
         return yields;
     };
     const int patience = count_yields(20us);
     require(patience > 1 && patience < 100, "some yields, %d", patience);
     require(count_yields(20us) == patience, "then as many again");
-    for (int i = 0; i < 100; ++i) require(!contention.should_move(i % 2 == 0 ? 20us : 1us), "not when it is alone now and then");
+    for (int i = 0; i < 100; ++i)
+        require(!contention.should_migrate(i % 2 == 0 ? 20us : 1us), "not when it is alone now and then");
 }
 
-void test_moving_leaves_the_choice_of_processors() {
+void test_migration_keeps_the_affinity_mask() {
     cpu_set_t before;
     cpu_set_t after;
     require(::sched_getaffinity(0, sizeof before, &before) == 0, "affinity");
     const int here = ::sched_getcpu();
-    move_away();
+    migrate_thread();
     require(::sched_getaffinity(0, sizeof after, &after) == 0 && CPU_EQUAL(&before, &after), "as it was");
-    // On a busy machine it may have been brought back by now.
+    // On a busy machine it may have been moved back by now.
     std::printf("moved from processor %d to %d of %d\n", here, ::sched_getcpu(), CPU_COUNT(&before));
 }
 
 }  // namespace
 
 int main() {
-    test_it_is_over_until_restarted();
-    test_it_lasts_as_long_as_it_says();
-    test_a_stop_between_two_looks_is_noted();
-    test_a_sleep_between_two_waits_is_not();
-    test_who_shares_a_processor_for_long_moves();
-    test_moving_leaves_the_choice_of_processors();
+    test_a_spin_is_over_until_restarted();
+    test_a_spin_lasts_as_long_as_asked();
+    test_preemption_between_two_clock_checks_is_noted();
+    test_a_sleep_between_two_waits_is_not_preemption();
+    test_a_thread_that_shares_a_processor_migrates();
+    test_migration_keeps_the_affinity_mask();
     std::puts("spins: all right");
 }

@@ -1,5 +1,6 @@
-// Random collectives from a seed, on ranks that are threads over one mapping, so that the thread sanitizer sees every
-// access: sizes on both sides of each algorithm's limits, results compared element by element with what plain loops give.
+// A stress test of the collectives: random collectives from a seed, on ranks that are threads over one mapping, so that
+// the thread sanitizer sees every access. Sizes on both sides of each algorithm's limits, results compared element by
+// element with those of plain loops.
 //
 //   stress_test [number of collectives] [seed]
 #include <sys/socket.h>
@@ -36,7 +37,7 @@ std::byte* bytes_of(Values& values) {
     return reinterpret_cast<std::byte*>(values.data());
 }
 
-// What rank `rank` passes to collective `number`, which every rank can work out.
+// The input of rank `rank` for collective `number`, which every rank can compute.
 Values input_of(int rank, std::uint64_t number, std::size_t count) {
     Values values(count);
     auto state = static_cast<std::uint32_t>(number * 2654435761u + static_cast<std::uint64_t>(rank) * 40503u + 1u);
@@ -64,37 +65,43 @@ void expect(const Values& actual, const Values& expected, const char* what, int 
 class Program {
 public:
     Program(Communicator& communicator, const shm::Arena& arena, int rank, int num_ranks, std::uint64_t seed)
-        : communicator_(communicator), arena_(arena), rank_(rank), num_ranks_(num_ranks),
-          random_(seed), own_random_(seed * 100 + static_cast<std::uint64_t>(rank)) {}
+        : communicator_(communicator),
+          arena_(arena),
+          rank_(rank),
+          num_ranks_(num_ranks),
+          random_(seed),
+          own_random_(seed * 100 + static_cast<std::uint64_t>(rank)) {}
 
     void run(std::uint64_t num_collectives) {
         for (std::uint64_t number = 0; number < num_collectives; ++number) step(number);
     }
 
 private:
-    // At once, or started and waited for, which ranks need not do alike: small ones are left to who waits.
+    // Runs a collective at once, or starts it and waits; ranks may choose differently. Small ones are left to the
+    // waiter.
     template <class Collective>
     void call(const Collective& collective) {
-        const auto way = own_random_() % 8;
-        if (way > 2) return communicator_.run(communicator_.reserve(), patience, collective);
-        const auto pending = communicator_.start(patience, way == 0 ? 1024 * 1024 : 0, collective);
-        if (way == 1) require(communicator_.wait(*pending, patience), "wait");
+        const auto choice = own_random_() % 8;
+        if (choice > 2) return communicator_.run(communicator_.reserve(), patience, collective);
+        const auto pending = communicator_.start(patience, choice == 0 ? 1024 * 1024 : 0, collective);
+        if (choice == 1) require(communicator_.wait(*pending, patience), "wait");
         require(communicator_.wait(*pending, std::numeric_limits<double>::infinity()), "wait");
     }
 
     std::size_t random_count() {
-        static constexpr std::size_t limits[] = {0, 1, 2, 12, 24, 25, 57, 58, 59, 100, 1000, 2047, 2048, 2049, 4097, 9000};
+        static constexpr std::size_t limits[] = {0,  1,   2,    12,   24,   25,   57,   58,
+                                                 59, 100, 1000, 2047, 2048, 2049, 4097, 9000};
         return limits[random_() % std::size(limits)];
     }
 
-    // Where a collective finds `values`, and leaves its result for `bring_back`: on some ranks, or on all, or on none in
-    // symmetric memory.
-    std::byte* place(const Values& values, std::uint64_t number, std::size_t slot) {
+    // The memory in which a collective finds `values`, and leaves its result for `bring_back`: symmetric memory on some
+    // ranks, on all, or on none.
+    std::byte* ticket(const Values& values, std::uint64_t number, std::size_t slot) {
         const std::uint64_t turn = number % 5;
         const bool is_shared = turn == 0 || (turn == 1 && (number / 5 + static_cast<std::uint64_t>(rank_)) % 2 == 0);
         if (!is_shared) {
-            local_[slot] = values;
-            return bytes_of(local_[slot]);
+            ring_channels_[slot] = values;
+            return bytes_of(ring_channels_[slot]);
         }
         std::byte* data = arena_.buffer(rank_) + slot * arena_.stride() / 2;
         if (!values.empty()) std::memcpy(data, values.data(), values.size() * sizeof(Element));
@@ -112,7 +119,7 @@ private:
         const auto kind = random_() % 9;
         const std::size_t count = random_count();
         const int root = static_cast<int>(random_() % static_cast<std::uint64_t>(num_ranks_));
-        const bool in_place = random_() % 2 == 0;
+        const bool direct_read = random_() % 2 == 0;
         const auto ranks = static_cast<std::size_t>(num_ranks_);
         std::vector<std::size_t> counts(ranks);
         for (auto& each : counts) each = random_() % 4 == 0 ? random_count() : count;
@@ -123,23 +130,25 @@ private:
         Values source = input_of(rank_, number, count);
 
         if (kind == 0) {
-            std::byte* in = place(source, number, 0);
-            std::byte* out = in_place ? in : place(Values(count), number, 1);
+            std::byte* in = ticket(source, number, 0);
+            std::byte* out = direct_read ? in : ticket(Values(count), number, 1);
             call([&](Context& c, const Deadline& d) { allreduce(c, out, in, count, sum, d); });
             expect(bring_back(out, count), sum_of(num_ranks_, number, count), "allreduce", rank_, number);
         } else if (kind == 1) {
             Values out(count, 0);
-            call([&](Context& c, const Deadline& d) { reduce(c, bytes_of(out), bytes_of(source), count, root, sum, d); });
+            call([&](Context& c, const Deadline& d) {
+                reduce(c, bytes_of(out), bytes_of(source), count, root, sum, d);
+            });
             if (rank_ == root) expect(out, sum_of(num_ranks_, number, count), "reduce", rank_, number);
         } else if (kind == 2) {
-            std::byte* data = place(source, number, 0);
+            std::byte* data = ticket(source, number, 0);
             call([&](Context& c, const Deadline& d) { broadcast(c, data, count, DType::int32, root, d); });
             expect(bring_back(data, count), input_of(root, number, count), "broadcast", rank_, number);
         } else if (kind == 3 || kind == 4) {
             source = input_of(rank_, number, counts[own]);
             Values out(starts.back());
             const bool is_gather = kind == 4;
-            const std::byte* in = place(source, number, 0);
+            const std::byte* in = ticket(source, number, 0);
             call([&](Context& c, const Deadline& d) {
                 if (is_gather)
                     gather(c, bytes_of(out), in, counts, DType::int32, root, d);
@@ -163,19 +172,18 @@ private:
         } else if (kind == 6) {
             Values whole = input_of(rank_, number, starts.back());
             Values out(counts[own]);
-            const std::byte* in = place(whole, number, 0);
-            call([&](Context& c, const Deadline& d) {
-                reduce_scatter(c, bytes_of(out), in, counts, 0, sum, d);
-            });
+            const std::byte* in = ticket(whole, number, 0);
+            call([&](Context& c, const Deadline& d) { reduce_scatter(c, bytes_of(out), in, counts, 0, sum, d); });
             const Values total = sum_of(num_ranks_, number, starts.back());
             const auto begin = total.begin() + static_cast<std::ptrdiff_t>(starts[own]);
-            expect(out, Values(begin, begin + static_cast<std::ptrdiff_t>(counts[own])), "reduce_scatter", rank_, number);
+            expect(out, Values(begin, begin + static_cast<std::ptrdiff_t>(counts[own])), "reduce_scatter", rank_,
+                   number);
         } else if (kind == 7) {
             // Rank r sends rank s what `counts` says at r + s; or all the same; or rank 0 does, and the others do not.
-            const auto manner = random_() % 3;
+            const auto policy = random_() % 3;
             const auto count_of = [&](std::size_t from, std::size_t to) {
-                if (manner == 0) return counts[(from + to) % ranks];
-                return manner == 1 || from == 0 || to == 0 ? count : (from + to) % 3 * count;
+                if (policy == 0) return counts[(from + to) % ranks];
+                return policy == 1 || from == 0 || to == 0 ? count : (from + to) % 3 * count;
             };
             const auto sent_before = [&](std::size_t from, std::size_t to) {
                 std::size_t sum = 0;
@@ -189,9 +197,9 @@ private:
             }
             source = input_of(rank_, number, sent_before(own, ranks));
             Values out(std::accumulate(receive.begin(), receive.end(), std::size_t{0})), expected;
-            const std::byte* in = place(source, number, 0);
+            const std::byte* in = ticket(source, number, 0);
             call([&](Context& c, const Deadline& d) {
-                all_to_all(c, bytes_of(out), in, send, receive, manner == 0 ? 1 : count, DType::int32, d);
+                all_to_all(c, bytes_of(out), in, send, receive, policy == 0 ? 1 : count, DType::int32, d);
             });
             for (std::size_t r = 0; r < ranks; ++r) {
                 const Values theirs = input_of(static_cast<int>(r), number, sent_before(r, ranks));
@@ -213,10 +221,10 @@ private:
 
     Communicator& communicator_;
     const shm::Arena& arena_;
-    Values local_[2];
+    Values ring_channels_[2];
     int rank_;
     int num_ranks_;
-    std::mt19937_64 random_;      // the same draws on all ranks
+    std::mt19937_64 random_;  // the same draws on all ranks
     std::mt19937_64 own_random_;
 };
 
@@ -228,7 +236,7 @@ std::shared_ptr<const shm::Mapping> make_memory(std::size_t size) {
 }
 
 // Rank r is on host `hosts[r]`; ranks of different hosts are connected by sockets.
-Group make_group(const std::vector<int>& hosts, bool is_crowded, std::size_t slot_size = slot_bytes) {
+Group make_group(const std::vector<int>& hosts, bool is_oversubscribed, std::size_t slot_size = slot_bytes) {
     const int num_ranks = static_cast<int>(hosts.size());
     std::vector<std::vector<int>> sockets(hosts.size(), std::vector<int>(hosts.size(), -1));
     for (std::size_t a = 0; a < hosts.size(); ++a)
@@ -247,7 +255,7 @@ Group make_group(const std::vector<int>& hosts, bool is_crowded, std::size_t slo
         const shm::Layout layout{.num_ranks = num_local,
                                  .group_size = num_ranks,
                                  .slot_bytes = slot_size,
-                                 .is_crowded = is_crowded,
+                                 .is_oversubscribed = is_oversubscribed,
                                  .spin_micros = 20};
         auto& memory = memories[hosts[own]];
         if (!memory) {
@@ -257,8 +265,7 @@ Group make_group(const std::vector<int>& hosts, bool is_crowded, std::size_t slo
         auto segment = std::make_shared<shm::Segment>(memory, layout);
         std::unique_ptr<tcp::Links> links;
         if (num_local < num_ranks) links = std::make_unique<tcp::Links>(sockets[own], slot_size);
-        group.push_back(std::make_unique<Communicator>(
-            Fabric(std::move(segment), rank, std::move(links), hosts)));
+        group.push_back(std::make_unique<Communicator>(Fabric(std::move(segment), rank, std::move(links), hosts)));
     }
     return group;
 }
@@ -274,9 +281,9 @@ void run_ranks(int num_ranks, const Body& body) {
     for (auto& thread : threads) thread.join();
 }
 
-void stress(const std::vector<int>& hosts, bool is_crowded, std::uint64_t num_collectives, std::uint64_t seed) {
+void stress(const std::vector<int>& hosts, bool is_oversubscribed, std::uint64_t num_collectives, std::uint64_t seed) {
     const int num_ranks = static_cast<int>(hosts.size());
-    const auto group = make_group(hosts, is_crowded);
+    const auto group = make_group(hosts, is_oversubscribed);
     constexpr std::size_t stride = 1024 * 1024;
     const auto memory = make_memory(stride * hosts.size());
     const bool has_arena = std::count(hosts.begin(), hosts.end(), hosts[0]) == num_ranks;
@@ -284,18 +291,18 @@ void stress(const std::vector<int>& hosts, bool is_crowded, std::uint64_t num_co
         Communicator& own = *group[static_cast<std::size_t>(rank)];
         const auto arena = std::make_shared<const shm::Arena>(memory, 7, stride, rank);
         if (has_arena) own.add_arena(arena);
-        if (seed % 2 == 0) own.meet(patience);  // else all tensors go by way of slots
+        if (seed % 2 == 0) own.handshake(patience);  // without it all tensors are staged
         Program(own, *arena, rank, num_ranks, seed).run(num_collectives);
     });
     const int num_hosts = *std::max_element(hosts.begin(), hosts.end()) + 1;
     std::printf("%llu collectives, %d ranks, %d hosts%s\n", static_cast<unsigned long long>(num_collectives), num_ranks,
-                num_hosts, is_crowded ? ", crowded" : "");
+                num_hosts, is_oversubscribed ? ", oversubscribed" : "");
 }
 
-// Ranks go the way that rank 0 says. Where not all of them offer to be read in place they go by way of slots, but not for
-// ever if reading is faster: as here, where rank 0 takes it for so fast that nothing beats it.
+// All ranks use the transfer mode that rank 0 announces. If not all offer to be read directly, they stage, but return
+// to direct reads if these are faster: as here, where rank 0 takes them for so fast that nothing beats them.
 template <class Call>
-void goes_back_to_reading(const char* what, Operation operation, std::size_t read_size, const Call& call) {
+void returns_to_direct_reads(const char* what, Operation operation, std::size_t read_size, const Call& call) {
     const auto group = make_group(one_host(2), false);
     constexpr std::size_t stride = 1024 * 1024;
     const auto memory = make_memory(2 * stride);
@@ -304,41 +311,42 @@ void goes_back_to_reading(const char* what, Operation operation, std::size_t rea
         Communicator& own = *group[static_cast<std::size_t>(rank)];
         const auto arena = std::make_shared<const shm::Arena>(memory, 7, stride, rank);
         own.add_arena(arena);
-        own.meet(patience);
+        own.handshake(patience);
         if (!own.can_read_peers()) {
-            std::printf("%s, rank %d: the system lets nobody read memory in place\n", what, rank);
+            std::printf("%s, rank %d: the system does not permit reading other processes' memory\n", what, rank);
             return;
         }
         const auto run = [&](const auto& collective) { own.run(own.reserve(), patience, collective); };
         run([&](Context& c, const Deadline& d) {
             if (rank == 0)
-                for (int i = 0; i < 4; ++i) c.reading.took(kind, TransferMode::in_place, 1e-15, 1);
+                for (int i = 0; i < 4; ++i) c.transfer_mode.record(kind, TransferMode::direct_read, 1e-15, 1);
             barrier(c, d);
         });
         for (int number = 0; number < 8; ++number)
             run([&](Context& c, const Deadline& d) {
-                // In place once; by slots, until they are known, of which rank 0 hears a call later; and back.
-                const Way expected = number == 0 || number > 5 ? TransferMode::in_place : TransferMode::by_slots;
-                require(c.reading.way_of(kind) == expected, "%s, call %d, rank %d", what, number, rank);
+                // Direct once; then staged until both are measured, one call later on all ranks; and direct again.
+                const Choice expected =
+                    number == 0 || number > 5 ? TransferMode::direct_read : TransferMode::staged_copy;
+                require(c.transfer_mode.choice_for(kind) == expected, "%s, call %d, rank %d", what, number, rank);
                 call(c, d, rank, *arena);
             });
     });
 }
 
-void ways_of_moving() {
-    constexpr std::size_t count = 10'000;  // each rank's are worth being read in place
+void transfer_modes() {
+    constexpr std::size_t count = 10'000;  // large enough for direct reads
     constexpr std::size_t size = count * sizeof(Element);
     const auto alike = [](Context& c, const Deadline& d, int, const shm::Arena&) {
         Values in(count), out(2 * count);
         all_gather(c, bytes_of(out), bytes_of(in), std::vector<std::size_t>{count, count}, DType::int32, 0, d);
     };
-    goes_back_to_reading("all_gather", Operation::all_gather, size, alike);
+    returns_to_direct_reads("all_gather", Operation::all_gather, size, alike);
     const auto shared_on_one = [](Context& c, const Deadline& d, int rank, const shm::Arena& arena) {
         Values in(count), out(2 * count);
         const std::byte* source = rank == 0 ? arena.buffer(rank) : bytes_of(in);
         all_gather(c, bytes_of(out), source, std::vector<std::size_t>{count, count}, DType::int32, 0, d);
     };
-    goes_back_to_reading("symmetric on one rank", Operation::all_gather, size, shared_on_one);
+    returns_to_direct_reads("symmetric on one rank", Operation::all_gather, size, shared_on_one);
     // Rank 1's parts are of another kind than rank 0's, or too small for any.
     for (const std::size_t theirs : {2 * count, std::size_t{1}}) {
         const auto uneven = [&](Context& c, const Deadline& d, int rank, const shm::Arena&) {
@@ -347,13 +355,13 @@ void ways_of_moving() {
             Values in(2 * sent), out(count + theirs);
             all_to_all(c, bytes_of(out), bytes_of(in), std::vector<std::size_t>{sent, sent}, sizes, 1, DType::int32, d);
         };
-        goes_back_to_reading("all_to_all", Operation::all_to_all, size, uneven);
+        returns_to_direct_reads("all_to_all", Operation::all_to_all, size, uneven);
     }
-    std::printf("ways of moving\n");
+    std::printf("transfer modes\n");
 }
 
-// Parts so large that they are staged both ways (transport/shm/shared_copy.h) and folded in several blocks, for which ranks
-// that want no result have room for one.
+// Parts so large that they are copied in both ways (transport/shm/shared_copy.h) and folded in several blocks; ranks
+// that need no result have room for one block.
 void large_parts(int num_ranks) {
     constexpr std::size_t count = 100'003;
     const auto group = make_group(one_host(num_ranks), false, 256 * 1024);
@@ -386,21 +394,21 @@ FailureKind failure_of(Communicator& communicator, double timeout, const Collect
     std::abort();
 }
 
-// Ranks that stay away, leave, abort or call something else end the others' waits, with the reason; on a rank of another
-// host perhaps because a rank that had found it before said so.
-void endings(const std::vector<int>& hosts, bool is_crowded) {
+// Ranks that stay away, leave, abort or make another call end the others' waits, with the reason; on another host
+// possibly because a rank that found it first has reported it.
+void failures(const std::vector<int>& hosts, bool is_oversubscribed) {
     const auto all = [](Context& c, const Deadline& d) { barrier(c, d); };
     const auto other = [](Context& c, const Deadline& d) {
         std::byte data[4]{};
         broadcast(c, data, 1, DType::int32, 0, d);
     };
-    auto group = make_group(hosts, is_crowded);
+    auto group = make_group(hosts, is_oversubscribed);
     run_ranks(3, [&](int rank) {
         if (rank == 1) return;
         const FailureKind kind = failure_of(*group[static_cast<std::size_t>(rank)], 0.2, all);
         require(kind == FailureKind::late || kind == FailureKind::failed, "late");
     });
-    group = make_group(hosts, is_crowded);
+    group = make_group(hosts, is_oversubscribed);
     run_ranks(3, [&](int rank) {
         Communicator& own = *group[static_cast<std::size_t>(rank)];
         if (rank == 1) {
@@ -410,20 +418,20 @@ void endings(const std::vector<int>& hosts, bool is_crowded) {
         const FailureKind kind = failure_of(own, patience, all);
         require(kind == FailureKind::left || kind == FailureKind::lost || kind == FailureKind::failed, "left");
     });
-    group = make_group(hosts, is_crowded);
+    group = make_group(hosts, is_oversubscribed);
     run_ranks(3, [&](int rank) {
         Communicator& own = *group[static_cast<std::size_t>(rank)];
-        own.abort("enough");  // which other hosts are told by other means
+        own.abort("enough");  // other hosts learn of it over the control plane
         require(failure_of(own, patience, all) == FailureKind::aborted, "aborted");
     });
-    group = make_group(hosts, is_crowded);
+    group = make_group(hosts, is_oversubscribed);
     run_ranks(3, [&](int rank) {
         Communicator& own = *group[static_cast<std::size_t>(rank)];
         const FailureKind kind = rank == 1 ? failure_of(own, patience, other) : failure_of(own, patience, all);
         require(kind == FailureKind::mismatch || kind == FailureKind::failed, "mismatch");
     });
     // Several threads of a rank: each collective waits for its turn.
-    group = make_group({hosts[0], hosts[1]}, is_crowded);
+    group = make_group({hosts[0], hosts[1]}, is_oversubscribed);
     run_ranks(2, [&](int rank) {
         Communicator& own = *group[static_cast<std::size_t>(rank)];
         for (int round = 0; round < 200; ++round) {
@@ -435,7 +443,7 @@ void endings(const std::vector<int>& hosts, bool is_crowded) {
         }
     });
     // Several threads start and wait, and one of them goes on without waiting.
-    group = make_group({hosts[0], hosts[1]}, is_crowded);
+    group = make_group({hosts[0], hosts[1]}, is_oversubscribed);
     run_ranks(2, [&](int rank) {
         Communicator& own = *group[static_cast<std::size_t>(rank)];
         const double forever = std::numeric_limits<double>::infinity();
@@ -446,11 +454,11 @@ void endings(const std::vector<int>& hosts, bool is_crowded) {
             if (round % 2 == 0) own.wait(*second, forever);
             own.run(own.reserve(), patience, all);
             other.join();
-            require(own.wait(*second, 0.1), "what was started before");
+            require(own.wait(*second, 0.1), "an earlier collective has not ended");
         }
     });
-    // Two threads wait for handles of one rank, some with a limit that passes before the other rank comes.
-    group = make_group({hosts[0], hosts[1]}, is_crowded);
+    // Two threads wait for handles of one rank, some with a timeout that expires before the other rank arrives.
+    group = make_group({hosts[0], hosts[1]}, is_oversubscribed);
     std::atomic<int> num_passed{0};
     run_ranks(2, [&](int rank) {
         Communicator& own = *group[static_cast<std::size_t>(rank)];
@@ -465,21 +473,23 @@ void endings(const std::vector<int>& hosts, bool is_crowded) {
                     require(!own.wait(*handles[first], 0.0005), "a limit that passes");
                     num_passed.fetch_add(1);
                 }
-                require(own.wait(*handles[2], forever) && own.wait(*handles[first], forever), "what another waits for, too");
+                require(own.wait(*handles[2], forever) && own.wait(*handles[first], forever),
+                        "what another waits for, too");
             };
             std::thread other([&] { wait_for(0); });
             wait_for(1);
             other.join();
         }
     });
-    std::printf("endings, host of rank 1: %d%s\n", hosts[1], is_crowded ? ", crowded" : "");
+    std::printf("endings, host of rank 1: %d%s\n", hosts[1], is_oversubscribed ? ", oversubscribed" : "");
 }
 
-// In a crowded group ranks count themselves, and say so apart from that: one that is stopped between the two, or after the
-// last count and before it releases the others, holds nobody up beyond the deadline, and is named if it is waited for.
+// In an oversubscribed group ranks increment a counter and set a flag separately: a rank that is stopped between the
+// two, or after the last increment and before the release of the others, holds nobody up beyond the deadline, and is
+// named if it is waited for.
 void stopped_arrivals() {
     const shm::Layout layout{
-        .num_ranks = 3, .group_size = 3, .slot_bytes = slot_bytes, .is_crowded = true, .spin_micros = 20};
+        .num_ranks = 3, .group_size = 3, .slot_bytes = slot_bytes, .is_oversubscribed = true, .spin_micros = 20};
     const auto memory = make_memory(layout.size_bytes());
     shm::Segment segment(memory, layout);
     segment.initialize();
@@ -494,9 +504,9 @@ void stopped_arrivals() {
     std::printf("stopped arrivals\n");
 }
 
-// A rank that ends a group and leaves it at once: who waits for it learns of the end, not of the leaving. It does both at
-// any moment of the other's looks, which take a while, for there are many ranks.
-void ends_before_leaving(std::uint64_t num_rounds) {
+// A rank aborts a group and leaves it at once: waiters report the abort, not the leaving. It does both at any moment of
+// the waiter's check, which takes a while with many ranks.
+void abort_precedes_leaving(std::uint64_t num_rounds) {
     constexpr int num_ranks = 512;
     const shm::Layout layout{.num_ranks = num_ranks, .group_size = num_ranks, .slot_bytes = 4096, .spin_micros = 0};
     const auto memory = make_memory(layout.size_bytes());
@@ -512,7 +522,7 @@ void ends_before_leaving(std::uint64_t num_rounds) {
             while (num_there.load() < 2) relax();
             if (rank == 0) {
                 std::this_thread::sleep_for(std::chrono::microseconds(100));
-                own.publish(own.arrival(2, 1).sequence, 1);  // which wakes the other one
+                own.publish(own.arrival(2, 1).sequence, 1);  // wakes the other rank
                 const auto end = Clock::now() + std::chrono::nanoseconds(50 * (round % 1000));
                 while (Clock::now() < end) relax();
                 own.abort("enough");
@@ -535,16 +545,16 @@ void ends_before_leaving(std::uint64_t num_rounds) {
 int main(int argc, char** argv) {
     const std::uint64_t total = argc > 1 ? std::strtoull(argv[1], nullptr, 10) : 20000;
     const std::uint64_t seed = argc > 2 ? std::strtoull(argv[2], nullptr, 10) : 1;
-    for (const bool is_crowded : {false, true}) {
-        endings({0, 0, 0}, is_crowded);
-        endings({0, 1, 2}, is_crowded);
-        endings({0, 1, 0}, is_crowded);
+    for (const bool is_oversubscribed : {false, true}) {
+        failures({0, 0, 0}, is_oversubscribed);
+        failures({0, 1, 2}, is_oversubscribed);
+        failures({0, 1, 0}, is_oversubscribed);
     }
     stopped_arrivals();
-    ways_of_moving();
+    transfer_modes();
     large_parts(2);
     large_parts(3);
-    ends_before_leaving(total / 20);
+    abort_precedes_leaving(total / 20);
     stress(one_host(1), false, total / 20, seed);
     stress(one_host(2), false, total * 6 / 20, seed + 1);
     stress(one_host(2), true, total / 20, seed + 2);

@@ -1,4 +1,4 @@
-// How messages get from one rank to another: as frames, through a ring in shared memory or over a connection.
+// The interface of a channel: frames between two ranks, through rings in shared memory or over a TCP connection.
 #pragma once
 
 #include <cstddef>
@@ -6,32 +6,32 @@
 
 namespace ferrodist {
 
-// What frames say; see engine/p2p_engine.h.
-enum class FrameKind : std::uint32_t { eager = 1, offer, grant, data, withdraw };
+// Frame types; see engine/p2p_engine.h.
+enum class FrameType : std::uint32_t { eager = 1, offer, grant, data, withdraw };
 
-// The front of everything that goes through a channel: `length` bytes follow it. The same on all machines that can be in
-// a group: little-endian, which `ferrodist` requires.
+// The header of a frame, followed by `length` bytes of payload. Its layout is the same on all machines that can be in a
+// group: little-endian, which `ferrodist` requires.
 struct Frame {
-    FrameKind kind{};
+    FrameType kind{};
     std::uint32_t length = 0;
-    std::uint64_t message = 0;  // the sender's number of the message it belongs to
+    std::uint64_t message = 0;  // the sender's id of the message that the frame belongs to
     std::uint64_t group = 0;    // upper half of the message's tag
     std::uint64_t tag = 0;      // lower half
-    std::uint64_t size = 0;     // of the whole message
-    std::uint64_t offset = 0;   // where in the message the bytes belong
+    std::uint64_t size = 0;     // size of the whole message
+    std::uint64_t offset = 0;   // offset of the payload in the message
 };
 static_assert(sizeof(Frame) == 48);
 
-// One rank's side of the way to another rank and back. For one thread at a time, but for `notify`.
+// One rank's end of the bidirectional channel to another rank. For one thread at a time, except `notify`.
 class Channel {
 public:
-    // How much of a frame was put in.
-    enum class Put : int { none, part, whole };
+    // How much of a frame was written.
+    enum class Put : int { none, partial, complete };
     enum class Front : int {
         none,
         frame,
-        broken,  // what no sender of this version would have written
-        ended,   // all has been read, and nothing will follow
+        broken,  // a protocol violation
+        ended,   // the peer has closed the channel, and everything has been read
     };
 
     Channel() = default;
@@ -39,37 +39,37 @@ public:
     Channel& operator=(const Channel&) = delete;
     virtual ~Channel() = default;
 
-    // Bytes that a frame carries at most.
+    // Maximum payload of a frame, in bytes.
     [[nodiscard]] virtual std::size_t chunk_bytes() const noexcept = 0;
-    // Puts a frame and its `length` bytes in. Of one that goes in in part the payload stays as it is, and no other is put
-    // in, until `finish` has put in the rest.
+    // Writes a frame and its `length` bytes of payload. After a partial write the payload must stay unchanged, and no
+    // other frame may be written, until `finish` has written the rest.
     [[nodiscard]] virtual Put put(const Frame& frame, const std::byte* payload) = 0;
-    [[nodiscard]] virtual Put finish() { return Put::whole; }
-    // Takes a copy of what `finish` needs of the payload.
-    virtual void keep_rest() {}
-    // Says whether this side waits for room. Returns whether it should look once more.
+    [[nodiscard]] virtual Put finish() { return Put::complete; }
+    // Copies the unwritten rest of the payload, so that the caller's buffer is free.
+    virtual void copy_rest() {}
+    // Sets whether this side waits for space. Returns whether the caller should try to write once more.
     virtual bool set_blocked(bool is_blocked) = 0;
-    // Tells the other rank, if it sleeps, that there is something for it. For any thread.
+    // Wakes the other rank, if it sleeps. For any thread.
     virtual void notify() {}
 
-    // Copies out the oldest frame that has not been read, or as much of it as has come: then its further bytes follow in
-    // frames of data.
+    // Copies out the oldest unread frame, or as much of it as has arrived: its further bytes then follow as data
+    // frames.
     [[nodiscard]] virtual Front front(Frame& frame) = 0;
-    // Moves its payload to `target`, or nowhere if that is null, once. Returns how many bytes: of data there may be fewer
-    // than `length`.
-    [[nodiscard]] virtual std::size_t take(std::byte* target, std::size_t length) = 0;
-    // Goes on to the next one; a payload that was not taken goes nowhere.
+    // Copies the front frame's payload to `target`, or discards it if `target` is null; once per frame. Returns the
+    // number of bytes: fewer than `length` only for data frames.
+    [[nodiscard]] virtual std::size_t read_payload(std::byte* target, std::size_t length) = 0;
+    // Advances to the next frame and discards a payload that was not read.
     virtual void pop() = 0;
-    // Whether reading may stop here. If not, `front` gives out what has to be read still, and no more.
+    // Whether the caller may stop reading here. If not, `front` returns only what still has to be read.
     [[nodiscard]] virtual bool may_stop() { return true; }
-    // Ends a turn of reading: gives what was read back to the sender, as room.
-    virtual void give_back() {}
+    // Ends a batch of reads: returns the space that was read to the sender.
+    virtual void release_space() {}
 
-    // Nothing is read or written any more.
-    virtual void break_off() {}
+    // Stops all reading and writing.
+    virtual void disconnect() {}
 
-    // Frames that have been begun here, and that have been read here to their ends: where what one rank tells another
-    // way may overtake them. Not counted where it can't.
+    // The number of frames begun here, and of frames read here to their end. Used where control-plane messages may
+    // overtake frames; 0 for channels where they cannot.
     [[nodiscard]] virtual std::uint64_t num_put() const noexcept { return 0; }
     [[nodiscard]] virtual std::uint64_t num_read() const noexcept { return 0; }
 };

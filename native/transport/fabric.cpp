@@ -10,22 +10,22 @@ namespace ferrodist {
 
 namespace {
 
-// A rank that has peers on its host looks at their flags this often while it sleeps on its connections.
-constexpr auto look_at_host = std::chrono::microseconds(200);
+// How often a rank with peers on its host polls their flags while it sleeps on its connections.
+constexpr auto host_poll_period = std::chrono::microseconds(200);
 
 // [Note: spinning on connections]
-// A rank that sleeps on its connections frees its processor, and the system likes to move the other rank of a connection
-// there; so the two change places, packets overtake each other, and the connection takes that for losses and slows down,
-// which makes them sleep again. So with processors enough a rank looks at its connections for longer than at flags. Two
-// ranks on two hosts that are network namespaces, under TCP BBR, medians of nine runs of 25 batches in us: 64 KiB 20 and
-// 1 MiB 277 with 3 ms, and 91 and 1157 where they slept after 300 us and gave way at each look before.
+// A rank that sleeps on its connections frees its processor, and the scheduler likes to move the other rank of a
+// connection there; so the two swap processors, packets are reordered, and TCP takes that for losses and slows down,
+// which makes them sleep again. So with enough processors a rank polls its connections for longer than it polls flags.
+// Two ranks on two hosts that are network namespaces, under TCP BBR, medians of nine runs of 25 batches in us: 64 KiB
+// 20 and 1 MiB 277 with 3 ms; 91 and 1157 with sleeping after 300 us and a yield at each clock check.
 
-// Each rank's place among those of its host.
-std::vector<int> places_in_segment(const std::vector<int>& hosts) {
-    std::vector<int> places;
+// Each rank's index among the ranks of its host.
+std::vector<int> indexes_in_segment(const std::vector<int>& hosts) {
+    std::vector<int> indexes;
     for (auto own = hosts.begin(); own != hosts.end(); ++own)
-        places.push_back(static_cast<int>(std::count(hosts.begin(), own, *own)));
-    return places;
+        indexes.push_back(static_cast<int>(std::count(hosts.begin(), own, *own)));
+    return indexes;
 }
 
 Chain chain_of(const std::vector<int>& hosts, int rank) {
@@ -50,19 +50,19 @@ Fabric::Fabric(std::shared_ptr<shm::Segment> segment, int rank, std::unique_ptr<
     : segment_(std::move(segment)),
       links_(std::move(links)),
       rank_(rank),
-      local_indexes_(places_in_segment(hosts)),
+      local_indexes_(indexes_in_segment(hosts)),
       chain_(chain_of(hosts, rank)),
       has_local_peers_(segment_->layout().num_ranks > 1),
       layout_(segment_->layout()) {
     layout_.num_ranks = layout_.group_size;
 }
 
-void Fabric::give_counts(std::uint64_t sequence, std::span<const std::size_t> counts) {
+void Fabric::publish_counts(std::uint64_t sequence, std::span<const std::size_t> counts) {
     const auto row = this->counts(rank_, sequence);
     std::copy(counts.begin(), counts.end(), row.begin());
     if (!links_) return;
     for (int r = 0; r < num_ranks(); ++r)
-        if (links_->is_remote(r)) links_->send(r, tcp::Kind::counts, sequence, 0, std::as_bytes(row));
+        if (links_->is_remote(r)) links_->send(r, tcp::LinkFrameType::counts, sequence, 0, std::as_bytes(row));
 }
 
 void Fabric::arrive(std::uint64_t sequence, const Deadline& deadline) {
@@ -72,7 +72,7 @@ void Fabric::arrive(std::uint64_t sequence, const Deadline& deadline) {
     const auto* data = reinterpret_cast<const std::byte*>(&line.call);
     for (int r = 0; r < num_ranks(); ++r)
         if (links_->is_remote(r))
-            links_->send(r, tcp::Kind::arrival, sequence, 0, {data, sizeof line - sizeof line.sequence});
+            links_->send(r, tcp::LinkFrameType::arrival, sequence, 0, {data, sizeof line - sizeof line.sequence});
     segment_->publish(line.sequence, sequence);
     LongWait::Watch watch(segment_->long_wait, sequence);
     wait_for_all([&](int r) { return arrival(r, sequence).sequence.load() >= sequence; }, FailureKind::late, deadline,
@@ -82,21 +82,21 @@ void Fabric::arrive(std::uint64_t sequence, const Deadline& deadline) {
 void Fabric::publish_done(std::uint64_t number) {
     if (links_)
         for (int r = 0; r < num_ranks(); ++r)
-            if (links_->is_remote(r)) links_->send(r, tcp::Kind::done, number, 0, {});
+            if (links_->is_remote(r)) links_->send(r, tcp::LinkFrameType::done, number, 0, {});
     segment_->publish(own().done, number);
 }
 
-void Fabric::await(shm::Flag shm::Progress::* flag, std::uint64_t value, const Deadline& deadline) {
+void Fabric::await(shm::Flag shm::Progress::*flag, std::uint64_t value, const Deadline& deadline) {
     if (!links_) return segment_->await(flag, value, deadline);
     wait_for_all([&](int r) { return (progress(r).*flag).load() >= value; }, FailureKind::stalled, deadline);
 }
 
-void Fabric::await_host(shm::Flag shm::Progress::* flag, std::uint64_t value, const Deadline& deadline) {
+void Fabric::await_host(shm::Flag shm::Progress::*flag, std::uint64_t value, const Deadline& deadline) {
     wait_for_all([&](int r) { return links_->is_remote(r) || (progress(r).*flag).load() >= value; },
                  FailureKind::stalled, deadline);
 }
 
-void Fabric::await_rank(int rank, shm::Flag shm::Progress::* flag, std::uint64_t value, const Deadline& deadline) {
+void Fabric::await_rank(int rank, shm::Flag shm::Progress::*flag, std::uint64_t value, const Deadline& deadline) {
     wait_for_all([&](int r) { return r != rank || (progress(r).*flag).load() >= value; }, FailureKind::stalled,
                  deadline);
 }
@@ -111,21 +111,22 @@ void Fabric::await_exchanged(std::uint64_t number, const Deadline& deadline) {
 
 void Fabric::flush(const Deadline& deadline) {
     if (!links_ || !links_->has_unsent()) return;
-    wait_for_all([&](int r) { return !links_->is_remote(r) || !links_->has_unsent(r); }, FailureKind::stalled, deadline);
+    wait_for_all([&](int r) { return !links_->is_remote(r) || !links_->has_unsent(r); }, FailureKind::stalled,
+                 deadline);
 }
 
 template <class IsThere>
-void Fabric::wait_for_all(const IsThere& is_there, FailureKind lateness, const Deadline& deadline,
+void Fabric::wait_for_all(const IsThere& is_ready, FailureKind timeout_kind, const Deadline& deadline,
                           LongWait::Watch* watch) {
     int next = 0;
     const auto is_over = [&] {
-        while (next < num_ranks() && is_there(next)) ++next;
+        while (next < num_ranks() && is_ready(next)) ++next;
         return next == num_ranks();
     };
     const auto lagging = [&] {
         std::vector<int> ranks;
         for (int r = 0; r < num_ranks(); ++r)
-            if (!is_there(r)) ranks.push_back(r);
+            if (!is_ready(r)) ranks.push_back(r);
         return ranks;
     };
     links_->write();
@@ -133,7 +134,7 @@ void Fabric::wait_for_all(const IsThere& is_there, FailureKind lateness, const D
     if (is_over()) return;
     expect_wait();
     Spin spin(*contention_, std::chrono::microseconds(layout_.spin_micros),
-              layout_.is_crowded ? Spin::crowded : Spin::on_connections,
+              layout_.is_oversubscribed ? Spin::oversubscribed : Spin::on_connections,
               layout_.group_size - segment_->layout().num_ranks);
     while (true) {
         const bool has_moved = links_->move();
@@ -144,30 +145,30 @@ void Fabric::wait_for_all(const IsThere& is_there, FailureKind lateness, const D
             continue;
         }
         check();
-        if (spin.tries_again()) continue;
-        look_for_interruption();
+        if (spin.should_retry()) continue;
+        check_interruption();
         std::vector<int> ranks = lagging();
-        if (ranks.empty()) return;  // they came this moment
+        if (ranks.empty()) return;  // they have just arrived
         for (const int r : ranks) {
             if (links_->is_remote(r) ? !links_->is_gone(r) : progress(r).left.load() == 0) continue;
-            if (is_there(r)) continue;
+            if (is_ready(r)) continue;
             check();  // as in Segment::wait_until
             throw Failure(links_->is_remote(r) ? FailureKind::lost : FailureKind::left, {r});
         }
-        if (deadline.expired()) throw Failure(lateness, std::move(ranks));
-        if (watch != nullptr) watch->look(deadline, ranks);
-        const std::chrono::nanoseconds longest =
-            has_local_peers_ ? std::chrono::nanoseconds(look_at_host) : std::chrono::nanoseconds(interruption_period);
+        if (deadline.expired()) throw Failure(timeout_kind, std::move(ranks));
+        if (watch != nullptr) watch->check(deadline, ranks);
+        const std::chrono::nanoseconds longest = has_local_peers_ ? std::chrono::nanoseconds(host_poll_period)
+                                                                  : std::chrono::nanoseconds(interruption_period);
         links_->sleep(std::clamp<std::chrono::nanoseconds>(deadline.remaining(), std::chrono::nanoseconds(0), longest));
     }
 }
 
-void Fabric::give_up(std::uint64_t sequence) noexcept {
+void Fabric::report_failure(std::uint64_t sequence) noexcept {
     if (!links_) return;
     for (int r = 0; r < num_ranks(); ++r)
-        if (links_->is_remote(r)) links_->send(r, tcp::Kind::failed, sequence, 0, {});
+        if (links_->is_remote(r)) links_->send(r, tcp::LinkFrameType::failed, sequence, 0, {});
     links_->write();
-    links_->drop_unsent();  // it may lie in memory of the caller's
+    links_->drop_unsent();  // its data may be in the caller's memory
 }
 
 void Fabric::leave() {

@@ -50,7 +50,7 @@ def _outcome(engine, timeout=0.5, tensor=None):
     try:
         address = tensor.data_ptr()
         engine.allreduce(
-            address, address, 30_000, dtype_number(tensor), 0, 1.0, timeout=timeout, place=engine.reserve()
+            address, address, 30_000, dtype_number(tensor), 0, 1.0, timeout=timeout, ticket=engine.reserve()
         )
     except load().Failure as failure:
         kind, ranks, record, _, _ = failure.args
@@ -156,7 +156,7 @@ def test_frames_that_come_in_pieces(size):
         listener.start()
         tensor = torch.ones(30_000)
         address = tensor.data_ptr()
-        engine.allreduce(address, address, 30_000, dtype_number(tensor), 0, 1.0, timeout=30.0, place=engine.reserve())
+        engine.allreduce(address, address, 30_000, dtype_number(tensor), 0, 1.0, timeout=30.0, ticket=engine.reserve())
         speaker.join()
         engine.leave()
         listener.join()

@@ -28,7 +28,7 @@ pytestmark = pytest.mark.skipif(
 )
 
 _EAGER_BYTES = 16 * 1024
-_MAX_UNASKED_BYTES = 1 << 20
+_MAX_UNEXPECTED_BYTES = 1 << 20
 _FRAME = struct.Struct("<IIQQQQQ")  # kind, length, message, group, tag, size, offset: `Frame` of transport/channel.h
 _EAGER, _OFFER, _GRANT, _DATA, _WITHDRAW = range(1, 6)
 
@@ -49,37 +49,37 @@ def _frame(kind, data=b"", *, message=1, group=0, tag=0, size=None, offset=0, le
 
 
 @contextlib.contextmanager
-def _messenger() -> Iterator[tuple[object, socket.socket, list[tuple[int, ...]]]]:
-    """Rank 0 of two hosts, what it takes for its connection to rank 1, and what it tells."""
-    told: list[tuple[int, ...]] = []
+def _engine() -> Iterator[tuple[object, socket.socket, list[tuple[int, ...]]]]:
+    """The engine of rank 0 of two hosts, the other end of its connection to rank 1, and the events that it reports."""
+    events: list[tuple[int, ...]] = []
     own, peer = socket.socketpair()
     memory = load().create_rings(1)
-    messenger = load().P2PEngine(
+    engine = load().P2PEngine(
         rank=0,
         eager_bytes=_EAGER_BYTES,
-        max_unasked_bytes=_MAX_UNASKED_BYTES,
-        is_crowded=True,
+        max_unexpected_bytes=_MAX_UNEXPECTED_BYTES,
+        is_oversubscribed=True,
         spin_micros=50,
         memory=memory,
         num_local=1,
         local_indexes=[0, -1],
         sockets=[-1, own.detach()],
-        tell=lambda *news: told.append(news),
+        on_event=lambda *event: events.append(event),
     )
     os.close(memory)
     with peer:
         try:
-            yield messenger, peer, told
+            yield engine, peer, events
         finally:
-            messenger.close()
+            engine.close()
 
 
-def _await(told, seconds=20.0):
+def _await(events, seconds=20.0):
     end = time.monotonic() + seconds
-    while not told:
-        assert time.monotonic() < end, "nothing is told"
+    while not events:
+        assert time.monotonic() < end, "nothing was reported"
         time.sleep(0.001)
-    return told[0][:2]
+    return events[0][:2]
 
 
 @pytest.mark.parametrize(
@@ -107,31 +107,31 @@ def _await(told, seconds=20.0):
 )
 def test_a_frame_that_none_sends_is_refused(sent):
     """A wrong type, size, offset or order is reported once, with the rank, and no byte after it is taken."""
-    with _messenger() as (messenger, peer, told):
+    with _engine() as (engine, peer, events):
         peer.sendall(sent + _frame(_EAGER, b"after", message=9, tag=7))
-        assert _await(told) == (_PeerEvent.BROKEN, 1)
-        request = messenger.start_recv(bytearray(5), 1, 0, 7)
+        assert _await(events) == (_PeerEvent.BROKEN, 1)
+        request = engine.start_recv(bytearray(5), 1, 0, 7)
         assert not request.wait(0.02)
-        assert [news[0] for news in told].count(_PeerEvent.BROKEN) == 1
+        assert [kind for kind, *_ in events].count(_PeerEvent.BROKEN) == 1
 
 
 def test_half_a_message_is_none():
     """A connection that ends in a frame leaves its receive waiting, until the reason of the rank's end is known."""
-    with _messenger() as (messenger, peer, told):
-        request = messenger.start_recv(bytearray(1000), 1, 0, 0)
+    with _engine() as (engine, peer, events):
+        request = engine.start_recv(bytearray(1000), 1, 0, 0)
         peer.sendall(_frame(_EAGER, bytes(1000))[:500])
         peer.close()
         assert not request.wait(0.05)
-        assert _await(told) == (_PeerEvent.GONE, 1)
-        assert messenger.end_unmatched(request, 0)
+        assert _await(events) == (_PeerEvent.GONE, 1)
+        assert engine.end_unmatched(request, 0)
 
 
 @pytest.mark.parametrize("seed", range(20))
 def test_random_frames(seed):
     """Frames with plausible and random fields, and receives for some of them, end in a refusal or in messages."""
     draw = random.Random(seed)
-    with _messenger() as (messenger, peer, told):
-        requests = [messenger.start_recv(bytearray(size), 1, 0, tag) for size in (0, 1, 5000) for tag in (0, 1)]
+    with _engine() as (engine, peer, events):
+        requests = [engine.start_recv(bytearray(size), 1, 0, tag) for size in (0, 1, 5000) for tag in (0, 1)]
 
         def talk():
             with contextlib.suppress(OSError):
@@ -150,7 +150,7 @@ def test_random_frames(seed):
             request.wait(0.02)
             request.cancel()
         peer.shutdown(socket.SHUT_WR)
-        assert _await(told)[1] == 1
+        assert _await(events)[1] == 1
         peer.close()
         thread.join(20)
         assert not thread.is_alive()

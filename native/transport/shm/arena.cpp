@@ -20,12 +20,12 @@ void Arenas::add(const std::shared_ptr<const Arena>& arena) {
     is_used_.store(true);
 }
 
-Shared Arenas::find(const std::byte* data, std::size_t size) const {
+SymmetricTensor Arenas::find(const std::byte* data, std::size_t size) const {
     if (!is_used_.load()) return {};
     const std::lock_guard lock(mutex_);
     for (const auto& each : arenas_)
         if (auto arena = each.lock(); arena && arena->holds(data, size)) {
-            // Ranks differ in where their buffers lie, and in nothing else.
+            // Offsets are the same on all ranks; only the buffers' bases differ.
             const auto offset = static_cast<std::size_t>(data - arena->buffer(0)) % arena->stride();
             return {std::move(arena), offset};
         }

@@ -1,5 +1,5 @@
-// Symmetric memory: a buffer of each rank of one host, all of them mapped by every rank, so that a rank can read and
-// write the others' without staging.
+// Symmetric memory: one buffer per rank of a host, all mapped by every rank, so that ranks read and write each other's
+// tensors without staging.
 #pragma once
 
 #include <atomic>
@@ -13,10 +13,11 @@
 
 namespace ferrodist::shm {
 
-// The buffers that were made by one call on all ranks. It lives as long as any tensor in this rank's buffer does.
+// The buffers created by one collective allocation. An arena lives as long as any tensor in this rank's buffer.
 class Arena {
 public:
-    // `stride` bytes a rank, one rank after the other. `id` is the same on all ranks, and not 0.
+    // `stride` is the number of bytes per rank; the buffers follow one another in rank order. `id` is the same on all
+    // ranks, and not 0.
     Arena(std::shared_ptr<const Mapping> memory, std::uint64_t id, std::size_t stride, int rank)
         : memory_(std::move(memory)), id_(id), stride_(stride), rank_(rank) {}
 
@@ -36,39 +37,41 @@ private:
     int rank_;
 };
 
-// Bytes of the buffers of so many ranks together. Throws std::system_error where no memory can be so large.
+// The size of the buffers of `num_ranks` ranks together. Throws std::system_error if it exceeds the address space.
 std::size_t arena_bytes(std::size_t stride, int num_ranks);
 
-// Where a tensor lies in symmetric memory: the same on all ranks when they pass matching tensors. An arena of 0 means
-// that it lies elsewhere.
-struct Place {
+// A tensor's address in symmetric memory: the same on all ranks if they pass matching tensors. Arena 0 means that the
+// tensor is not in symmetric memory.
+struct SymmetricAddress {
     std::uint64_t arena = 0;
     std::uint64_t offset = 0;
 
-    friend bool operator==(const Place&, const Place&) = default;
+    friend bool operator==(const SymmetricAddress&, const SymmetricAddress&) = default;
 };
 
-// A tensor of this rank, and the others' that lie at the same place.
-struct Shared {
+// A tensor of this rank in symmetric memory, and its counterparts at the same offset on other ranks.
+struct SymmetricTensor {
     std::shared_ptr<const Arena> arena;
     std::size_t offset = 0;
 
-    [[nodiscard]] Place place() const { return arena ? Place{arena->id(), offset} : Place{}; }
-    [[nodiscard]] std::byte* of(int rank) const { return arena->buffer(rank) + offset; }
+    [[nodiscard]] SymmetricAddress address() const {
+        return arena ? SymmetricAddress{arena->id(), offset} : SymmetricAddress{};
+    }
+    [[nodiscard]] std::byte* at(int rank) const { return arena->buffer(rank) + offset; }
 };
 
-// The arenas of one group. For any number of threads.
+// The arenas of one group. Thread-safe.
 class Arenas {
 public:
     void add(const std::shared_ptr<const Arena>& arena);
 
-    // What a tensor of this rank is part of.
-    [[nodiscard]] Shared find(const std::byte* data, std::size_t size) const;
+    // The arena and offset that contain a tensor of this rank, if any.
+    [[nodiscard]] SymmetricTensor find(const std::byte* data, std::size_t size) const;
 
 private:
     mutable std::mutex mutex_;
     std::vector<std::weak_ptr<const Arena>> arenas_;
-    std::atomic<bool> is_used_{false};  // spares groups without any the lock
+    std::atomic<bool> is_used_{false};  // saves groups without arenas the lock
 };
 
 }  // namespace ferrodist::shm

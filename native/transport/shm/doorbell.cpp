@@ -4,14 +4,14 @@
 
 namespace ferrodist::shm {
 
-void Doorbell::wake(std::uint32_t whom) {
-    if (whom == 0) return;
+void Doorbell::wake(std::uint32_t bits) {
+    if (bits == 0) return;
     word.fetch_add(1);
-    futex_wake(word, Sleepers::of_host, whom);
+    futex_wake(word, FutexScope::host, bits);
 }
 
-void Doorbell::sleep(std::uint32_t seen, std::uint32_t as, std::chrono::nanoseconds longest) {
-    futex_wait(word, seen, longest, Sleepers::of_host, as);
+void Doorbell::sleep(std::uint32_t seen, std::uint32_t bits, std::chrono::nanoseconds longest) {
+    futex_wait(word, seen, longest, FutexScope::host, bits);
 }
 
 }  // namespace ferrodist::shm

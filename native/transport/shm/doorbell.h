@@ -1,11 +1,11 @@
-// A rank's doorbell: a word in shared memory that its threads sleep on, and that other ranks ring when they have put
-// something where this rank looks.
+// A rank's doorbell: a futex word in shared memory that its threads sleep on, and that other ranks ring when they have
+// written something for it.
 //
 // [Note: asleep]
-// A sleeper sets its bit in `asleep`, reads `word`, looks once more for what it waits for, and sleeps only while `word` is
-// what it read. Whoever puts something there does so first and reads `asleep` after; all of this is sequentially
-// consistent, so either the sleeper finds it or it is rung for. Ringing clears `asleep`: what follows is written without a
-// system call until the sleeper has asked again. A killed rank leaves a bit behind, for which it is rung once.
+// A sleeper sets its bit in `asleep`, reads `word`, checks its condition once more, and sleeps only while `word` is
+// unchanged. A writer writes first and reads `asleep` after; all of this is sequentially consistent, so either the
+// sleeper finds what was written or the writer rings. Ringing clears `asleep`: later writes make no system call until
+// the sleeper sets its bit again. A killed rank leaves a bit behind, which costs one ring.
 #pragma once
 
 #include <atomic>
@@ -16,24 +16,24 @@
 
 namespace ferrodist::shm {
 
-// Who sleeps: bits of `Doorbell::asleep`.
-inline constexpr std::uint32_t waiter = 1;  // threads that wait for a transfer
-inline constexpr std::uint32_t keeper = 2;  // the thread that moves messages when nobody waits
+// Kinds of sleepers: bits of `Doorbell::asleep`.
+inline constexpr std::uint32_t waiter = 1;           // threads that wait for a transfer
+inline constexpr std::uint32_t progress_thread = 2;  // the thread that moves messages when no thread waits
 
 struct alignas(line_bytes) Doorbell {
     std::atomic<std::uint32_t> word;
     std::atomic<std::uint32_t> asleep;
 
-    // Wakes those who have asked to be; see [Note: asleep].
+    // Wakes the sleepers that have set their bit; see [Note: asleep].
     void ring() {
         if (asleep.load() != 0) wake(asleep.exchange(0));
     }
 
-    // Wakes these sleepers, whether they have asked or not.
-    void wake(std::uint32_t whom);
+    // Wakes the sleepers of `bits`, whether their bit is set or not.
+    void wake(std::uint32_t bits);
 
     // Sleeps while `word` is `seen`, for at most `longest`.
-    void sleep(std::uint32_t seen, std::uint32_t as, std::chrono::nanoseconds longest);
+    void sleep(std::uint32_t seen, std::uint32_t bits, std::chrono::nanoseconds longest);
 };
 static_assert(sizeof(Doorbell) == line_bytes);
 

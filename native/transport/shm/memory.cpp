@@ -20,8 +20,8 @@ namespace {
     throw std::system_error(error, std::generic_category(), call);
 }
 
-// A signal has the system give back all that one call has taken, so a call takes no more than fits between the ticks of a
-// fast timer: a quarter of a millisecond's worth.
+// A signal makes the kernel undo one call's whole allocation, so a call allocates no more than fits between the ticks
+// of a fast timer: a quarter of a millisecond's worth.
 constexpr off_t taken_at_once = off_t{2} << 20;
 
 void take_pages(int descriptor, off_t length) {
@@ -35,7 +35,7 @@ void take_pages(int descriptor, off_t length) {
             fail(error, "taking the pages of shared memory");
         }
         if (const auto now = std::chrono::steady_clock::now(); now >= next_look) {
-            look_for_interruption();
+            check_interruption();
             next_look = now + interruption_period;
         }
     }

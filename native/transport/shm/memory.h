@@ -1,4 +1,4 @@
-// Memory that several processes map.
+// Shared memory mapped by several processes.
 #pragma once
 
 #include <cstddef>
@@ -8,18 +8,18 @@
 
 namespace ferrodist::shm {
 
-// What parts of shared memory begin at multiples of; a page is at least this large.
+// The alignment of the parts of shared memory; pages are at least this large.
 inline constexpr std::size_t page_bytes = 4096;
 
 constexpr std::size_t round_up(std::size_t size, std::size_t unit) {
     return (size + unit - 1) / unit * unit;
 }
 
-// A mapping, which lives until its owner is destroyed; the descriptor it was made from may be closed before.
+// An owned memory mapping. The descriptor that it was made from may be closed earlier.
 class Mapping {
 public:
     Mapping() = default;
-    // Maps `size` bytes of `descriptor`, to read and to write. Throws std::system_error.
+    // Maps `size` bytes of `descriptor` for reading and writing. Throws std::system_error.
     Mapping(int descriptor, std::size_t size);
     Mapping(Mapping&& other) noexcept
         : data_(std::exchange(other.data_, nullptr)), size_(std::exchange(other.size_, 0)) {}
@@ -40,9 +40,9 @@ private:
     std::size_t size_ = 0;
 };
 
-// Makes anonymous shared memory of `size` bytes that can't shrink, and takes its pages now: a lack of memory is an
-// error here and no bus error later. Signals don't end that, but an interruption (base/interruption.h) does. Throws
-// std::system_error.
+// Creates anonymous shared memory of `size` bytes that cannot shrink, and allocates its pages now: so a lack of memory
+// is an error here and not a SIGBUS later. Signals do not end it, but an interruption (base/interruption.h) does.
+// Throws std::system_error.
 Descriptor create_memory(const char* name, std::size_t size);
 
 }  // namespace ferrodist::shm

@@ -1,6 +1,6 @@
-// TransferMode the memory of other processes of this host (process_vm_readv), where the system lets ranks do it: what lies in
-// an ordinary tensor of another rank comes in one copy, without staging. Containers and security modules often forbid it,
-// and process numbers may differ between them, so it is used only where all ranks have tried it on each other.
+// Direct reads of other processes' memory on this host (process_vm_readv), where the kernel permits them: an ordinary
+// tensor of another rank is copied once, without staging. Containers and security modules often forbid it, and process
+// ids may differ between them, so it is used only if all ranks have probed it on each other.
 #pragma once
 
 #include <cstddef>
@@ -12,8 +12,8 @@ namespace ferrodist::shm {
 
 class PeerMemory {
 public:
-    // What a rank shows the others, which find `nonce` at `address` of `process` if they can read it.
-    struct Card {
+    // A rank's probe: a peer that can read its memory finds `nonce` at `address` of `process`.
+    struct ProbeRecord {
         std::int64_t process = 0;
         std::uint64_t address = 0;
         std::uint64_t nonce = 0;
@@ -21,16 +21,16 @@ public:
 
     explicit PeerMemory(int num_ranks);
 
-    [[nodiscard]] Card card() const;
-    // Takes in another rank's card; whether its memory can be read.
-    bool meet(int rank, const Card& card);
+    [[nodiscard]] ProbeRecord probe_record() const;
+    // Registers another rank's probe record; returns whether its memory can be read.
+    bool probe(int rank, const ProbeRecord& probe_record);
 
-    // Whether all ranks can read each other's, which they have told each other.
+    // Whether all ranks can read each other's memory; agreed by all ranks during setup.
     [[nodiscard]] bool is_usable() const noexcept { return is_usable_; }
     void set_usable(bool is_usable) noexcept { is_usable_ = is_usable; }
 
-    // Copies `size` bytes at `address` of a rank to `out`. Throws Failure{lost} when the rank's process has ended, and
-    // Failure{unreadable} when the system refuses it, as where the process has changed its user since it was met.
+    // Copies `size` bytes at `address` of a rank to `out`. Throws Failure{lost} if the rank's process has ended, and
+    // Failure{unreadable} if the kernel refuses the read, for instance after the process has changed its user.
     void read(int rank, std::byte* out, std::uint64_t address, std::size_t size) const;
 
 private:

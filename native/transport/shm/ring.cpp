@@ -20,8 +20,8 @@ constexpr std::size_t taken_by(std::size_t length) {
 
 }  // namespace
 
-RingLayout RingLayout::of(int num_ranks) {
-    if (num_ranks == 1) return {.num_ranks = 1, .ring_bytes = min_ring_bytes};  // nobody uses it
+RingLayout RingLayout::for_ranks(int num_ranks) {
+    if (num_ranks == 1) return {.num_ranks = 1, .ring_bytes = min_ring_bytes};  // unused
     const auto ranks = static_cast<std::size_t>(num_ranks);
     const std::size_t share = std::bit_floor(all_rings_bytes / (ranks * ranks));
     return {.num_ranks = num_ranks, .ring_bytes = std::clamp(share, min_ring_bytes, max_ring_bytes)};
@@ -41,9 +41,9 @@ Rings::Rings(std::shared_ptr<const Mapping> memory, const RingLayout& layout)
 }
 
 void Rings::initialize() {
-    // The memory is zero, which is what all positions start from; this begins the objects' lifetimes.
+    // The memory is zero, the initial value of all positions; this begins the objects' lifetimes.
     for (int rank = 0; rank < layout_.num_ranks; ++rank) {
-        new (&bell(rank)) Doorbell{};
+        new (&doorbell(rank)) Doorbell{};
         for (int other = 0; other < layout_.num_ranks; ++other) new (&ring(rank, other)) Ring{};
     }
 }
@@ -52,8 +52,9 @@ std::size_t Rings::index(int from, int to) const noexcept {
     return static_cast<std::size_t>(from) * static_cast<std::size_t>(layout_.num_ranks) + static_cast<std::size_t>(to);
 }
 
-Doorbell& Rings::bell(int rank) const noexcept {
-    return *std::launder(reinterpret_cast<Doorbell*>(memory_->data() + static_cast<std::size_t>(rank) * sizeof(Doorbell)));
+Doorbell& Rings::doorbell(int rank) const noexcept {
+    return *std::launder(
+        reinterpret_cast<Doorbell*>(memory_->data() + static_cast<std::size_t>(rank) * sizeof(Doorbell)));
 }
 
 Ring& Rings::ring(int from, int to) const noexcept {
@@ -65,7 +66,8 @@ std::byte* Rings::bytes(int from, int to) const noexcept {
 }
 
 RingWriter::RingWriter(const Rings& rings, int from, int to)
-    : ring_(rings.ring(from, to)), bytes_(rings.bytes(from, to)), size_(rings.layout().ring_bytes) {}
+    : ring_(rings.ring(from, to)), bytes_(rings.bytes(from, to)), size_(rings.layout().ring_bytes) {
+}
 
 std::ptrdiff_t RingWriter::room(std::size_t wanted) {
     if (size_ - (tail_ - head_) < taken_by(wanted)) head_ = ring_.head.load();
@@ -78,7 +80,7 @@ std::size_t RingWriter::chunk_bytes() const noexcept {
 }
 
 void RingWriter::write(const Frame& frame, const std::byte* payload) {
-    // Frames begin at multiples of their unit, so what stands at the front never wraps.
+    // Frames begin at multiples of their unit, so a header never wraps.
     const std::size_t at = tail_ & (size_ - 1);
     std::memcpy(bytes_ + at, &frame, sizeof(Frame));
     if (frame.length != 0) {
@@ -98,7 +100,8 @@ void RingWriter::set_blocked(bool is_blocked) {
 }
 
 RingReader::RingReader(const Rings& rings, int from, int to)
-    : ring_(rings.ring(from, to)), bytes_(rings.bytes(from, to)), size_(rings.layout().ring_bytes) {}
+    : ring_(rings.ring(from, to)), bytes_(rings.bytes(from, to)), size_(rings.layout().ring_bytes) {
+}
 
 RingReader::Front RingReader::front(Frame& frame) {
     if (tail_ == head_) {
@@ -107,7 +110,7 @@ RingReader::Front RingReader::front(Frame& frame) {
     }
     const std::uint64_t available = tail_ - head_;
     if (available > size_ || available % frame_unit != 0) return Front::broken;
-    // A copy: what is checked must be what is used, whatever the other rank writes meanwhile.
+    // A copy: the checked values must be the used ones, whatever the other rank writes meanwhile.
     std::memcpy(&frame, bytes_ + (head_ & (size_ - 1)), sizeof(Frame));
     if (frame.length > size_ || taken_by(frame.length) > available) return Front::broken;
     return Front::frame;

@@ -14,8 +14,8 @@ namespace {
 
 constexpr std::size_t max_record_bytes = 4096;
 
-// How long one sleep lasts at most: bounds how late an expired deadline is seen.
-constexpr auto longest_sleep = interruption_period;
+// The longest single sleep: bounds how late an expired deadline is noticed.
+constexpr auto max_sleep = interruption_period;
 
 }  // namespace
 
@@ -32,8 +32,8 @@ struct Segment::Header {
 
     Doorbell bell;
     Abort abort;
-    alignas(line_bytes) Flag num_arrivals;  // of all ranks at all collectives so far; in crowded groups only
-    alignas(line_bytes) Flag released;      // collectives at which all have arrived; in crowded groups only
+    alignas(line_bytes) Flag num_arrivals;  // of all ranks at all collectives so far; in oversubscribed groups only
+    alignas(line_bytes) Flag released;      // collectives at which all have arrived; in oversubscribed groups only
 };
 
 std::size_t Layout::size_bytes() const {
@@ -55,7 +55,7 @@ Segment::Segment(std::shared_ptr<const Mapping> memory, const Layout& layout)
 }
 
 void Segment::initialize() {
-    // The memory is zero, which is what all counters start from; this begins the objects' lifetimes.
+    // The memory is zero, the initial value of all counters; this begins the objects' lifetimes.
     new (memory_->data()) Header{};
     for (int rank = 0; rank < layout_.num_ranks; ++rank) {
         new (&arrival(rank, 0)) Arrival{};
@@ -74,8 +74,7 @@ Arrival& Segment::arrival(int rank, std::uint64_t sequence) const noexcept {
 }
 
 Progress& Segment::progress(int rank) const noexcept {
-    return *std::launder(
-        reinterpret_cast<Progress*>(progress_ + static_cast<std::size_t>(rank) * sizeof(Progress)));
+    return *std::launder(reinterpret_cast<Progress*>(progress_ + static_cast<std::size_t>(rank) * sizeof(Progress)));
 }
 
 std::byte* Segment::slot(int rank, std::uint64_t segment) const noexcept {
@@ -97,44 +96,44 @@ void Segment::publish(Flag& flag, std::uint64_t value) {
 
 void Segment::ring() {
     header().bell.word.fetch_add(1);
-    futex_wake(header().bell.word, Sleepers::of_host);
+    futex_wake(header().bell.word, FutexScope::host);
 }
 
 template <class Ready, class Lagging>
-void Segment::wait_until(const Ready& ready, const Lagging& lagging, FailureKind lateness, const Deadline& deadline,
+void Segment::wait_until(const Ready& ready, const Lagging& lagging, FailureKind timeout_kind, const Deadline& deadline,
                          LongWait::Watch* watch) {
     Spin spin(contention_, std::chrono::microseconds(layout_.spin_micros),
-              layout_.is_crowded ? Spin::crowded : Spin::on_flags);
+              layout_.is_oversubscribed ? Spin::oversubscribed : Spin::on_flags);
     do {
-        for (int i = 0; i < spin.tries_a_look(); ++i) {
+        for (int i = 0; i < spin.tries_per_check(); ++i) {
             if (ready()) return;
             relax();
         }
         expect_wait();
         check();
-    } while (spin.looks_again());
+    } while (spin.check_clock());
     auto& bell = header().bell;
     while (true) {
         bell.sleepers.fetch_add(1);
         const std::uint32_t word = bell.word.load();
         const bool is_over = ready();
         if (!is_over && !has_ended()) {
-            const auto left = std::min<Clock::duration>(deadline.remaining(), longest_sleep);
-            futex_wait(bell.word, word, left, Sleepers::of_host);
+            const auto left = std::min<Clock::duration>(deadline.remaining(), max_sleep);
+            futex_wait(bell.word, word, left, FutexScope::host);
         }
         bell.sleepers.fetch_sub(1);
         if (is_over || ready()) return;
         check();
-        look_for_interruption();
+        check_interruption();
         std::vector<int> ranks = lagging();
-        if (ranks.empty()) return;  // they came this moment
+        if (ranks.empty()) return;  // they have just arrived
         for (const int rank : ranks) {
             if (progress(rank).left.load() == 0 || ready()) continue;
-            check();  // a rank that leaves a group which has failed has said so before, and the look above may be older
+            check();  // a rank that leaves an aborted group has aborted it before; the check above may be older
             throw Failure(FailureKind::left, {rank});
         }
-        if (deadline.expired()) throw Failure(lateness, std::move(ranks));
-        if (watch != nullptr) watch->look(deadline, ranks);
+        if (deadline.expired()) throw Failure(timeout_kind, std::move(ranks));
+        if (watch != nullptr) watch->check(deadline, ranks);
     }
 }
 
@@ -148,7 +147,7 @@ void Segment::arrive(int rank, std::uint64_t sequence, const Deadline& deadline)
             if (arrival(r, sequence).sequence.load() < sequence) ranks.push_back(r);
         return ranks;
     };
-    if (!layout_.is_crowded) {
+    if (!layout_.is_oversubscribed) {
         publish(own, sequence);
         int next = 0;
         wait_until(
@@ -159,11 +158,11 @@ void Segment::arrive(int rank, std::uint64_t sequence, const Deadline& deadline)
             lagging, FailureKind::late, deadline, &watch);
         return;
     }
-    // Ranks outnumber the processors: the last one to come wakes all others once, and none is woken before. Data is ordered
-    // by the count, which each reads and adds to at once, and by `released`. A rank's own flag is only for naming who is
-    // late, and so is stored when the others need nothing more of it: one that is stopped anywhere before, be it between
-    // its count and the release, is named. Whoever sees all flags may go on without the release, for each flag orders its
-    // rank's data, too.
+    // Ranks outnumber the processors: the last one to arrive wakes all others once, and none is woken before. Data is
+    // ordered by the count, which each rank reads and increments atomically, and by `released`. A rank's own flag only
+    // serves to name stragglers, and so is stored once the others need nothing more of the rank: one that is stopped
+    // anywhere before, even between its count and the release, is named. A rank that sees all flags may go on without
+    // the release, for each flag orders its rank's data, too.
     const auto all = static_cast<std::uint64_t>(num_ranks) * sequence;
     const bool is_last = header().num_arrivals.fetch_add(1) + 1 == all;
     if (is_last) publish(header().released, sequence);
@@ -172,7 +171,7 @@ void Segment::arrive(int rank, std::uint64_t sequence, const Deadline& deadline)
     wait_until([&] { return header().released.load() >= sequence; }, lagging, FailureKind::late, deadline, &watch);
 }
 
-void Segment::await(Flag Progress::* flag, std::uint64_t value, const Deadline& deadline) {
+void Segment::await(Flag Progress::*flag, std::uint64_t value, const Deadline& deadline) {
     const int num_ranks = layout_.num_ranks;
     int next = 0;
     wait_until(
@@ -205,7 +204,7 @@ bool Segment::is_aborted() const noexcept {
 
 std::string Segment::abort_record() const {
     const auto& abort = header().abort;
-    // Whoever writes it may have been killed half-way: then there is no record.
+    // Its writer may have been killed while writing it: then there is no record.
     const Deadline patience(0.1);
     while (abort.state.load() == 1 && !patience.expired()) relax();
     return abort.state.load() == 2 ? std::string(abort.record.data(), abort.length) : std::string();

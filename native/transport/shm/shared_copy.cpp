@@ -14,14 +14,14 @@ namespace ferrodist::shm {
 
 namespace {
 
-// Below this a copy goes through the cache: its reader is about to read it.
+// Smaller copies go through the cache: their reader is about to read them.
 constexpr std::size_t least_streamed = 4 * 1024;
-// From this on copies are timed, which takes some 50 ns: frames of rings of 128 KiB and more are. What a fold copies at a
-// time is not, and goes the way of the others.
+// Copies of this size are timed, which takes some 50 ns: frames of rings of 128 KiB and more are. A fold's blocks are
+// smaller and are not timed; they use the choice that the others lead to.
 constexpr std::size_t least_timed = 24 * 1024;
 
-void copy_by(Way way, std::byte* out, const std::byte* source, std::size_t size) noexcept {
-    if (way == Way::first) {
+void copy_by(Choice choice, std::byte* out, const std::byte* source, std::size_t size) noexcept {
+    if (choice == Choice::first) {
         copy_cached(out, source, size);
     } else {
         copy_streamed(out, source, size);
@@ -32,18 +32,18 @@ void copy_by(Way way, std::byte* out, const std::byte* source, std::size_t size)
 
 void SharedCopy::copy(std::byte* out, const std::byte* source, std::size_t size) noexcept {
     if (size < least_streamed) return copy_cached(out, source, size);
-    if (size < least_timed) return copy_by(choice_.better(), out, source, size);
-    const Way way = choice_.next();
+    if (size < least_timed) return copy_by(tuner_.better(), out, source, size);
+    const Choice choice = tuner_.next();
     const auto began = Clock::now();
-    copy_by(way, out, source, size);
-    choice_.took(way, std::chrono::duration<double>(Clock::now() - began).count(), size);
+    copy_by(choice, out, source, size);
+    tuner_.record(choice, std::chrono::duration<double>(Clock::now() - began).count(), size);
 }
 
 void copy_cached(std::byte* out, const std::byte* source, std::size_t size) noexcept {
     if (size != 0) std::memcpy(out, source, size);
 }
 
-// Of the sanitizers' builds all stores are to be seen by them.
+// Sanitizer builds use plain stores only, which the sanitizers see.
 #if defined(__x86_64__) && !defined(__SANITIZE_THREAD__) && !defined(__SANITIZE_ADDRESS__)
 
 void copy_streamed(std::byte* out, const std::byte* source, std::size_t size) noexcept {
@@ -66,7 +66,7 @@ void copy_streamed(std::byte* out, const std::byte* source, std::size_t size) no
         _mm_stream_si128(to + 3, fourth);
     }
     copy_cached(out, source, (size - head) % line);
-    // Such stores keep no order with others, not even with a release.
+    // Streaming stores are not ordered with other stores, not even by a release.
     _mm_sfence();
 }
 

@@ -23,14 +23,14 @@ namespace {
 
 constexpr std::uint32_t frame_magic = 0x54446646;
 
-// What is read from one connection at most, before others have their turn.
-constexpr std::size_t most_at_once = 1 << 20;
+// Maximum bytes read from one connection before others get their turn.
+constexpr std::size_t max_read_bytes = 1 << 20;
 
-// What is read at once where a frame may begin: all of a small collective comes in one call, and is copied once more.
+// Buffer for reads where a frame may begin: all of a small collective arrives in one call, and is copied once more.
 constexpr std::size_t buffer_bytes = 20 * 1024;
 
-// What is read along with the rest of a frame: where much comes, all but this goes straight to its place.
-constexpr std::size_t followers_bytes = 512;
+// Bytes read beyond the rest of a frame: with much data, all but these go straight to their destination.
+constexpr std::size_t extra_bytes = 512;
 
 [[noreturn]] void throw_violation(int rank, const char* what) {
     throw Failure(FailureKind::protocol, {rank}, what);
@@ -38,13 +38,12 @@ constexpr std::size_t followers_bytes = 512;
 
 }  // namespace
 
-Links::Links(const std::vector<int>& descriptors, std::size_t slot_bytes)
-    : slot_bytes_(slot_bytes) {
-    std::vector<Descriptor> sockets;  // owned before anything else can fail
+Links::Links(const std::vector<int>& descriptors, std::size_t slot_bytes) : slot_bytes_(slot_bytes) {
+    std::vector<Descriptor> sockets;  // owned before anything can throw
     sockets.reserve(descriptors.size());
     for (const int number : descriptors) sockets.emplace_back(number);
-    alarm_ = Descriptor(::eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK));
-    if (alarm_.get() < 0) throw std::system_error(errno, std::generic_category(), "eventfd");
+    wakeup_ = Descriptor(::eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK));
+    if (wakeup_.get() < 0) throw std::system_error(errno, std::generic_category(), "eventfd");
     for (Descriptor& socket : sockets) {
         const int number = socket.get();
         if (number < 0) {
@@ -62,7 +61,8 @@ Links::Links(const std::vector<int>& descriptors, std::size_t slot_bytes)
     }
 }
 
-void Links::send(int rank, Kind kind, std::uint64_t number, std::size_t offset, std::span<const std::byte> data) {
+void Links::send(int rank, LinkFrameType kind, std::uint64_t number, std::size_t offset,
+                 std::span<const std::byte> data) {
     Peer& peer = *peers_[index(rank)];
     if (peer.is_gone) return;
     Outgoing& outgoing = peer.outgoing.emplace_back();
@@ -88,8 +88,8 @@ bool Links::write(Peer& peer) noexcept {
         };
         for (std::size_t i = peer.first_unsent; i < peer.outgoing.size() && num_parts + 2 <= parts.size(); ++i) {
             const Outgoing& each = peer.outgoing[i];
-            const std::size_t of_head = std::min(each.num_sent, each.head_size());
-            add(reinterpret_cast<const std::byte*>(&each) + of_head, each.head_size() - of_head);
+            const std::size_t of_head = std::min(each.num_sent, each.copied_size());
+            add(reinterpret_cast<const std::byte*>(&each) + of_head, each.copied_size() - of_head);
             add(each.data.data() + (each.num_sent - of_head), each.data.size() - (each.num_sent - of_head));
         }
         msghdr message{};
@@ -103,7 +103,7 @@ bool Links::write(Peer& peer) noexcept {
         }
         has_moved = true;
         count_sent(peer, static_cast<std::size_t>(count));
-        if (static_cast<std::size_t>(count) < size) break;  // it takes no more for now
+        if (static_cast<std::size_t>(count) < size) break;  // the socket's buffer is full
     }
     return has_moved;
 }
@@ -134,42 +134,42 @@ std::span<std::byte> Links::target_of(Peer& peer, int rank) const {
     const Header& header = peer.header;
     if (header.magic != frame_magic) throw_violation(rank, "a frame that does not begin like one");
     switch (header.kind) {
-        case Kind::arrival:
+        case LinkFrameType::arrival:
             if (header.size != sizeof(shm::Arrival) - sizeof(shm::Flag)) break;
             return {reinterpret_cast<std::byte*>(&peer.arrivals[header.number & 1].call), header.size};
-        case Kind::counts:
+        case LinkFrameType::counts:
             if (header.size != peers_.size() * sizeof(std::uint64_t)) break;
             return std::as_writable_bytes(std::span(peer.counts[header.number & 1]));
-        case Kind::staged:
-        case Kind::folded:
+        case LinkFrameType::staged:
+        case LinkFrameType::folded:
             if (header.offset > slot_bytes_ || header.size > slot_bytes_ - header.offset) break;
             return {slot(rank, header.number) + header.offset, header.size};
-        case Kind::done:
-        case Kind::failed:
+        case LinkFrameType::done:
+        case LinkFrameType::failed:
             if (header.size != 0) break;
             return {};
     }
     throw_violation(rank, "a frame of a kind or size that none has");
 }
 
-void Links::act_on(Peer& peer, int rank) {
+void Links::handle_frame(Peer& peer, int rank) {
     const std::uint64_t number = peer.header.number;
     switch (peer.header.kind) {
-        case Kind::arrival:
+        case LinkFrameType::arrival:
             peer.arrivals[number & 1].sequence.store(number);
             break;
-        case Kind::counts:
+        case LinkFrameType::counts:
             break;
-        case Kind::staged:
+        case LinkFrameType::staged:
             peer.progress.staged.store(number + 1);
             break;
-        case Kind::folded:
+        case LinkFrameType::folded:
             peer.progress.folded.store(number + 1);
             break;
-        case Kind::done:
+        case LinkFrameType::done:
             peer.progress.done.store(number);
             break;
-        case Kind::failed:
+        case LinkFrameType::failed:
             if (number < failed_at_) {
                 failed_at_ = number;
                 failed_rank_ = rank;
@@ -180,10 +180,10 @@ void Links::act_on(Peer& peer, int rank) {
 
 bool Links::read(Peer& peer, int rank) {
     std::size_t total = 0;
-    while (!peer.is_gone && total < most_at_once) {
+    while (!peer.is_gone && total < max_read_bytes) {
         std::array<iovec, 2> parts{{{peer.target.data(), peer.target.size()},
                                     {peer.buffer.get() + peer.num_buffered,
-                                     (peer.target.empty() ? buffer_bytes : followers_bytes) - peer.num_buffered}}};
+                                     (peer.target.empty() ? buffer_bytes : extra_bytes) - peer.num_buffered}}};
         msghdr message{};
         message.msg_iov = parts.data();
         message.msg_iovlen = parts.size();
@@ -198,16 +198,16 @@ bool Links::read(Peer& peer, int rank) {
         total += size;
         const std::size_t of_target = std::min(size, peer.target.size());
         peer.target = peer.target.subspan(of_target);
-        if (of_target > 0 && peer.target.empty()) act_on(peer, rank);
+        if (of_target > 0 && peer.target.empty()) handle_frame(peer, rank);
         peer.num_buffered += size - of_target;
-        take_apart(peer, rank);
-        if (size < parts[0].iov_len + parts[1].iov_len) break;  // there was no more
+        parse_frames(peer, rank);
+        if (size < parts[0].iov_len + parts[1].iov_len) break;  // nothing more has arrived
     }
     return total > 0;
 }
 
-// Acts on the whole frames in the buffer, and leaves what may be part of a header.
-void Links::take_apart(Peer& peer, int rank) {
+// Handles the complete frames in the buffer, and keeps an incomplete header.
+void Links::parse_frames(Peer& peer, int rank) {
     const std::byte* at = peer.buffer.get();
     std::size_t left = peer.num_buffered;
     while (left >= sizeof(Header) && peer.target.empty()) {
@@ -218,7 +218,7 @@ void Links::take_apart(Peer& peer, int rank) {
         peer.target = peer.target.subspan(size);
         at += sizeof(Header) + size;
         left -= sizeof(Header) + size;
-        if (peer.target.empty()) act_on(peer, rank);
+        if (peer.target.empty()) handle_frame(peer, rank);
     }
     if (left > 0) std::memmove(peer.buffer.get(), at, left);
     peer.num_buffered = left;
@@ -232,8 +232,7 @@ bool Links::move() {
 }
 
 bool Links::has_unsent() const {
-    return std::any_of(peers_.begin(), peers_.end(),
-                       [](const auto& peer) { return peer && peer->has_unsent(); });
+    return std::any_of(peers_.begin(), peers_.end(), [](const auto& peer) { return peer && peer->has_unsent(); });
 }
 
 bool Links::has_unsent_staged(int rank, std::uint64_t number) const {
@@ -241,14 +240,14 @@ bool Links::has_unsent_staged(int rank, std::uint64_t number) const {
     if (!peer.has_unsent()) return false;
     return std::any_of(peer.outgoing.begin() + static_cast<std::ptrdiff_t>(peer.first_unsent), peer.outgoing.end(),
                        [&](const Outgoing& each) {
-                           return each.header.kind == Kind::staged && each.header.number <= number;
+                           return each.header.kind == LinkFrameType::staged && each.header.number <= number;
                        });
 }
 
 void Links::drop_unsent() noexcept {
     for (const auto& peer : peers_) {
         if (!peer || !peer->has_unsent()) continue;
-        peer->is_gone = true;  // half a frame may have left
+        peer->is_gone = true;  // a frame may be partly sent
         peer->outgoing.clear();
     }
 }
@@ -260,32 +259,32 @@ void Links::sleep(std::chrono::nanoseconds timeout) {
             entries.push_back({.fd = peer->socket.get(),
                                .events = static_cast<short>(peer->has_unsent() ? POLLIN | POLLOUT : POLLIN),
                                .revents = 0});
-    entries.push_back({.fd = alarm_.get(), .events = POLLIN, .revents = 0});
+    entries.push_back({.fd = wakeup_.get(), .events = POLLIN, .revents = 0});
     const auto count = timeout.count();
     const timespec limit{.tv_sec = static_cast<time_t>(count / 1'000'000'000),
                          .tv_nsec = static_cast<long>(count % 1'000'000'000)};
     ::ppoll(entries.data(), entries.size(), &limit, nullptr);
     if ((entries.back().revents & POLLIN) != 0) {
         std::uint64_t rings = 0;
-        [[maybe_unused]] const ssize_t size = ::read(alarm_.get(), &rings, sizeof rings);
+        [[maybe_unused]] const ssize_t size = ::read(wakeup_.get(), &rings, sizeof rings);
     }
 }
 
 void Links::leave() noexcept {
     for (const auto& peer : peers_)
-        if (peer) ::shutdown(peer->socket.get(), SHUT_WR);  // they still get what was sent before
+        if (peer) ::shutdown(peer->socket.get(), SHUT_WR);  // what was sent before is still delivered
     wake();
 }
 
 void Links::drop() noexcept {
     for (auto& peer : peers_)
         if (peer) peer->socket = Descriptor();
-    alarm_ = Descriptor();
+    wakeup_ = Descriptor();
 }
 
 void Links::wake() noexcept {
     const std::uint64_t one = 1;
-    [[maybe_unused]] const ssize_t size = ::write(alarm_.get(), &one, sizeof one);
+    [[maybe_unused]] const ssize_t size = ::write(wakeup_.get(), &one, sizeof one);
 }
 
 }  // namespace ferrodist::tcp

@@ -10,7 +10,7 @@ namespace ferrodist::tcp {
 
 namespace {
 
-constexpr std::uint64_t of_alarm = 1;
+constexpr std::uint64_t of_wakeup = 1;
 
 void check(bool is_good, const char* what) {
     if (!is_good) throw std::system_error(errno, std::generic_category(), what);
@@ -21,22 +21,22 @@ void check(bool is_good, const char* what) {
 Poller::Poller()
     : all_(::epoll_create1(EPOLL_CLOEXEC)),
       sleeper_(::epoll_create1(EPOLL_CLOEXEC)),
-      alarm_(::eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK)) {
+      wakeup_(::eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK)) {
     check(all_.get() >= 0 && sleeper_.get() >= 0, "epoll_create1");
-    check(alarm_.get() >= 0, "eventfd");
-    epoll_event event{.events = EPOLLIN, .data = {.u64 = of_alarm}};
-    check(::epoll_ctl(sleeper_.get(), EPOLL_CTL_ADD, alarm_.get(), &event) == 0, "epoll_ctl");
+    check(wakeup_.get() >= 0, "eventfd");
+    epoll_event event{.events = EPOLLIN, .data = {.u64 = of_wakeup}};
+    check(::epoll_ctl(sleeper_.get(), EPOLL_CTL_ADD, wakeup_.get(), &event) == 0, "epoll_ctl");
     event = {.events = EPOLLONESHOT, .data = {.u64 = 0}};
     check(::epoll_ctl(sleeper_.get(), EPOLL_CTL_ADD, all_.get(), &event) == 0, "epoll_ctl");
 }
 
-void Poller::add(int socket, std::size_t place) {
-    epoll_event event{.events = EPOLLIN, .data = {.u64 = place}};
+void Poller::add(int socket, std::size_t index) {
+    epoll_event event{.events = EPOLLIN, .data = {.u64 = index}};
     check(::epoll_ctl(all_.get(), EPOLL_CTL_ADD, socket, &event) == 0, "epoll_ctl of a connection");
 }
 
-void Poller::set_writing(int socket, std::size_t place, bool is_writing) const noexcept {
-    epoll_event event{.events = EPOLLIN, .data = {.u64 = place}};
+void Poller::set_writing(int socket, std::size_t index, bool is_writing) const noexcept {
+    epoll_event event{.events = EPOLLIN, .data = {.u64 = index}};
     if (is_writing) event.events |= EPOLLOUT;
     ::epoll_ctl(all_.get(), EPOLL_CTL_MOD, socket, &event);
 }
@@ -45,14 +45,14 @@ void Poller::remove(int socket) const noexcept {
     ::epoll_ctl(all_.get(), EPOLL_CTL_DEL, socket, nullptr);
 }
 
-ReadySet Poller::look() const noexcept {
-    ReadySet sights;
-    const int count = ::epoll_wait(all_.get(), sights.events_.data(), static_cast<int>(sights.events_.size()), 0);
-    if (count > 0) sights.size_ = static_cast<std::size_t>(count);
-    return sights;
+ReadySet Poller::poll() const noexcept {
+    ReadySet ready;
+    const int count = ::epoll_wait(all_.get(), ready.events_.data(), static_cast<int>(ready.events_.size()), 0);
+    if (count > 0) ready.size_ = static_cast<std::size_t>(count);
+    return ready;
 }
 
-void Poller::watch(std::chrono::milliseconds longest) const noexcept {
+void Poller::wait(std::chrono::milliseconds longest) const noexcept {
     pollfd entry{.fd = all_.get(), .events = POLLIN, .revents = 0};
     ::poll(&entry, 1, static_cast<int>(longest.count()));
 }
@@ -77,19 +77,19 @@ bool Poller::sleep() const noexcept {
         epoll_event event{};
         const int count = ::epoll_wait(sleeper_.get(), &event, 1, -1);
         if (count < 0 && errno != EINTR) return false;
-        if (count == 1) return event.data.u64 != of_alarm;
+        if (count == 1) return event.data.u64 != of_wakeup;
     }
 }
 
 void Poller::stop() const noexcept {
     const std::uint64_t one = 1;
-    [[maybe_unused]] const auto size = ::write(alarm_.get(), &one, sizeof one);
+    [[maybe_unused]] const auto size = ::write(wakeup_.get(), &one, sizeof one);
 }
 
 void Poller::drop() noexcept {
     all_ = Descriptor();
     sleeper_ = Descriptor();
-    alarm_ = Descriptor();
+    wakeup_ = Descriptor();
 }
 
 }  // namespace ferrodist::tcp

@@ -1,9 +1,9 @@
-// Where a rank sees which of its connections can be read or written, at once or asleep.
+// An epoll set of a rank's connections, polled by spinning threads and slept on by one background thread.
 //
 // [Note: armed]
-// Threads that spin look at the connections themselves, and one that sleeps for them would only be in their way: it is
-// woken by what comes only after somebody has armed the lookout, and for one thing. Arming takes a system call, and finds
-// what had come before.
+// Spinning threads poll the connections themselves, and a thread that sleeps on them would only compete with them: so
+// it is woken only after the poller has been armed, and for one event. Arming takes a system call, and reports events
+// that came before it.
 #pragma once
 
 #include <sys/epoll.h>
@@ -18,21 +18,21 @@
 
 namespace ferrodist::tcp {
 
-// Some of the connections that can be read or written.
+// A batch of readiness events.
 class ReadySet {
 public:
-    struct Sight {
-        std::size_t place;
+    struct Entry {
+        std::size_t index;
         bool is_readable;
         bool is_writable;
     };
 
-    ReadySet() noexcept {}  // and leaves the rest as it is
+    ReadySet() noexcept {}  // leaves the array uninitialized
 
     [[nodiscard]] std::size_t size() const noexcept { return size_; }
-    [[nodiscard]] Sight operator[](std::size_t i) const noexcept {
+    [[nodiscard]] Entry operator[](std::size_t i) const noexcept {
         constexpr auto ended = EPOLLHUP | EPOLLERR;
-        return {.place = events_[i].data.u64,
+        return {.index = events_[i].data.u64,
                 .is_readable = (events_[i].events & (EPOLLIN | ended)) != 0,
                 .is_writable = (events_[i].events & EPOLLOUT) != 0};
     }
@@ -47,37 +47,37 @@ class Poller {
 public:
     Poller();
 
-    // All that comes of `socket` is seen at `place`, until it is removed.
-    void add(int socket, std::size_t place);
-    void set_writing(int socket, std::size_t place, bool is_writing) const noexcept;
+    // Registers `socket`: its events carry `index`, until it is removed.
+    void add(int socket, std::size_t index);
+    void set_writing(int socket, std::size_t index, bool is_writing) const noexcept;
     void remove(int socket) const noexcept;
 
-    // What can be done now, for any thread.
-    [[nodiscard]] ReadySet look() const noexcept;
-    // Blocks until something can be, or `longest` has passed.
-    void watch(std::chrono::milliseconds longest) const noexcept;
+    // The connections that are ready now. For any thread.
+    [[nodiscard]] ReadySet poll() const noexcept;
+    // Blocks until a connection is ready, or `longest` has passed.
+    void wait(std::chrono::milliseconds longest) const noexcept;
 
     // See [Note: armed]. For one thread at a time.
     void arm() noexcept;
     void disarm() noexcept;
     // For any thread.
     [[nodiscard]] bool is_armed() const noexcept { return is_armed_.load(std::memory_order_relaxed); }
-    // Says that a sleeper has been woken.
+    // Records that the sleeper has been woken.
     void set_fired() noexcept { is_armed_ = false; }
 
-    // For one thread: blocks until something can be done and the lookout is armed. False once `stop` has been called.
+    // Blocks until a connection is ready and the poller is armed. False once `stop` has been called. For one thread.
     [[nodiscard]] bool sleep() const noexcept;
     void stop() const noexcept;
 
-    // In a forked child: closes its copies.
+    // In a forked child: closes its copies of the descriptors.
     void drop() noexcept;
 
 private:
     void rearm(std::uint32_t events) const noexcept;
 
     Descriptor all_;      // connections
-    Descriptor sleeper_;  // what its thread sleeps on: `all_` when armed, and `alarm_`
-    Descriptor alarm_;
+    Descriptor sleeper_;  // the background thread sleeps on it: `all_` when armed, and `wakeup_`
+    Descriptor wakeup_;
     std::atomic<bool> is_armed_{false};
 };
 

@@ -16,17 +16,17 @@ static_assert(std::endian::native == std::endian::little, "the frames' numbers a
 
 namespace {
 
-// Of a frame's payload: large enough to hide its cost, small enough to let others through.
+// The maximum payload of a frame: large enough to hide its overhead, small enough to let other frames through.
 constexpr std::size_t max_payload_bytes = std::size_t{512} << 10;
 constexpr std::size_t buffer_bytes = std::size_t{64} << 10;
-// From here on what is left of a payload is read to its place, else through the buffer.
+// From this size on the rest of a payload is read straight to its destination, else through the buffer.
 constexpr std::size_t direct_bytes = std::size_t{16} << 10;
 
 constexpr int most_reads_in_a_row = 16;
 
-// The system begins with room for 64 KiB, so that a message which comes before its receiver reads waits for its rest. To
-// ask for this much at once, and then for one byte again, makes room without ending the system's own tuning, as SO_RCVBUF
-// would: a tensor of 64 KiB took 60 to 90 us one way instead of 90 to 200.
+// The kernel starts with a receive window of 64 KiB, so a message that arrives before its receiver reads waits for its
+// rest. Setting SO_RCVLOWAT to this size and then to one byte opens the window without ending the kernel's autotuning,
+// as SO_RCVBUF would: a tensor of 64 KiB took 60 to 90 us one way instead of 90 to 200.
 constexpr int room_bytes = 1 << 20;
 
 bool would_block(int error) {
@@ -35,16 +35,16 @@ bool would_block(int error) {
 
 }  // namespace
 
-TcpChannel::TcpChannel(Descriptor socket, Poller& lookout, std::size_t place)
+TcpChannel::TcpChannel(Descriptor socket, Poller& poller, std::size_t index)
     : socket_(std::move(socket)),
-      lookout_(lookout),
-      place_(place),
+      poller_(poller),
+      index_(index),
       buffer_(std::make_unique_for_overwrite<std::byte[]>(buffer_bytes)) {
     if (::fcntl(socket_.get(), F_SETFL, ::fcntl(socket_.get(), F_GETFL) | O_NONBLOCK) != 0)
         throw std::system_error(errno, std::generic_category(), "fcntl of a connection");
     for (const int wanted : {room_bytes, 1})
         ::setsockopt(socket_.get(), SOL_SOCKET, SO_RCVLOWAT, &wanted, sizeof wanted);
-    lookout_.add(socket_.get(), place_);
+    poller_.add(socket_.get(), index_);
 }
 
 std::size_t TcpChannel::chunk_bytes() const noexcept {
@@ -83,15 +83,15 @@ Channel::Put TcpChannel::finish() {
         } else if (would_block(errno)) {
             break;
         } else if (errno != EINTR) {
-            is_broken_ = true;  // which shows when reading, after all that has come
+            is_broken_ = true;  // noticed by reading, after everything that has arrived
         }
     }
-    if (num_written_ < size) return has_written ? Put::part : Put::none;
+    if (num_written_ < size) return has_written ? Put::partial : Put::none;
     copy_.reset();
-    return Put::whole;
+    return Put::complete;
 }
 
-void TcpChannel::keep_rest() {
+void TcpChannel::copy_rest() {
     const std::size_t of_payload = num_written_ - std::min(num_written_, sizeof(Frame));
     if (copy_ || of_payload == frame_.length) return;
     copy_ = std::make_unique_for_overwrite<std::byte[]>(frame_.length);
@@ -100,12 +100,12 @@ void TcpChannel::keep_rest() {
 }
 
 bool TcpChannel::set_blocked(bool is_blocked) {
-    if (is_blocked != is_blocked_ && !has_ended_) lookout_.set_writing(socket_.get(), place_, is_blocked);
+    if (is_blocked != is_blocked_ && !has_ended_) poller_.set_writing(socket_.get(), index_, is_blocked);
     is_blocked_ = is_blocked;
     return false;
 }
 
-// Reads until there are so many bytes in the buffer; false when they have not come.
+// Reads until `wanted` bytes are buffered; false if they have not arrived.
 bool TcpChannel::fill(std::size_t wanted) {
     if (start_ == stop_)
         start_ = stop_ = 0;
@@ -115,9 +115,9 @@ bool TcpChannel::fill(std::size_t wanted) {
         start_ = 0;
     }
     while (num_buffered() < wanted) {
-        if (is_dry_) return false;
-        // After a piece of a message comes another one, of which only the front belongs here.
-        const bool is_amid = header_.kind == FrameKind::data && header_.offset + header_.length < header_.size;
+        if (is_drained_) return false;
+        // A data frame is followed by the next one of its message, of which only the header belongs into the buffer.
+        const bool is_amid = header_.kind == FrameType::data && header_.offset + header_.length < header_.size;
         const bool is_front = wanted == sizeof(Frame);
         stop_ += receive(buffer_.get() + stop_, is_amid && is_front ? wanted - num_buffered() : buffer_bytes - stop_);
     }
@@ -128,18 +128,18 @@ std::size_t TcpChannel::receive(std::byte* target, std::size_t room) {
     while (true) {
         const ssize_t count = ::recv(socket_.get(), target, room, MSG_DONTWAIT);
         if (count < 0 && errno == EINTR) continue;
-        is_dry_ = count < 0 || static_cast<std::size_t>(count) < room;
+        is_drained_ = count < 0 || static_cast<std::size_t>(count) < room;
         if (count > 0) return static_cast<std::size_t>(count);
         if (count == 0 || !would_block(errno)) end_reading();
         return 0;
     }
 }
 
-// Nothing will come any more, so nothing that goes there is of use either: the other rank need not wait for that.
+// Nothing more will arrive, so nothing that is sent there is of use: the other rank need not wait for it.
 void TcpChannel::end_reading() noexcept {
     if (has_ended_) return;
     has_ended_ = is_broken_ = true;
-    lookout_.remove(socket_.get());
+    poller_.remove(socket_.get());
     ::shutdown(socket_.get(), SHUT_WR);
 }
 
@@ -147,17 +147,17 @@ Channel::Front TcpChannel::front(Frame& frame) {
     if (is_in_frame_) {
         header_.offset += header_.length - num_left_;
         header_.length = static_cast<std::uint32_t>(num_left_);
-        header_.kind = FrameKind::data;
+        header_.kind = FrameType::data;
         if (num_buffered() > 0) return give_out(frame);
-        if (num_left_ < direct_bytes ? fill(1) : !is_dry_) return give_out(frame);
+        if (num_left_ < direct_bytes ? fill(1) : !is_drained_) return give_out(frame);
     } else if (num_buffered() >= sizeof(Frame) || fill(sizeof(Frame))) {
         std::memcpy(&header_, buffer_.get() + start_, sizeof(Frame));
-        if (header_.kind < FrameKind::eager || header_.kind > FrameKind::withdraw) return Front::broken;
+        if (header_.kind < FrameType::eager || header_.kind > FrameType::withdraw) return Front::broken;
         if (header_.length > max_payload_bytes || header_.length > header_.size) return Front::broken;
         if (header_.offset > header_.size - header_.length) return Front::broken;
         std::size_t wanted = sizeof(Frame) + header_.length;
-        // Of a long message's announcement there is something to copy at once, then it is known not to be whole.
-        if (wanted > buffer_bytes) wanted = sizeof(Frame) + (header_.kind == FrameKind::data ? 0 : 1);
+        // Of a long message's announcement one byte is enough: then the frame is known to be incomplete.
+        if (wanted > buffer_bytes) wanted = sizeof(Frame) + (header_.kind == FrameType::data ? 0 : 1);
         if (num_buffered() >= wanted || fill(wanted)) {
             start_ += sizeof(Frame);
             num_left_ = header_.length;
@@ -165,7 +165,7 @@ Channel::Front TcpChannel::front(Frame& frame) {
             return give_out(frame);
         }
     }
-    is_dry_ = false;  // next time it may have come
+    is_drained_ = false;  // it may have arrived by the next batch
     return has_ended_ ? Front::ended : Front::none;
 }
 
@@ -176,7 +176,7 @@ Channel::Front TcpChannel::give_out(Frame& frame) {
     return Front::frame;
 }
 
-std::size_t TcpChannel::take(std::byte* target, std::size_t length) {
+std::size_t TcpChannel::read_payload(std::byte* target, std::size_t length) {
     std::size_t count = std::min(length, num_in_front_);
     if (num_buffered() > 0) {
         if (target != nullptr) std::memcpy(target, buffer_.get() + start_, count);
@@ -190,7 +190,7 @@ std::size_t TcpChannel::take(std::byte* target, std::size_t length) {
 }
 
 void TcpChannel::pop() {
-    (void)take(nullptr, num_in_front_);
+    (void)read_payload(nullptr, num_in_front_);
     if (num_left_ > 0) return;
     is_in_frame_ = false;
     ++num_read_;
@@ -198,7 +198,7 @@ void TcpChannel::pop() {
 
 bool TcpChannel::leave() {
     const bool is_begun = num_written_ > 0 && num_written_ < sizeof(Frame) + frame_.length;
-    if (is_begun && finish() != Put::whole && !is_broken_) return false;
+    if (is_begun && finish() != Put::complete && !is_broken_) return false;
     if (!has_left_) {
         ::shutdown(socket_.get(), SHUT_WR);
         has_left_ = true;

@@ -1,9 +1,9 @@
-// The channel of two ranks of different hosts: a connection.
+// The channel between two ranks of different hosts: a TCP connection.
 //
 // [Note: short and long payloads]
-// A frame that fits the buffer into which everything is read first is given out when it is whole, and copied from there.
-// Of a longer one that is given out what there is, and its further bytes are read straight to where they belong. A payload
-// is written straight from where it is.
+// A frame that fits into the read buffer is returned once it is complete, and copied from there. Of a longer frame the
+// part that has arrived is returned, and its further bytes are read straight to their destination. Payloads are written
+// straight from the caller's memory.
 #pragma once
 
 #include <array>
@@ -18,37 +18,37 @@ namespace ferrodist::tcp {
 
 class TcpChannel final : public Channel {
 public:
-    // `lookout` sees it at `place`.
-    TcpChannel(Descriptor socket, Poller& lookout, std::size_t place);
+    // The poller reports the socket's events with `index`.
+    TcpChannel(Descriptor socket, Poller& poller, std::size_t index);
 
     [[nodiscard]] std::size_t chunk_bytes() const noexcept override;
     [[nodiscard]] Put put(const Frame& frame, const std::byte* payload) override;
     [[nodiscard]] Put finish() override;
-    void keep_rest() override;
+    void copy_rest() override;
     bool set_blocked(bool is_blocked) override;
 
     [[nodiscard]] Front front(Frame& frame) override;
-    [[nodiscard]] std::size_t take(std::byte* target, std::size_t length) override;
+    [[nodiscard]] std::size_t read_payload(std::byte* target, std::size_t length) override;
     void pop() override;
-    // What is in the buffer nobody would see: so it is read.
+    // Buffered bytes raise no readiness event, so they have to be read before stopping.
     [[nodiscard]] bool may_stop() override {
-        is_dry_ = true;
+        is_drained_ = true;
         return false;
     }
-    void give_back() override { is_dry_ = false; }
-    void break_off() override { end_reading(); }
+    void release_space() override { is_drained_ = false; }
+    void disconnect() override { end_reading(); }
 
     [[nodiscard]] std::uint64_t num_put() const noexcept override { return num_put_; }
     [[nodiscard]] std::uint64_t num_read() const noexcept override { return num_read_; }
 
-    // At the end: writes what is begun, says that nothing follows, and reads until the other rank has said so too.
-    // Returns whether both have.
+    // Shutdown: finishes a partial frame, ends the stream, and reads until the other rank has ended its stream. Returns
+    // whether both have ended.
     [[nodiscard]] bool leave();
     void close() noexcept {
         end_reading();
         drop();
     }
-    // In a forked child: closes its copy, and does nothing to the connection.
+    // In a forked child: closes its copy and leaves the connection alone.
     void drop() noexcept { socket_ = Descriptor(); }
 
 private:
@@ -59,27 +59,27 @@ private:
     Front give_out(Frame& frame);
 
     Descriptor socket_;
-    Poller& lookout_;
-    std::size_t place_;
+    Poller& poller_;
+    std::size_t index_;
 
     // Writing.
-    Frame frame_;  // which is being put in
+    Frame frame_;  // which is being written
     const std::byte* payload_ = nullptr;
-    std::unique_ptr<std::byte[]> copy_;  // of its payload, when `payload_` must not be read any more
+    std::unique_ptr<std::byte[]> copy_;  // of its payload, once `payload_` must not be read any more
     std::size_t num_written_ = 0;        // of frame and payload together
     std::uint64_t num_put_ = 0;
     bool is_blocked_ = false;
-    bool is_broken_ = false;  // nothing can be written; what has come can still be read
+    bool is_broken_ = false;  // writing has failed; what has arrived can still be read
     bool has_left_ = false;
 
-    // TransferMode.
+    // Reading.
     std::unique_ptr<std::byte[]> buffer_;
-    std::size_t start_ = 0, stop_ = 0;  // of what is in it
-    Frame header_;                      // of the frame that is being read
-    std::size_t num_left_ = 0;          // bytes of its payload that have not been given out
-    std::size_t num_in_front_ = 0;      // bytes given out that have not been taken
+    std::size_t start_ = 0, stop_ = 0;  // bounds of the buffered bytes
+    Frame header_;                      // of the frame being read
+    std::size_t num_left_ = 0;          // bytes of its payload that have not been returned
+    std::size_t num_in_front_ = 0;      // bytes returned that have not been read
     bool is_in_frame_ = false;
-    bool is_dry_ = false;  // no more is asked for in this turn: there was less than that before
+    bool is_drained_ = false;  // the last read found less than it asked for, so this batch reads no more
     bool has_ended_ = false;
     std::uint64_t num_read_ = 0;
 };

@@ -7,10 +7,10 @@ from typing import TYPE_CHECKING, Any
 from ferrodist.arguments import check_int
 from ferrodist.backends.process_group import is_initialized, resolve_group
 from ferrodist.backends.simulated import SimulatedBackend
-from ferrodist.checkpoint.consensus import call_on_all
+from ferrodist.checkpoint.consensus import Phase, call_on_all
 from ferrodist.checkpoint.load import load
 from ferrodist.checkpoint.retention import remove_old
-from ferrodist.checkpoint.save import DEFAULT_FILE_BYTES, Save, open_and_collect
+from ferrodist.checkpoint.save import DEFAULT_FILE_BYTES, Save, SaveOptions
 from ferrodist.checkpoint.storage import open_storage, parent_path
 from ferrodist.deadline import Deadline, resolve_timeout
 
@@ -70,21 +70,11 @@ def save_distributed(
             parent_path(storage.url)
         return storage
 
-    storage, collected = open_and_collect(
-        "open a checkpoint", open_checked, state, str(path), group=ranks, deadline=deadline
-    )
-    save = Save(
-        collected,
-        storage,
-        ranks,
-        max_file_bytes=max_file_bytes,
-        check_replicas=check_replicas,
-        shards=shards,
-        deadline=deadline,
-    )
+    options = SaveOptions(max_file_bytes=max_file_bytes, check_replicas=check_replicas, shards=shards)
+    save = Save(Phase("open a checkpoint", str(path)), open_checked, state, ranks, options=options, deadline=deadline)
     save.run()
     if keep_last is not None and ranks.rank == 0:
-        remove_old(storage.url, keep_last, storage_options)
+        remove_old(save.url, keep_last, storage_options)
 
 
 def load_distributed(

@@ -21,9 +21,9 @@ import torch
 from ferrodist.arguments import check_int
 from ferrodist.backends.subgroup import SubBackend
 from ferrodist.checkpoint.api import check_keep_last, resolve_ranks
-from ferrodist.checkpoint.consensus import all_or_none, call_on_all, run_on_rank0
+from ferrodist.checkpoint.consensus import Phase, all_or_none, call_on_all, run_on_rank0
 from ferrodist.checkpoint.retention import remove_old, remove_uncommitted
-from ferrodist.checkpoint.save import DEFAULT_FILE_BYTES, Save, open_and_collect
+from ferrodist.checkpoint.save import DEFAULT_FILE_BYTES, Save, SaveOptions
 from ferrodist.checkpoint.storage import join_path, open_storage
 from ferrodist.deadline import Deadline, resolve_timeout
 from ferrodist.errors import DistCheckpointError, DistributedError, describe_error
@@ -190,11 +190,7 @@ class AsyncCheckpointer:
         )
         self._own_group = SubBackend(self._group, range(self._group.world_size), label="ferrodist.checkpoint")
         self._queue = check_int("queue", queue, min=0)
-        self._options: dict[str, Any] = {
-            "max_file_bytes": max_file_bytes,
-            "check_replicas": check_replicas,
-            "shards": shards,
-        }
+        self._options = SaveOptions(max_file_bytes=max_file_bytes, check_replicas=check_replicas, shards=shards)
         self._storage_options = storage_options
         self._thread: ThreadPoolExecutor | None = ThreadPoolExecutor(1, thread_name_prefix="ferrodist-checkpoint")
         self._free: list[StagingBuffer] = [StagingBuffer()]
@@ -233,17 +229,17 @@ class AsyncCheckpointer:
         if self._thread is None:
             raise RuntimeError("this AsyncCheckpointer is closed: make another one")
         path = self.path_of(check_int("step", step, min=0))
+        self._wait_for_room(path)
+        earlier = self._first_unreported()
         deadline = Deadline(self._timeout)
 
-        def open_when_there_is_room() -> Storage:
-            self._wait_for_room(path)  # ranks may differ in which failures they know of and have reported
+        def open_checked() -> Storage:
+            if earlier is not None:  # ranks may differ in which failures they know of and have reported
+                raise earlier
             return open_storage(path, self._storage_options)
 
-        storage, collected = open_and_collect(
-            "begin a checkpoint", open_when_there_is_room, state, path, group=self._group, deadline=deadline
-        )
-        deadline = Deadline(self._timeout)
-        save = Save(collected, storage, self._group, **self._options, deadline=deadline)
+        phase = Phase("begin a checkpoint", path)
+        save = Save(phase, open_checked, state, self._group, options=self._options, deadline=deadline)
         with self._lock:
             buffer = self._free.pop() if self._free else StagingBuffer()
         try:
@@ -271,19 +267,19 @@ class AsyncCheckpointer:
                 self._free.append(buffer)
 
     def _wait_for_room(self, path: str) -> None:
-        """Wait until the queue has room and no save to the path is in progress; raise the first unreported error."""
+        """Wait until the queue has room and no save to the path is in progress."""
         in_progress = [future for future in self._futures if not future.done()]
         for index, future in enumerate(in_progress):
             if index < len(in_progress) - self._queue or future.path == path:
                 future.settle()
-        self._raise_unreported()
 
-    def _raise_unreported(self) -> None:
-        """Drop finished saves, up to the first that failed."""
+    def _first_unreported(self) -> DistCheckpointError | None:
+        """Drop finished saves, up to the first that failed; return its error."""
         for future in [future for future in self._futures if future.done()]:
             self._futures.remove(future)
             if (error := future.unreported_error()) is not None:
-                raise error
+                return error
+        return None
 
     def wait(self) -> None:
         """Wait until all saves have ended.
@@ -293,7 +289,8 @@ class AsyncCheckpointer:
         """
         for future in self._futures:
             future.settle()
-        self._raise_unreported()
+        if (error := self._first_unreported()) is not None:
+            raise error
 
     def close(self) -> None:
         """Wait until all saves have ended, and stop the thread; raises as `wait` does. Closing again does nothing."""

@@ -3,6 +3,26 @@
     state --collect--> tree and tensors --report--> rank 0 plans --> each rank writes its files --> rank 0 commits
 
 Until rank 0 commits, nothing that a reader sees has changed; see [Note: commit] in `storage/base.py`.
+
+[Note: five collectives]
+1. gather      a rank has opened the storage and collected its state: its report. Rank 0 plans, and begins the save.
+2. scatter     the rank's files, or why there is no plan. Each rank reduces its partial sums, and writes.
+3. all-gather  the rank has written, or why not.
+4. gather      what the rank has written. Rank 0 commits.
+5. scatter     done, or why not.
+
+An error of one rank travels with 1, 3 or 4, one of rank 0 with 2 or 5, so all raise the same. If a collective itself
+fails, as when a rank is lost, a rank must know whether rank 0 may still commit, which it does once all have sent 4:
+
+- In 1, rank 0 may have begun the save, and nothing is written.
+- In 2, while it writes, and in 3, this rank has not sent 4: rank 0 can't commit, and the rank removes its files.
+- In 4 and 5, rank 0 may commit as long as it lives. Once it is dead, a disk shows whether it has. In an object store
+  a manifest that was sent may still appear, so the files stay for the next save to remove.
+
+Without 3, a rank that waits for the outcome couldn't tell that rank 0 died while it was still writing, which takes most
+of a save's time, from its death in the commit. The opening has no collective of its own, since nothing is begun before
+rank 0 has all reports; therefore partial sums, whose reduction takes collectives of their meshes, are reported before
+they are reduced: a rank that can't collect its state leaves no other rank waiting for it.
 """
 
 from __future__ import annotations
@@ -11,13 +31,14 @@ import contextlib
 import errno
 import logging
 import uuid
+from dataclasses import dataclass
 from math import prod
 from typing import TYPE_CHECKING, Any
 
 import msgspec
 
 from ferrodist.arguments import check_int
-from ferrodist.checkpoint.consensus import Rank0Exchange, all_or_none, call_on_all
+from ferrodist.checkpoint.consensus import Phase, Rank0Exchange, call_on_all
 from ferrodist.checkpoint.format.dtypes import dtype_from_name, dtype_name
 from ferrodist.checkpoint.format.manifest import (
     INDEX_NAME,
@@ -40,7 +61,7 @@ from ferrodist.checkpoint.retention import (
 )
 from ferrodist.checkpoint.save_plan import BoxReport, FilePlan, SavePlan, Span, StateReport, TensorReport, plan_save
 from ferrodist.checkpoint.shard_metadata import ShardMetadata
-from ferrodist.checkpoint.state import collect_state, reduce_partials
+from ferrodist.checkpoint.state import PartialSums, collect_state
 from ferrodist.checkpoint.storage.base import MAX_SMALL_FILE_BYTES
 from ferrodist.checkpoint.writer import BLOCK_BYTES, FileReport, bytes_of, hash_blocks, write_file
 from ferrodist.errors import DistCheckpointError, DistributedError
@@ -230,32 +251,40 @@ DEFAULT_FILE_BYTES = 5 * 10**9
 """The file size limit of Hugging Face's tools."""
 
 
-def open_and_collect(
-    action: str, open_checked: Callable[[], Storage], state: Any, path: str, *, group: Backend, deadline: Deadline
-) -> tuple[Storage, Any]:
-    """Open the storage and collect the state, on all ranks or on none; afterwards all ranks reduce partial sums."""
-    with all_or_none(action, path, group, deadline) as phase:
-        storage = open_checked()
-        phase.action, phase.path = "prepare a checkpoint", storage.url
-        collected = collect_state(state)
-    return storage, collected
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SaveOptions:
+    """How a state is saved; see `save_distributed`."""
+
+    max_file_bytes: int
+    check_replicas: bool
+    shards: ShardMetadata | None
 
 
 class Save:
-    """One save of a group: its ranks agree on a plan in the constructor, `run` writes and commits it."""
+    """One save of a group: its ranks agree on a plan in the constructor, `run` writes and commits it.
+
+    Args:
+        phase: The opening, by the path as the program gave it.
+        open_checked: Opens the storage.
+        state: The state.
+        group: The ranks that save.
+        options: How the state is saved.
+        deadline: For the plan; and for all if `run` gets no other.
+    """
+
+    _storage: Storage
+    """Opened by the first phase."""
 
     def __init__(
         self,
-        collected: Any,
-        storage: Storage,
+        phase: Phase,
+        open_checked: Callable[[], Storage],
+        state: Any,
         group: Backend,
         *,
-        max_file_bytes: int,
-        check_replicas: bool,
-        shards: ShardMetadata | None,
+        options: SaveOptions,
         deadline: Deadline,
     ) -> None:
-        self._storage = storage
         self._group = group
         self._deadline = deadline
         self.save_id = ""
@@ -264,24 +293,28 @@ class Save:
         self.files: list[FilePlan] = []
         self._tensors: dict[str, TensorReport] = {}
         self._views: dict[Span, torch.Tensor] = {}
+        self._partials = PartialSums()
 
         def report() -> bytes:
-            check_int("max_file_bytes", max_file_bytes, min=1)
+            self._storage = open_checked()
+            phase.go_on("prepare a checkpoint", self._storage.url)
+            collected = collect_state(state, self._partials)
+            check_int("max_file_bytes", options.max_file_bytes, min=1)
             encoder = Encoder(group.rank)
-            tree = encoder.encode(reduce_partials(collected))
-            metadata = shards or ShardMetadata(num_ranks=group.world_size)
+            tree = encoder.encode(collected)
+            metadata = options.shards or ShardMetadata(num_ranks=group.world_size)
             metadata.check(group.world_size)
-            own, self._views = _report(tree, encoder, metadata, check_replicas=check_replicas)
+            own, self._views = _report(tree, encoder, metadata, self._partials, check_replicas=options.check_replicas)
             self._tensors = own.tensors
             return msgspec.msgpack.encode(own)
 
-        exchange = Rank0Exchange(storage.url, group, deadline)
+        exchange = Rank0Exchange(group, deadline)
         try:
             own_files = exchange.run(
-                "prepare a checkpoint",
+                phase,
                 report,
                 "plan a checkpoint",
-                lambda reports: self._make_plan(reports, max_file_bytes),
+                lambda reports: self._make_plan(reports, options.max_file_bytes),
             )
         except BaseException as error:
             if exchange.may_be_answered:
@@ -301,7 +334,8 @@ class Save:
 
     def write(self, get_data: Callable[[Span], torch.Tensor] | None = None) -> list[FileReport]:
         """Write this rank's files, without communication; spans come from ``get_data``, or the state."""
-        elements = get_data or self.elements
+        views = {} if get_data else self.own_views()
+        elements = get_data or (lambda span: views[span].cpu())
         return [write_file(self._storage, self.save_id, plan, self._tensors, elements) for plan in self.files]
 
     @property
@@ -310,16 +344,13 @@ class Save:
         return self._storage.url
 
     def own_views(self) -> dict[Span, torch.Tensor]:
-        """The state's memory that this rank writes."""
+        """The state's memory that this rank writes; reduces partial sums, so all ranks call it."""
+        self._partials.reduce()
         return {span: self._views[span] for plan in self.files for span in plan.spans}
 
     def release_state(self) -> None:
         """Drop the references to the state; `write` is then called with ``get_data``."""
         self._views = {}
-
-    def elements(self, span: Span) -> torch.Tensor:
-        """The state's elements of a span, on the CPU."""
-        return self._views[span].cpu()
 
     def run(
         self,
@@ -330,9 +361,9 @@ class Save:
         """Write this rank's files and commit with the other ranks."""
         self._deadline = deadline or self._deadline
         group = group or self._group
-        exchange = Rank0Exchange(self._storage.url, group, self._deadline)
+        exchange = Rank0Exchange(group, self._deadline)
         try:
-            # A step of its own: a rank that sees it fail knows that rank 0 can't commit, and removes its files.
+            # A step of its own; see [Note: five collectives].
             reports = call_on_all(
                 lambda: msgspec.msgpack.encode(self.write(get_data)),
                 "write a checkpoint",
@@ -340,7 +371,8 @@ class Save:
                 group,
                 self._deadline,
             )
-            exchange.run("commit a checkpoint", lambda: reports, "commit a checkpoint", self._commit)
+            commit_phase = Phase("commit a checkpoint", self._storage.url)
+            exchange.run(commit_phase, lambda: reports, "commit a checkpoint", self._commit)
         except BaseException as error:
             # Once rank 0 may have all reports it may commit at any moment, whatever becomes of the group: as long as it
             # lives the files are not for other ranks to remove.
@@ -387,7 +419,7 @@ class Save:
 
 
 def _report(
-    tree: Any, encoder: Encoder, shards: ShardMetadata, *, check_replicas: bool
+    tree: Any, encoder: Encoder, shards: ShardMetadata, partials: PartialSums, *, check_replicas: bool
 ) -> tuple[StateReport, dict[Span, torch.Tensor]]:
     """Return this rank's report, and its memory of each box."""
     tensors: dict[str, TensorReport] = {}
@@ -399,7 +431,7 @@ def _report(
         for box, view in [] if key in encoder.unsaved else part.boxes:
             views[Span(key, box.offsets, box.shape)] = view
             digest = hash_bytes("".join(hash_blocks(bytes_of(view.cpu()))).encode()) if is_compared else None
-            boxes.append(BoxReport(box.offsets, box.shape, digest))
+            boxes.append(BoxReport(box.offsets, box.shape, digest, partials.addend(tensor)))
         shape, dtype = tuple(part.shape), dtype_name(part.dtype)
         tensors[key] = TensorReport(shape, dtype, part.placement, boxes, encoder.paths[key])
     return StateReport(tree, tensors), views

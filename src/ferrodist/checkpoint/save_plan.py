@@ -110,11 +110,14 @@ _SHARD_NAME = re.compile(r"(.*)\[\d+:\d+(?:, \d+:\d+)*\]", re.DOTALL)
 
 
 class BoxReport(msgspec.Struct, frozen=True, array_like=True):
-    """A box of a tensor on one rank; ``digest`` hashes its elements if other ranks may have a replica."""
+    """A box of a tensor on one rank."""
 
     offsets: tuple[int, ...]
     shape: tuple[int, ...]
     digest: str | None = None
+    """A hash of the elements, if other ranks may have a replica."""
+    addend: tuple[int, ...] = ()
+    """Identifies this rank's addend of a partial sum; replicas are compared addend by addend."""
 
 
 class TensorReport(msgspec.Struct, array_like=True):
@@ -225,12 +228,12 @@ def _check_same_tensor(key: str, by_rank: Mapping[int, TensorReport]) -> TensorR
 def _find_owners(key: str, by_rank: Mapping[int, TensorReport]) -> dict[Span, list[int]]:
     """Return the distinct boxes of a tensor, each with the ranks that have it."""
     owners: dict[Span, list[int]] = {}
-    digests: dict[Span, str] = {}
+    digests: dict[tuple[Span, tuple[int, ...]], str] = {}
     for rank, tensor in by_rank.items():
         for box in tensor.boxes:
             span = Span(key, box.offsets, box.shape)
             owners.setdefault(span, []).append(rank)
-            if box.digest is not None and digests.setdefault(span, box.digest) != box.digest:
+            if box.digest is not None and digests.setdefault((span, box.addend), box.digest) != box.digest:
                 raise DistCheckpointError(
                     f"tensor {key!r} should be the same on ranks {owners[span][0]} and {rank}, but its elements"
                     " differ: broadcast it, save PerRank(tensor) where ranks have their own, or pass"

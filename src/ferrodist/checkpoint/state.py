@@ -27,6 +27,8 @@ from ferrodist.wording import counted
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
+    from ferrodist.tensor.spec import DTensorSpec
+
 
 @runtime_checkable
 class Stateful(Protocol):
@@ -174,27 +176,55 @@ class OptimizerState:
                 taken.update(_with_dtypes(dict(taken), dict(state_dict["state"][name])))
 
 
-def collect_state(value: Any, path: tuple[object, ...] = ()) -> Any:
-    """Replace the objects in a state by their states; TypeError for a bare optimizer, ValueError if too deep."""
+class PartialSums:
+    """The partial DTensors of a state, as copies that have the reduced tensors' specs, and later their elements."""
+
+    def __init__(self) -> None:
+        self._sources: dict[torch.Tensor, DTensorSpec] = {}
+        """By copy: the spec of the partial DTensor."""
+
+    def copy(self, tensor: DTensor) -> DTensor:
+        """Return a copy of a partial DTensor; DTensors without partial sums as they are."""
+        spec = tensor._spec
+        if not any(isinstance(placement, Partial) for placement in spec.placements):
+            return tensor
+        copy = DTensor._wrap(tensor._local.detach().clone(), spec.without_partial)
+        self._sources[copy] = spec
+        return copy
+
+    def addend(self, tensor: torch.Tensor) -> tuple[int, ...]:
+        """This rank's mesh coordinate along the axes along which a tensor is yet to be reduced."""
+        if (spec := self._sources.get(tensor)) is None:
+            return ()
+        return tuple(
+            index for index, one in zip(spec.coordinate, spec.placements, strict=True) if isinstance(one, Partial)
+        )
+
+    def reduce(self) -> None:
+        """Reduce all copies in place; all ranks of their meshes call this."""
+        for copy, source in self._sources.items():
+            assert isinstance(copy, DTensor)
+            copy._local.copy_(redistribute_local(copy._local, source, copy._spec))
+        self._sources.clear()
+
+
+def collect_state(value: Any, partials: PartialSums, path: tuple[object, ...] = ()) -> Any:
+    """Replace the objects in a state by their states, and partial DTensors by copies.
+
+    TypeError for a bare optimizer, ValueError if too deep.
+    """
     check_depth(path)
     if isinstance(value, torch.optim.Optimizer):
         refuse_optimizer(path)
     if isinstance(value, PerRank):
-        return PerRank(collect_state(value.value, (*path, "own")), resize=value.resize)
+        return PerRank(collect_state(value.value, partials, (*path, "own")), resize=value.resize)
     if isinstance(value, torch.nn.Module):
         value = _module_state_to_save(value)
     elif isinstance(value, Stateful) and not isinstance(value, type):
-        return collect_state(value.state_dict(), (*path, "state_dict()"))
-    return map_members(value, lambda key, each: collect_state(each, (*path, key)))
-
-
-def reduce_partials(collected: Any) -> Any:
-    """Reduce the partial sums in a collected state; all ranks of their meshes call this."""
-    if isinstance(collected, DTensor):
-        return _reduce_partial(collected)
-    if isinstance(collected, PerRank):
-        return PerRank(reduce_partials(collected.value), resize=collected.resize)
-    return map_members(collected, lambda _, each: reduce_partials(each))
+        return collect_state(value.state_dict(), partials, (*path, "state_dict()"))
+    elif isinstance(value, DTensor):
+        return partials.copy(value)
+    return map_members(value, lambda key, each: collect_state(each, partials, (*path, key)))
 
 
 def map_members(value: Any, function: Callable[[Any, Any], Any]) -> Any:
@@ -252,13 +282,6 @@ def bump_version(tensor: torch.Tensor) -> None:
     """Count a write to a tensor's memory that autograd has not seen."""
     if not tensor.is_inference():
         increment_version(tensor)
-
-
-def _reduce_partial(tensor: DTensor) -> torch.Tensor:
-    if not any(isinstance(placement, Partial) for placement in tensor.placements):
-        return tensor
-    local = redistribute_local(tensor._local.detach(), tensor._spec, tensor._spec.without_partial)
-    return DTensor._wrap(local, tensor._spec.without_partial)
 
 
 def _with_dtypes(taken: Any, saved: Any) -> Any:

@@ -20,7 +20,7 @@ from ferrodist.checkpoint.format.manifest import Manifest
 from ferrodist.checkpoint.format.tree import MAX_DEPTH, Encoder, check_tree, referenced_keys
 from ferrodist.checkpoint.load_plan import LoadPlanner
 from ferrodist.checkpoint.save_plan import merge_trees
-from ferrodist.checkpoint.state import collect_state
+from ferrodist.checkpoint.state import PartialSums, collect_state
 from ferrodist.errors import DistCheckpointError
 from ferrodist.testing import run_ranks
 
@@ -62,7 +62,7 @@ states = st.recursive(
 def encode(state, rank=0):
     """The tree of a state and its tensors."""
     encoder = Encoder(rank)
-    return encoder.encode(collect_state(state)), encoder
+    return encoder.encode(collect_state(state, PartialSums())), encoder
 
 
 def decode(tree):

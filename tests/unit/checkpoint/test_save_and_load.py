@@ -231,6 +231,27 @@ def test_partial_tensors_are_reduced(tmp_path):
     run_ranks(program, 3)
 
 
+def test_replicas_of_partial_sums_are_compared(tmp_path):
+    """Addend by addend: ranks with the same one must agree, ranks with different ones are the reason for the sum."""
+
+    def program(group):
+        mesh = DeviceMesh(group, (2, 2))
+        column = float(group.rank // 2)
+        partial = DTensor.from_local(torch.full((2,), column + 1), mesh, [Partial(), Replicate()])
+        save_distributed({"x": partial}, tmp_path)
+        assert torch.equal(partial.to_local(), torch.full((2,), column + 1))
+        assert torch.equal(load_distributed(tmp_path)["x"], torch.full((2,), 3.0))
+        diverged = DTensor.from_local(torch.full((2,), group.rank + 1.0), mesh, [Partial(), Replicate()])
+        with pytest.raises(DistCheckpointError, match="'x' should be the same on ranks 0 and 1"):
+            save_distributed({"x": diverged}, tmp_path)
+        with AsyncCheckpointer(tmp_path) as saves:
+            future = saves.save_async({"x": partial}, 1)
+            partial.to_local().zero_()
+        assert torch.equal(load_distributed(future.path)["x"], torch.full((2,), 3.0))
+
+    run_ranks(program, 4)
+
+
 def test_replicated_tensors_are_written_once(tmp_path):
     """The work is divided by bytes: no rank writes more than a fair part and one tensor."""
     state = {str(number): torch.ones(1000 + 100 * number) for number in range(12)}

@@ -184,7 +184,7 @@ class NativeBackend(ControlPlaneBackend):
     @override
     def send(self, data: Buffer, dst: int, *, tag: int = 0, timeout: float | None = None) -> None:
         limit = self._timeout if timeout is None else timeout
-        ending = self._p2p_engine.quick_send(data, dst, tag, limit)
+        ending = self._p2p_engine.fast_send(data, dst, tag, limit)
         if ending is not True:
             if ending is None:
                 NonBlockingBackend.send(self, data, dst, tag=tag, timeout=timeout)
@@ -194,7 +194,7 @@ class NativeBackend(ControlPlaneBackend):
     @override
     def recv(self, buffer: Buffer, src: int, *, tag: int = 0, timeout: float | None = None) -> int:
         limit = self._timeout if timeout is None else timeout
-        ending = self._p2p_engine.quick_recv(buffer, src, tag, limit)
+        ending = self._p2p_engine.fast_recv(buffer, src, tag, limit)
         if type(ending) is int:
             return ending
         if ending is None:
@@ -228,10 +228,10 @@ class _UnopenedEngine:
     """Stands in for the compiled engine if the group has failed before it was opened: nothing has a fast path."""
 
     @staticmethod
-    def quick_send(*_: object) -> None: ...
+    def fast_send(*_: object) -> None: ...
 
     @staticmethod
-    def quick_recv(*_: object) -> None: ...
+    def fast_recv(*_: object) -> None: ...
 
     @staticmethod
     def try_send(*_: object) -> bool:

@@ -84,22 +84,22 @@ def open_messages(
     with _SharedMemorySetup(group, topology, call, timeout) as setup:
         memory = setup.share_memory(CpuSet.of_this_process().pack(), create)
         sockets = connect_hosts(group, topology, "messages", setup.deadline)
-        messenger = setup.attempt(
+        engine = setup.attempt(
             lambda: load().P2PEngine(
                 rank=group.rank,
                 eager_bytes=mailbox.EAGER_LIMIT,
-                max_unasked_bytes=mailbox.MAX_UNEXPECTED_BYTES,
-                is_crowded=_layout(topology, group.rank, memory.introductions).is_crowded,
+                max_unexpected_bytes=mailbox.MAX_UNEXPECTED_BYTES,
+                is_oversubscribed=_layout(topology, group.rank, memory.introductions).is_oversubscribed,
                 spin_micros=_SPIN_MICROS,
                 memory=memory.descriptor,
                 num_local=len(local_ranks),
                 local_indexes=local_indexes,
                 sockets=sockets,
-                tell=on_peer_event,
+                on_event=on_peer_event,
             )
         )
         setup.agree()
-        return messenger
+        return engine
 
 
 def open_symmetric(
@@ -255,7 +255,7 @@ class _Layout(NamedTuple):
     num_ranks: int
     group_size: int
     slot_bytes: int
-    is_crowded: bool
+    is_oversubscribed: bool
     spin_micros: int
 
 
@@ -264,12 +264,12 @@ def _layout(topology: HostTopology, rank: int, introductions: Sequence[bytes]) -
 
     Except for the number of ranks it is the same on all hosts: algorithms depend on it.
     """
-    crowded = is_oversubscribed([CpuSet.unpack(text) for text in introductions], topology.host_leaders())
+    oversubscribed = is_oversubscribed([CpuSet.unpack(text) for text in introductions], topology.host_leaders())
     num_hosts = topology.num_hosts
     return _Layout(
         num_ranks=len(topology.local_ranks(rank)),
         group_size=len(topology.hosts),
-        slot_bytes=_WIDE_SLOT_BYTES if crowded or num_hosts > 1 else _SLOT_BYTES,
-        is_crowded=crowded,
-        spin_micros=_SPIN_MICROS if crowded or num_hosts == 1 else _SPIN_MICROS_BETWEEN_HOSTS,
+        slot_bytes=_WIDE_SLOT_BYTES if oversubscribed or num_hosts > 1 else _SLOT_BYTES,
+        is_oversubscribed=oversubscribed,
+        spin_micros=_SPIN_MICROS if oversubscribed or num_hosts == 1 else _SPIN_MICROS_BETWEEN_HOSTS,
     )

@@ -69,7 +69,7 @@ class NativeEngine:
         deadline = Deadline(timeout)
         self._has_begun = True
         communicator = open_communicator(self._group, self._topology, call, timeout)
-        communicator.tell_of_long_waits(
+        communicator.set_long_wait_callback(
             long_wait().timeout, partial(_warn_about_stragglers, group=self._group.name, rank=self._group.rank)
         )
         with self._reserving:
@@ -77,7 +77,7 @@ class NativeEngine:
             if self._final_action is not None:
                 self._final_action(communicator)
         try:
-            communicator.meet(deadline.remaining())
+            communicator.handshake(deadline.remaining())
         except BaseException as failure:
             raise self._abort_for(failure, call, timeout) from None
         with self._reserving:
@@ -133,7 +133,7 @@ class NativeEngine:
         try:
             collective = getattr(self.compiled, op.kind)
             payloads: list[bytes] | None = collective(
-                *_ARGUMENTS[op.kind](op), timeout=deadline.remaining(), place=sequence
+                *_ARGUMENTS[op.kind](op), timeout=deadline.remaining(), ticket=sequence
             )
         except BaseException as failure:
             raise self._abort_for(failure, op.signature(), op.timeout) from None
@@ -177,10 +177,6 @@ class NativeEngine:
         op = CollectiveOp(
             kind=CollectiveKind(operation), source=tensor, out=out, unit=unit, timeout=self.timeout, **facts
         )
-        return self.error_of(failure, op)
-
-    def error_of(self, failure: BaseException, op: CollectiveOp) -> BaseException:
-        """End the group because of a failed call of ``compiled``; returns the error to raise."""
         return self._abort_for(failure, op.signature(), op.timeout)
 
     def has_left(self, failure: BaseException) -> bool:

@@ -67,7 +67,7 @@ class _Outcome(IntEnum):
 
 
 class _PeerEvent(IntEnum):
-    """`News::Kind` of native/engine/admission.h."""
+    """`PeerEvent::Kind` of native/engine/admission.h."""
 
     FULL = 0
     BROKEN = 1
@@ -93,7 +93,7 @@ class _NativeRequest:
     @property
     def error(self) -> DistributedError | None:
         """The error that the transfer has ended with, if any."""
-        return self._p2p.ending_error(self._request.ending(), self._group_id, self._size_bytes)
+        return self._p2p.ending_error(self._request.outcome(), self._group_id, self._size_bytes)
 
     def wait(self, timeout: float) -> int:
         """Block until done; see `Request.wait`."""
@@ -302,7 +302,7 @@ class NativeP2P(GroupObserver):
             self._engine.end_group(_WORLD)
         for rank in self._control.gone_ranks():
             self._engine.lose(rank)
-        for is_send, group_id, peer in self._engine.parties():
+        for is_send, group_id, peer in self._engine.active_transfers():
             error = why(group_id, peer)
             if error is not None:
                 self._engine.fail(is_send, group_id, peer, self._id_of(error))
@@ -316,7 +316,7 @@ class NativeP2P(GroupObserver):
 
     @override
     def sending_groups(self) -> set[int]:
-        return {group_id for is_send, group_id, _ in self._engine.parties() if is_send}
+        return {group_id for is_send, group_id, _ in self._engine.active_transfers() if is_send}
 
     @override
     def num_sent(self, rank: int) -> int:

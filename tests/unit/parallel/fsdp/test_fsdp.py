@@ -605,3 +605,45 @@ def test_two_forwards_then_two_backwards(run):
     expected = float(torch.nn.utils.clip_grad_norm_(own.parameters(), math.inf))
     for total in run(program, 2):
         assert float(total) == pytest.approx(expected, rel=1e-5)
+
+
+def test_everything_that_is_sent_was_set(run, monkeypatch):
+    """The padding of gradient rows, and tokens, are bytes that somebody has written, wherever memory comes from."""
+    sent = []
+
+    def record(function):
+        def recorded(tensor, *args, **kwargs):
+            sent.append(tensor.detach().clone())
+            return function(tensor, *args, **kwargs)
+
+        return recorded
+
+    def poisoned(shape, dtype=torch.float32, **kwargs):
+        return empty_symmetric(shape, dtype, **kwargs).fill_(255 if dtype is torch.uint8 else math.nan)
+
+    empty_symmetric = memory.empty_symmetric
+    monkeypatch.setattr(memory, "empty_symmetric", poisoned)
+    monkeypatch.setattr(torch.utils.deterministic, "fill_uninitialized_memory", True)
+    for module, name in (
+        (flat_grad, "async_reduce_scatter"),
+        (flat_grad, "async_allreduce"),
+        (flat_param, "async_all_gather"),
+        (flat_param, "all_gather"),
+    ):
+        monkeypatch.setattr(module, name, record(getattr(module, name)))
+
+    def program(group):
+        for strategy in (ShardingStrategy.FULL_SHARD, ShardingStrategy.NO_SHARD):
+            fsdp = FSDP(mlp(), group, strategy=strategy, wrap=torch.nn.Linear)
+            train(fsdp, batches(1), OPTIMIZERS["adamw"](fsdp.parameters()), group)
+
+    torch.use_deterministic_algorithms(True)
+    try:
+        run(program, 3)
+    finally:
+        torch.use_deterministic_algorithms(False)
+    rows = [tensor for tensor in sent if tensor.is_floating_point()]
+    tokens = [tensor for tensor in sent if tensor.dtype is torch.uint8]
+    assert rows
+    assert all(tensor.isfinite().all() for tensor in rows)
+    assert not any(tensor.any() for tensor in tokens)

@@ -1,4 +1,4 @@
-#include "engine/queue.h"
+#include "engine/collective_queue.h"
 
 #include <pthread.h>
 
@@ -16,42 +16,42 @@ constexpr auto long_sleep = std::chrono::hours(1);
 
 }  // namespace
 
-bool Queue::wait(Pending& pending, double timeout) {
+bool CollectiveQueue::wait(Pending& pending, double timeout) {
     if (pending.is_done()) return pending.wait(timeout);
     {
         std::unique_lock lock(mutex_);
         if (std::isinf(timeout)) {
-            while (!is_running_ && !started_.empty() && started_.front().pending->place() <= pending.place())
+            while (!is_running_ && !started_.empty() && started_.front().pending->ticket() <= pending.ticket())
                 run_first(lock);
         }
         if (pending.is_done()) {
-            // Whoever came meanwhile, and what should not wait, was left to this thread.
+            // Collectives queued meanwhile, and urgent ones, were left to this thread.
             const bool is_awaited = !started_.empty() && (num_waiting_ > 0 || started_.front().is_urgent);
             lock.unlock();
-            if (is_awaited) hurry();
+            if (is_awaited) wake();
             return pending.wait(timeout);
         }
         ++num_waiting_;
     }
     const Waiting counted(*this);
-    hurry();
+    wake();
     return pending.wait(timeout);
 }
 
-void Queue::end() {
+void CollectiveQueue::end() {
     {
         const std::lock_guard lock(mutex_);
         is_closing_ = true;
     }
-    hurry();
+    wake();
 }
 
-void Queue::close() {
+void CollectiveQueue::close() {
     end();
     thread_->join();
 }
 
-void Queue::keep() {
+void CollectiveQueue::run_thread() {
     ::pthread_setname_np(::pthread_self(), "ferro-queue");
     std::unique_lock lock(mutex_);
     int num_idle = 0;
@@ -59,7 +59,7 @@ void Queue::keep() {
         if (!started_.empty() && !is_running_) {
             try {
                 run_first(lock);
-            } catch (...) {  // it has ended with a failure
+            } catch (...) {  // the collective has ended with this failure
             }
             num_idle = 0;
             continue;
@@ -75,21 +75,21 @@ void Queue::keep() {
     }
 }
 
-void Queue::run_first(std::unique_lock<std::mutex>& lock) {
+void CollectiveQueue::run_first(std::unique_lock<std::mutex>& lock) {
     const Started first = std::move(started_.front());
     started_.pop_front();
     is_running_ = true;
     lock.unlock();
     std::exception_ptr failure, interruption;
-    const std::uint64_t place = first.pending->place();
+    const std::uint64_t ticket = first.pending->ticket();
     try {
-        run_(place, first.timeout, first.collective);
+        run_(ticket, first.timeout, first.collective);
     } catch (const Failure&) {
         failure = std::current_exception();
     } catch (...) {
         interruption = std::current_exception();
         Failure broken(FailureKind::broken, {});
-        broken.set_context(place, 0.0);
+        broken.set_context(ticket, 0.0);
         failure = std::make_exception_ptr(std::move(broken));
     }
     first.pending->finish(std::move(failure));
