@@ -28,8 +28,6 @@ _GOODBYE_SECONDS = 2.0  # how long `PeerManager.close` waits for all peers toget
 
 _POLL_INTERVAL_SECONDS = 0.2  # between two checks whether a rank that is waited for can still come
 
-_NO_VERSION = (-1, -1)
-
 
 class PeerListener:
     """Listener for peers joining and leaving. For one peer the calls alternate."""
@@ -136,7 +134,7 @@ class PeerManager:
     def joined(self, peer: int, pair: Backend, version: tuple[int, int]) -> None:
         """Take a group of this rank and another one; see `TransportListener`."""
         with self._exclusively(peer) as may_go_on:
-            if may_go_on and version > self._versions.get(peer, _NO_VERSION):
+            if may_go_on and version > self._versions.get(peer, (-1, -1)):
                 self._versions[peer] = version
                 remote = RemotePeer(peer, self._options, self._handler, pair, self._disconnected)
                 before = self._peers.get(peer)

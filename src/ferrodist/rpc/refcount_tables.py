@@ -91,7 +91,7 @@ class PendingForks:
     def add(self, fork: PendingFork) -> None:
         """Add a fork; raises ValueError if there is one with its id."""
         if self._by_key.setdefault(fork.key, fork) is not fork:
-            raise ValueError(f"rank {fork.sender} has sent ticket {fork.fork_id} before")
+            raise ValueError(f"rank {fork.sender} has sent fork id {fork.fork_id} before")
         for id_, count in fork.counts.items():
             self._totals[id_] = self._totals.get(id_, 0) + count
 
@@ -224,7 +224,8 @@ class RRefTable:
     def give_back(self, user_rref: UserRRef) -> int:
         """Take the number of references that an owner is to be sent back."""
         with self._lock:
-            return user_rref.take_count(self._peers[user_rref.id.owner].connection)
+            count, user_rref.count = user_rref.count, 0
+            return count if user_rref.connection == self._peers[user_rref.id.owner].connection else 0
 
     # Objects of this rank.
 
