@@ -98,6 +98,11 @@ class Case:
         """The fields, with names for enums."""
         return {**asdict(self), "operation": self.operation.value, "dtype": self.dtype.value}
 
+    @classmethod
+    def from_plain(cls, fields: dict[str, Any]) -> Case:
+        """The inverse of `as_plain`."""
+        return cls(**{**fields, "operation": Operation(fields["operation"]), "dtype": DataType(fields["dtype"])})
+
     def partner(self, rank: int) -> int | None:
         """The rank that a rank exchanges messages with: the first and the last do, which are on different hosts."""
         return {0: self.num_ranks - 1, self.num_ranks - 1: 0}.get(rank)

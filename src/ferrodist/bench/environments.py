@@ -23,19 +23,25 @@ _COMPLETE_FILE = "complete"
 
 
 class PeerFailedError(Exception):
-    """The peer can't be started, or has ended; the message says why."""
+    """A peer, or what it needs, can't be started, has ended, or gave a wrong result; the message says why."""
 
 
-def run_command(
-    command: Sequence[str], *, title: str, timeout: float, failure: type[Exception]
-) -> subprocess.CompletedProcess[str]:
-    """Run a command to its end, whatever its exit code; raises ``failure`` after ``timeout`` seconds."""
+def run_command(command: Sequence[str], *, title: str, timeout: float, check: bool = True) -> str:
+    """Run a command to its end, and return its output.
+
+    PeerFailedError: it took more than ``timeout`` seconds, or with ``check`` it failed; its last line is the reason.
+    """
     try:
-        return subprocess.run(  # noqa: S603 - a fixed command
+        done = subprocess.run(  # noqa: S603 - a fixed command
             command, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=timeout, check=False
         )
     except subprocess.TimeoutExpired:
-        raise failure(f"{title} took more than {timeout} s") from None
+        raise PeerFailedError(f"{title} took more than {timeout} s") from None
+    if check and done.returncode != 0:
+        lines = [line for line in (done.stderr or done.stdout).splitlines() if line.strip()]
+        errors = [line for line in lines if line.startswith("ERROR")] or lines or [f"exit code {done.returncode}"]
+        raise PeerFailedError(f"{title}: {errors[-1].strip()}")
+    return done.stdout
 
 
 def obtain_environment(mpi: str, log: Callable[[str], None]) -> Path:
@@ -71,9 +77,4 @@ def _create(folder: Path, mpi: str, version: str) -> None:
 
 
 def _run(command: Sequence[str]) -> None:
-    """Run a command; if it fails, its last line is the reason."""
-    done = run_command(command, title=" ".join(command), timeout=_COMMAND_TIMEOUT_SECONDS, failure=PeerFailedError)
-    if done.returncode != 0:
-        lines = [line for line in (done.stderr or done.stdout).splitlines() if line.strip()]
-        errors = [line for line in lines if line.startswith("ERROR")] or lines or [f"exit code {done.returncode}"]
-        raise PeerFailedError(f"{command[0]}: {errors[-1].strip()}")
+    run_command(command, title=command[0], timeout=_COMMAND_TIMEOUT_SECONDS)
