@@ -12,8 +12,7 @@ from test_mpi import environment, needs_mpi
 
 import ferrodist
 from ferrodist.backends.native import is_native_available
-from ferrodist.bench.environments import PeerFailedError
-from ferrodist.bench.netns import EmulatedHosts
+from ferrodist.bench.environments import EmulatedHosts, PeerFailedError
 
 pytest.importorskip("matplotlib", reason="the extra 'bench' is not installed")
 pytest.importorskip("rich", reason="the extra 'bench' is not installed")

@@ -12,9 +12,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ferrodist.bench.adapters.base import UnsupportedError
-from ferrodist.bench.cases import Case, Peer, format_ranks
-from ferrodist.bench.environments import PeerFailedError
-from ferrodist.bench.netns import EmulatedHosts
+from ferrodist.bench.cases import Case, Peer, format_ranks, plan_stages
+from ferrodist.bench.environments import EmulatedHosts, PeerFailedError
 from ferrodist.bench.processes import RankGroup
 from ferrodist.bench.report import (
     CaseReport,
@@ -25,14 +24,13 @@ from ferrodist.bench.report import (
     case_lines,
     format_bytes,
 )
-from ferrodist.bench.suites import plan_stages
 from ferrodist.bench.targets import Iperf3Target, RankTarget
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
+    from ferrodist.bench.cases import BenchOptions, Stage, Suite
     from ferrodist.bench.display import RunDisplay
-    from ferrodist.bench.suites import BenchOptions, Stage, Suite
     from ferrodist.bench.targets import Runner
 
     BenchTarget = RankTarget | Iperf3Target

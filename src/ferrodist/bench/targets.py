@@ -15,8 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from ferrodist.bench.adapters.base import UnsupportedError
 from ferrodist.bench.cases import GROUP_CREATIONS, Operation, Peer
-from ferrodist.bench.environments import PeerFailedError, run_command
-from ferrodist.bench.netns import NUM_HOSTS
+from ferrodist.bench.environments import NUM_HOSTS, PeerFailedError, run_command
 from ferrodist.bench.report import format_bytes, format_seconds
 
 if TYPE_CHECKING:
@@ -25,7 +24,7 @@ if TYPE_CHECKING:
     from typing_extensions import Self
 
     from ferrodist.bench.cases import Case, DataType
-    from ferrodist.bench.netns import EmulatedHosts
+    from ferrodist.bench.environments import EmulatedHosts
     from ferrodist.bench.processes import RankGroup
 
 _BATCH_SECONDS = 1e-3

@@ -6,11 +6,10 @@ import subprocess
 
 import pytest
 
-from ferrodist.bench import netns
+from ferrodist.bench import environments
 from ferrodist.bench.adapters.base import UnsupportedError
 from ferrodist.bench.cases import Case, Operation
-from ferrodist.bench.environments import PeerFailedError
-from ferrodist.bench.netns import EmulatedHosts, host_index
+from ferrodist.bench.environments import EmulatedHosts, PeerFailedError, host_index
 from ferrodist.bench.targets import Iperf3Target, parse_iperf3_rate
 
 
@@ -32,7 +31,7 @@ def test_the_first_ranks_are_on_the_first_host():
 def test_unavailable_hosts_raise_the_reason(monkeypatch, user, program, reason):
     """The reason says what is missing."""
     monkeypatch.setattr(os, "geteuid", lambda: user)
-    monkeypatch.setattr(netns.shutil, "which", lambda name: program)
+    monkeypatch.setattr(environments.shutil, "which", lambda name: program)
     with pytest.raises(PeerFailedError, match=reason):
         EmulatedHosts()
 
@@ -46,7 +45,7 @@ def test_hosts_are_removed_when_their_creation_fails(monkeypatch):
         return subprocess.CompletedProcess(command, int("link" in command), "", "no such device type")
 
     monkeypatch.setattr(os, "geteuid", lambda: 0)
-    monkeypatch.setattr(netns.shutil, "which", lambda name: "/sbin/ip")
+    monkeypatch.setattr(environments.shutil, "which", lambda name: "/sbin/ip")
     monkeypatch.setattr(subprocess, "run", run)
     with pytest.raises(PeerFailedError, match="ip link add: no such device type"), EmulatedHosts():
         pass
