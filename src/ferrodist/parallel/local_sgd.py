@@ -89,8 +89,7 @@ class LocalSGD:
     replaced, nor change their dtype.
 
     A group may have several; every rank makes them, and calls their `step`, in the same order. To resume from a file,
-    save the module and `state_dict` when `step` has averaged; load the module, make the LocalSGD, and then load its
-    state.
+    save the module and `state_dict` when `step` has averaged; load the module, make the LocalSGD, and load its state.
 
     Args:
         module: The module; it must be the same on all ranks, which is checked.

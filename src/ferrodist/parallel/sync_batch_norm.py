@@ -4,8 +4,7 @@ After S. Ioffe and C. Szegedy, "Batch Normalization", ICML 2015 (https://arxiv.o
 statistics are combined after T. Chan, G. Golub and R. LeVeque, "Updating Formulae and a Pairwise Algorithm for
 Computing Sample Variances", 1979: no rank adds squares of large numbers.
 
-In training a forward is one all_gather of 2 C + 1 numbers from each rank, and a backward one allreduce of 2 C, for C
-channels.
+In training, for C channels, a forward is one all_gather of 2 C + 1 numbers a rank, a backward one allreduce of 2 C.
 """
 
 from __future__ import annotations

@@ -3,8 +3,7 @@
 After S. Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models", SC 2020
 (https://arxiv.org/abs/1910.02054), and Y. Zhao et al., "PyTorch FSDP", VLDB 2023 (https://arxiv.org/abs/2304.11277).
 For a model of n elements on p ranks a step of FULL_SHARD sends 3 n (p - 1) / p elements from each rank: two all_gathers
-and one reduce_scatter for each unit. On one host only gradients move: ranks compute with each other's shards in shared
-memory.
+and one reduce_scatter for each unit. On one host only gradients move: ranks share the shards' memory.
 """
 
 from __future__ import annotations
@@ -83,8 +82,7 @@ class FSDP(TransparentWrapper, Generic[WrappedModule]):
     When ``backward()`` returns, each local shard has its share of the mean of all ranks' gradients. When each rank's
     loss is the mean over a batch of equal size, a step is that of one process with all ranks' batches joined. A
     parameter that has no gradient on this rank counts as zeros; one that has none on any rank keeps None. Gradients of
-    several backwards add up; inside `no_sync` they stay on the rank, unsharded, until a backward outside of it averages
-    them.
+    several backwards add up; inside `no_sync` they stay on the rank, unsharded, until a backward outside averages them.
 
     torch's norms and totals of shards and of their gradients are those of the full tensors, so
     `torch.nn.utils.clip_grad_norm_` and ``GradScaler.step`` are right: every rank must call them, and each tensor costs
@@ -482,7 +480,6 @@ def _check_arguments(module: object, strategy: object, mixed_precision: object, 
 
 
 def _choose_device(device: torch.device, *, cpu_offload: bool) -> torch.device:
-    """The device of shards, gradients and full parameters."""
     if cpu_offload and device.type != "cpu":
         raise UnsupportedOpError(
             f"cpu_offload=True keeps a model on the CPU and computes there, but this one is on {device}: leave it out,"

@@ -130,7 +130,6 @@ def count_parameters(module: torch.nn.Module) -> int | None:
 
 
 def _describe_stage(stage: torch.nn.Module) -> str:
-    """A stage's modules, in words."""
     if not isinstance(stage, torch.nn.Sequential) or not len(stage):
         return type(stage).__name__
     names = list(own_modules(stage))
