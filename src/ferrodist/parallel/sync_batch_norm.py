@@ -17,6 +17,7 @@ import torch
 from torch.autograd.function import FunctionCtx, once_differentiable
 from torch.nn import functional
 
+from ferrodist.arguments import check_type
 from ferrodist.backends.non_member import check_group
 from ferrodist.backends.process_group import resolve_group
 from ferrodist.collectives.all_gather import all_gather
@@ -231,8 +232,7 @@ def convert_sync_batchnorm(
         TypeError: ``module`` is not a module, or has a subclass of a batch norm, whose own code would be lost, and
             ``replace`` is None or returned something else than a module. Nothing is changed.
     """
-    if not isinstance(module, torch.nn.Module):
-        raise TypeError(f"convert_sync_batchnorm takes a torch.nn.Module, not {type(module).__name__}")
+    check_type(module, torch.nn.Module, "convert_sync_batchnorm takes a torch.nn.Module")
     if replace is not None and not callable(replace):
         raise TypeError(f"replace must be a function of a layer or None, not {type(replace).__name__}")
     layers = {each: _convert_layer(each, name, group, replace) for name, each in module.named_modules()}

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Generic, NoReturn
 
 import torch
 
-from ferrodist.arguments import check_bool
+from ferrodist.arguments import check_bool, check_type
 from ferrodist.backends.process_group import resolve_group
 from ferrodist.collectives.arguments import check_root
 from ferrodist.deadline import Deadline, check_timeout
@@ -111,8 +111,7 @@ class DDP(TransparentWrapper, Generic[WrappedModule]):
         comm_hook: CommHook | None = None,
     ) -> None:
         super().__init__()
-        if not isinstance(module, torch.nn.Module):
-            raise TypeError(f"DDP wraps a torch.nn.Module, not {type(module).__name__}")
+        check_type(module, torch.nn.Module, "DDP wraps a torch.nn.Module")
         self.module = module
         self._options = Options(
             bucket_size_mb=bucket_size_mb,

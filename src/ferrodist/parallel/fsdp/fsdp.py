@@ -12,11 +12,12 @@ import contextlib
 import sys
 import weakref
 from dataclasses import replace
+from types import NoneType
 from typing import TYPE_CHECKING, Any, Generic, NoReturn
 
 import torch
 
-from ferrodist.arguments import check_bool
+from ferrodist.arguments import check_bool, check_type
 from ferrodist.collectives.reduce import broadcast
 from ferrodist.errors import UnsupportedOpError
 from ferrodist.parallel.fsdp.clip_grad import clip_gradients, unscale_gradients
@@ -28,6 +29,7 @@ from ferrodist.parallel.fsdp.memory import GradientBuffer
 from ferrodist.parallel.fsdp.optim_state_dict import OptimizerStateDict
 from ferrodist.parallel.fsdp.scheduler import UnitScheduler
 from ferrodist.parallel.fsdp.state_dict import ModelStateDict
+from ferrodist.parallel.fsdp.unit import Unit, UnitState
 from ferrodist.parallel.fsdp.wrap import find_units
 from ferrodist.parallel.module_guard import ModuleGuard
 from ferrodist.parallel.wrapped_names import TransparentWrapper, WrappedModule
@@ -39,7 +41,6 @@ if TYPE_CHECKING:
 
     from ferrodist.backends.base import Backend
     from ferrodist.mesh import DeviceMesh
-    from ferrodist.parallel.fsdp.unit import Unit
 
 
 def install_hooks(unit: Unit, scheduler: UnitScheduler) -> None:
@@ -280,7 +281,7 @@ class FSDP(TransparentWrapper, Generic[WrappedModule]):
     @property
     def has_pending_prefetch(self) -> bool:
         """True if units are being gathered that no forward waits for yet."""
-        return self._scheduler.has_pending_prefetch
+        return any(unit.state is UnitState.GATHERING for unit in self._units)
 
     @torch.no_grad()
     def broadcast_updated_params(self) -> None:
@@ -466,15 +467,12 @@ class FSDP(TransparentWrapper, Generic[WrappedModule]):
                 broadcast(buffer, 0, group=self._axes.world, out=buffer)
 
 
-def _check_arguments(module: object, strategy: object, mixed_precision: object, init: object) -> None:
-    if not isinstance(module, torch.nn.Module):
-        raise TypeError(f"FSDP wraps a torch.nn.Module, not {type(module).__name__}")
+def _check_arguments(module: torch.nn.Module, strategy: object, mixed_precision: object, init: object) -> None:
+    check_type(module, torch.nn.Module, "FSDP wraps a torch.nn.Module")
     if any(isinstance(each, FSDP) for each in module.modules()):
         raise ValueError("the module contains an FSDP: wrap once, from outside, and choose the units by wrap=")
-    if not isinstance(strategy, ShardingStrategy):
-        raise TypeError(f"strategy must be a ShardingStrategy, not {type(strategy).__name__}")
-    if mixed_precision is not None and not isinstance(mixed_precision, MixedPrecision):
-        raise TypeError(f"mixed_precision must be a MixedPrecision or None, not {type(mixed_precision).__name__}")
+    check_type(strategy, ShardingStrategy, "strategy must be a ShardingStrategy")
+    check_type(mixed_precision, (MixedPrecision, NoneType), "mixed_precision must be a MixedPrecision or None")
     if init is not None and not callable(init):
         raise TypeError(f"init must be a function of a module or None, not {type(init).__name__}")
 

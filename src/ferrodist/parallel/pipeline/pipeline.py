@@ -259,7 +259,7 @@ class Pipeline(TransparentWrapper):
             is_divided = allreduce(is_divided, ReduceOp.MAX, group=group, timeout=limit)
             outputs.is_joined = not is_divided
             result = outputs.result()
-            self._executor.outputs = outputs if self._executor.has_in_flight else None
+            self._executor.outputs = outputs if torch.is_grad_enabled() else None
             barrier(group, timeout=limit)
             return result
 

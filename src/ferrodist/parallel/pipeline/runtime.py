@@ -189,11 +189,6 @@ class Executor:
         self._sends.clear()
         self._inputs = _NO_INPUTS  # a batch may be large
 
-    @property
-    def has_in_flight(self) -> bool:
-        """True if a microbatch has run forward, and not backward."""
-        return any(stage.num_in_flight for stage in self._stages.values())
-
     def reset(self) -> None:
         """Cancel everything under way."""
         self.current_action = None
