@@ -31,8 +31,7 @@ if TYPE_CHECKING:
 
     from ferrodist.backends.base import Backend
 
-MAX_BYTES = 25 << 20
-"""Size limit of a message."""
+MAX_BYTES = 25 << 20  # size limit of a message
 
 
 class FlatAverager:
@@ -43,8 +42,7 @@ class FlatAverager:
 
     def __init__(self, parameters: Mapping[str, torch.nn.Parameter], group: Backend, model_id: int) -> None:
         self.parameters = parameters
-        self.tensors: dict[str, torch.Tensor] = {}
-        """The means by name, after `average`."""
+        self.tensors: dict[str, torch.Tensor] = {}  # the means by name, after `average`
         self._group = group
         self._model_id = model_id
         self._flats: list[torch.Tensor] = []
@@ -193,12 +191,12 @@ class LocalSGD:
             "Every rank of the group must do so, at the same point of its program.",
         ):
             settings = all_gather_object(own_settings, group=self._group)
-        differing = [rank for rank, theirs in enumerate(settings) if theirs != settings[0]]
+        differing = tuple(rank for rank, theirs in enumerate(settings) if theirs != settings[0])
         if differing:
             raise CollectiveMismatchError(
                 f"the ranks of group {self._group.name!r} would average at different steps: rank {differing[0]} has"
                 f" {settings[differing[0]]} where rank 0 has {settings[0]}. Give all ranks the same.",
-                ranks=tuple(differing),
+                ranks=differing,
             )
 
     def _check_parameters(self) -> None:
@@ -243,12 +241,11 @@ class DiLoCo(LocalSGD):
     own optimizers keep their state.
 
     The last common parameters are stored. So call `reset` after loading other values into the module: loading can't be
-    told from training. A parameter that was frozen or unfrozen since then takes the plain mean once.
+    told from training; the outer optimizer's state stays. A parameter that was frozen or unfrozen since then takes the
+    plain mean once.
 
     Args:
-        module: As for `LocalSGD`.
-        group: As for `LocalSGD`.
-        period: As for `LocalSGD`; the paper's is 500.
+        module, group, period: As for `LocalSGD`; the paper's period is 500.
         outer_optimizer: Function that makes the outer optimizer of the parameters that it is given, equal on all ranks;
             None is SGD with learning rate 0.7 and Nesterov momentum 0.9, the paper's. Frozen parameters are among them;
             they have no gradient.
@@ -278,12 +275,8 @@ class DiLoCo(LocalSGD):
                 f" {type(self.outer_optimizer).__name__}"
             )
 
+    @override
     def reset(self) -> None:
-        """Continue on all ranks from rank 0's present parameters and buffers; every rank calls it.
-
-        Call it after values changed in another way than by training, such as loading. ``num_steps`` and the outer
-        optimizer's state stay.
-        """
         super().reset()
         for name, parameter in self._parameters.items():
             if parameter.is_floating_point() or parameter.is_complex():

@@ -15,7 +15,7 @@ import math
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
-from torch.autograd.function import once_differentiable
+from torch.autograd.function import FunctionCtx, once_differentiable
 from torch.nn import functional
 
 from ferrodist.backends.non_member import check_group
@@ -28,8 +28,6 @@ from ferrodist.wording import counted, with_article
 
 if TYPE_CHECKING:
     from collections.abc import Callable
-
-    from torch.autograd.function import FunctionCtx
 
     from ferrodist.backends.base import Backend
 

@@ -15,8 +15,7 @@ if TYPE_CHECKING:
 WrappedModule = TypeVar("WrappedModule", bound=torch.nn.Module, default=torch.nn.Module)
 """The type of a wrapper's module."""
 
-_MODULE_PREFIX = "module."
-"""Prefix of names in state dicts that torch's DDP has saved."""
+_MODULE_PREFIX = "module."  # prefix of names in state dicts that torch's DDP has saved
 
 
 class TransparentWrapper(torch.nn.Module):

@@ -10,8 +10,8 @@
 
 from ferrodist.errors import RpcError
 from ferrodist.rpc.agent import DEFAULT_MESSAGE_LIMIT, RpcAgent, RpcContext, current_agent
+from ferrodist.rpc.client import RpcStatistics
 from ferrodist.rpc.future import Future
-from ferrodist.rpc.metrics import RpcStatistics
 from ferrodist.rpc.refcount_tables import ReferenceCounts
 from ferrodist.rpc.rref import RRef
 from ferrodist.rpc.tcp_transport import TcpRpcBackend

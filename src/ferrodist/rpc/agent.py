@@ -20,11 +20,10 @@ from ferrodist.collectives.pytree import is_encodable
 from ferrodist.deadline import Deadline, check_timeout
 from ferrodist.errors import DistributedError, InvalidRankError, RpcError, ranks_text
 from ferrodist.resource_limits import naming_limits
-from ferrodist.rpc.client import RpcClient
+from ferrodist.rpc.client import RpcClient, RpcStatistics
 from ferrodist.rpc.executor import Executor, WaitEvents
 from ferrodist.rpc.large_messages import TensorPool
 from ferrodist.rpc.messages import OWN_NAMES, Call
-from ferrodist.rpc.metrics import RpcMetrics, RpcStatistics
 from ferrodist.rpc.peer import PeerOptions
 from ferrodist.rpc.peer_manager import PeerManager
 from ferrodist.rpc.remote_objects import CREATE, RRefManager
@@ -69,6 +68,11 @@ class RpcAgent:
         message_limit: Limit in bytes of a call's arguments, or its result; 8 KiB at least.
         allow_pickle: Whether values of all other types may be sent, pickled. A caller can then run anything here.
 
+    Attributes:
+        rank: This rank.
+        world_size: The number of ranks.
+        timeout: The default timeout of calls in seconds.
+
     Raises:
         TypeError, ValueError: An argument is wrong. The backend is closed, unless another agent has it.
     """
@@ -88,44 +92,41 @@ class RpcAgent:
             backend = GroupRpcBackend(check_group(backend))
         if not isinstance(backend, RpcBackend):
             raise TypeError(f"an RpcAgent is made with an RpcBackend or a group, not {type(backend).__name__}")
-        self._registry = FunctionRegistry()
         try:
             check_int("num_workers", num_workers, min=1)
             check_int("most_outstanding", most_outstanding, min=1)
             check_int("message_limit", message_limit, min=_MIN_MESSAGE_LIMIT)
             _check_name(name)
             _check_bool("allow_pickle", allow_pickle)
-            self._registry.register_all({} if functions is None else functions)
+            self._registry = FunctionRegistry({} if functions is None else functions)
         except (TypeError, ValueError):
             backend.refuse()
             raise
-        self._rank, self._world_size, self._timeout = backend.rank, backend.world_size, backend.timeout
+        self.rank, self.world_size, self.timeout = backend.rank, backend.world_size, backend.timeout
         self._is_closed = False
-        self._metrics = RpcMetrics()
         with _naming_limits(backend.rank):
             self._executor = Executor(
                 num_workers,
-                f"ferrodist-rpc-{self._rank}-worker",
+                f"ferrodist-rpc-{self.rank}-worker",
                 WaitEvents(backend.signal),
                 functools.partial(serving_agent.set, self),
             )
             self._rrefs = RRefManager(
-                self._rank, self._world_size, self._timeout, self._executor, allow_pickle=allow_pickle
+                self.rank, self.world_size, self.timeout, self._executor, allow_pickle=allow_pickle
             )
             self._peers = PeerManager(backend, name or "")
-            self._client = RpcClient(self._peers, self._executor, self._rrefs, self._metrics)
+            self._client = RpcClient(self._peers, self._executor, self._rrefs)
             self._server = RpcServer(
                 self._registry,
                 self._executor,
                 self._rrefs,
                 self._client,
-                self._metrics,
                 max_outstanding=most_outstanding,
-                timeout=self._timeout,
+                timeout=self.timeout,
             )
             self._rrefs.bind(self._client, self._server)
             self._names = WorkerNames(name or "", self._peers, self._server)
-            self._shutdown = GracefulShutdown(self._rank, self._world_size, self._client, self._server)
+            self._shutdown = GracefulShutdown(self.rank, self.world_size, self._client, self._server)
         # A thread that is in torch while the interpreter ends would take the process down.
         at_exit(ExitStage.RPC_AGENTS, self.close)
         options = PeerOptions(
@@ -142,21 +143,6 @@ class RpcAgent:
         except BaseException:
             self.close()
             raise
-
-    @property
-    def rank(self) -> int:
-        """This rank."""
-        return self._rank
-
-    @property
-    def world_size(self) -> int:
-        """The number of ranks."""
-        return self._world_size
-
-    @property
-    def timeout(self) -> float:
-        """The default timeout of calls in seconds."""
-        return self._timeout
 
     @overload
     def register(self, name: str, function: _Function) -> _Function: ...
@@ -267,7 +253,7 @@ class RpcAgent:
 
     def statistics(self) -> RpcStatistics:
         """Counters and latencies of the calls made and served so far."""
-        return self._metrics.snapshot(self._client.pending.num_in_flight)
+        return self._client.metrics.snapshot(self._client.pending.num_in_flight)
 
     def broadcast_call(self, name: str, /, *arguments: Any, timeout: float | None = None, **keywords: Any) -> list[Any]:
         """Call a function of all ranks, this one too, and wait for all results.

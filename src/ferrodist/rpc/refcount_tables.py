@@ -15,14 +15,13 @@ import threading
 import weakref
 from collections import defaultdict
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from ferrodist.errors import PeerLostError, RpcError
-from ferrodist.rpc.rref import ReferenceId, RRef, RRefOperations
-from ferrodist.rpc.rref_records import FREED, ForkKey, OwnedObject, PendingFork, PendingForks, UserRRef
+from ferrodist.rpc.rref import FREED, OwnedObject, ReferenceId, RRef, RRefOperations, UserRRef
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping
+    from collections.abc import Callable, Iterable, Mapping
 
     from ferrodist.rpc.executor import SerialExecutor
     from ferrodist.rpc.future import Future
@@ -51,6 +50,89 @@ class _PeerState:
     connection: int = 0
     is_there: bool = False
     has_met: bool = False  # whether the peer knows of this connection
+
+
+ForkKey = tuple[int, int]
+"""A message with references of third ranks: its sender, and its fork id."""
+
+
+class PendingFork:
+    """References in one message from a third rank, as their owner knows them until they have arrived."""
+
+    def __init__(
+        self, key: ForkKey, user: int, incarnation: int, counts: dict[ReferenceId, int], respond: Callable[[Any], None]
+    ) -> None:
+        self.key = key
+        self.sender, self.fork_id = key
+        self.user = user
+        self.incarnation = incarnation
+        self.counts = counts  # by object; those that have arrived are taken off
+        self.must_settle = False  # whether the user is asked which have arrived, for no more will
+        self._respond: Callable[[Any], None] | None = respond  # takes whether the message may be sent
+
+    @property
+    def is_answered(self) -> bool:
+        """True once the message may have been sent."""
+        return self._respond is None
+
+    def take_respond(self) -> list[Callable[[Any], None]]:
+        """The function that takes the answer, in a list; an empty list after the first time."""
+        respond, self._respond = self._respond, None
+        return [] if respond is None else [respond]
+
+
+class PendingForks:
+    """All pending forks of an owner's objects; the caller's lock guards them."""
+
+    def __init__(self) -> None:
+        self._by_key: dict[ForkKey, PendingFork] = {}
+        self._totals: dict[ReferenceId, int] = {}
+
+    def add(self, fork: PendingFork) -> None:
+        """Add a fork; raises ValueError if there is one with its id."""
+        if self._by_key.setdefault(fork.key, fork) is not fork:
+            raise ValueError(f"rank {fork.sender} has sent fork id {fork.fork_id} before")
+        for id_, count in fork.counts.items():
+            self._totals[id_] = self._totals.get(id_, 0) + count
+
+    def has(self, id_: ReferenceId) -> bool:
+        """Return True if a reference to an object is pending."""
+        return id_ in self._totals
+
+    def find(self, key: ForkKey) -> PendingFork | None:
+        """The pending fork of a message."""
+        return self._by_key.get(key)
+
+    def sent_by(self, sender: int) -> list[PendingFork]:
+        """The pending forks of a sender."""
+        return [each for each in self._by_key.values() if each.sender == sender]
+
+    def sent_to(self, user: int) -> list[PendingFork]:
+        """The pending forks for a receiver."""
+        return [each for each in self._by_key.values() if each.user == user]
+
+    def arrive(self, fork: PendingFork, id_: ReferenceId) -> None:
+        """Take off a reference that has arrived."""
+        if id_ in fork.counts:
+            self._subtract(fork.counts, id_, 1)
+            self._subtract(self._totals, id_, 1)
+            if not fork.counts:
+                del self._by_key[fork.key]
+
+    def drop(self, fork: PendingFork) -> Iterable[ReferenceId]:
+        """Forget what has not arrived, if the fork is pending; returns the objects."""
+        if self._by_key.get(fork.key) is not fork:
+            return ()
+        del self._by_key[fork.key]
+        for id_, count in fork.counts.items():
+            self._subtract(self._totals, id_, count)
+        return fork.counts
+
+    @staticmethod
+    def _subtract(counts: dict[ReferenceId, int], id_: ReferenceId, count: int) -> None:
+        counts[id_] -= count
+        if not counts[id_]:
+            del counts[id_]
 
 
 class RefCountSender(Protocol):
@@ -142,7 +224,8 @@ class RRefTable:
     def give_back(self, user_rref: UserRRef) -> int:
         """Take the number of references that an owner is to be sent back."""
         with self._lock:
-            return user_rref.take_count(self._peers[user_rref.id.owner].connection)
+            count, user_rref.count = user_rref.count, 0
+            return count if user_rref.connection == self._peers[user_rref.id.owner].connection else 0
 
     # Objects of this rank.
 

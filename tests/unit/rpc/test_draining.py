@@ -318,7 +318,8 @@ def test_functions_of_a_lost_rank_are_waited_for(how):
         while 1 not in hub._shutdown._ready:
             assert not patience.expired
             threading.Event().wait(0.001)
-        assert [agent._shutdown._status().is_quiet for agent in (hub, server)] == [True, False]
+        statuses = [agent._shutdown._status() for agent in (hub, server)]
+        assert [made == ended and not served for made, ended, served in statuses] == [True, False]
         with pytest.raises(DistributedTimeoutError, match=r"rank 1 (serves 1 call|does not say what it is at)"):
             hub.drain(0.2)
         release.set()

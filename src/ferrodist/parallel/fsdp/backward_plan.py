@@ -27,14 +27,10 @@ if TYPE_CHECKING:
 class Action(enum.Enum):
     """The effect of a step on a unit."""
 
-    GATHER = "gather"
-    """Start gathering it."""
-    USE = "use"
-    """Finish gathering it."""
-    REDUCE = "reduce"
-    """Start averaging the gradients that it has."""
-    FREE = "free"
-    """Free all but the shards."""
+    GATHER = "gather"  # start gathering it
+    USE = "use"  # finish gathering it
+    REDUCE = "reduce"  # start averaging the gradients that it has
+    FREE = "free"  # free all but the shards
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -90,10 +86,8 @@ class ForwardTrace:
 
     def __init__(self) -> None:
         self.events: list[CallEvent] = []
-        self.order: list[int] = []
-        """The units in the order in which their calls began."""
-        self.versions: dict[int, tuple[int, ...]] = {}
-        """Version counters of each unit's shards."""
+        self.order: list[int] = []  # the units in the order in which their calls began
+        self.versions: dict[int, tuple[int, ...]] = {}  # version counters of each unit's shards
 
     def begin_call(self, unit: int) -> int:
         """Record that a unit's call begins; returns the call's index."""

@@ -155,7 +155,14 @@ class ShardAxes:
                 raise TypeError(f"FSDP takes a group, a DeviceMesh or None, not {type(group).__name__}")
             group = DeviceMesh(group, (-1,))
         if group.ndim == 1:
-            mesh = DeviceMesh(group.group, _grid_shape(group.group, strategy))
+            world_size = group.group.world_size
+            size = 1 if not strategy.is_sharded else strategy.shard_size or world_size
+            if world_size % size:
+                raise ValueError(
+                    f"{strategy.name} can't divide {counted(world_size, 'rank')} into rows of {size}: pass a size that"
+                    " divides the world size"
+                )
+            mesh = DeviceMesh(group.group, (world_size // size, size))
         elif group.ndim == 2 and strategy.is_sharded and strategy.shard_size is None:
             mesh = group
         else:
@@ -170,17 +177,3 @@ class ShardAxes:
             shard=shard.group if shard.size > 1 else None,
             replicate=replicate.group if replicate.size > 1 else None,
         )
-
-
-def _grid_shape(group: Backend, strategy: ShardingStrategy) -> tuple[int, int]:
-    """Number of replicas, and of the ranks that shard each."""
-    world_size = group.world_size
-    size = world_size if strategy.shard_size is None else strategy.shard_size
-    if not strategy.is_sharded:
-        size = 1
-    if world_size % size:
-        raise ValueError(
-            f"{strategy.name} can't divide {counted(world_size, 'rank')} into rows of {size}: pass a size that divides"
-            " the world size"
-        )
-    return world_size // size, size

@@ -116,10 +116,8 @@ class FlatShardParameter(torch.nn.Parameter):
     """This rank's shard of a parameter; see [Note: shards in torch's functions]."""
 
     shard_groups: ShardGroups | None = None
-    title: str = ""
-    """The parameter's name in messages."""
-    model: object = None
-    """The argument of `enter_forward` for its model."""
+    title: str = ""  # the parameter's name in messages
+    model: object = None  # the argument of `enter_forward` for its model
     __torch_function__ = FlatShardTensor.__torch_function__
 
     @property
@@ -187,8 +185,7 @@ def _groups_of(value: object) -> ShardGroups | None:
 
 # Modules have full parameters during their own calls, and shards during those of others.
 
-_models_in_forward: dict[int, list[object]] = {}
-"""For each thread the models whose forwards it is in."""
+_models_in_forward: dict[int, list[object]] = {}  # for each thread the models whose forwards it is in
 
 
 def enter_forward(model: object) -> None:

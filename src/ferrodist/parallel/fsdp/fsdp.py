@@ -13,11 +13,11 @@ import contextlib
 import sys
 import weakref
 from dataclasses import replace
-from functools import wraps
-from typing import TYPE_CHECKING, Any, Generic, NoReturn, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, NoReturn
 
 import torch
 
+from ferrodist.arguments import check_bool
 from ferrodist.collectives.reduce import broadcast
 from ferrodist.errors import UnsupportedOpError
 from ferrodist.parallel.fsdp.clip_grad import clip_gradients, unscale_gradients
@@ -32,6 +32,7 @@ from ferrodist.parallel.fsdp.state_dict import ModelStateDict
 from ferrodist.parallel.fsdp.wrap import find_units
 from ferrodist.parallel.module_guard import ModuleGuard
 from ferrodist.parallel.wrapped_names import TransparentWrapper, WrappedModule
+from ferrodist.torch_private.compilers import outside_of_compiler
 from ferrodist.wording import counted, with_article
 
 if TYPE_CHECKING:
@@ -40,8 +41,6 @@ if TYPE_CHECKING:
     from ferrodist.backends.base import Backend
     from ferrodist.mesh import DeviceMesh
     from ferrodist.parallel.fsdp.unit import Unit
-
-R = TypeVar("R")
 
 
 def install_hooks(unit: Unit, scheduler: UnitScheduler) -> None:
@@ -66,19 +65,6 @@ def install_hooks(unit: Unit, scheduler: UnitScheduler) -> None:
     if unit.index:
         unit.module.register_forward_pre_hook(outside_of_compiler(pre_forward), prepend=True)
         unit.module.register_forward_hook(outside_of_compiler(post_forward), always_call=True)
-
-
-def outside_of_compiler(function: Callable[..., R]) -> Callable[..., R]:
-    """Hide a function from torch.compile, which is slow to load, where something else has loaded it."""
-
-    @wraps(function)
-    def wrapper(*arguments: Any, **keywords: Any) -> R:
-        if "torch._dynamo" not in sys.modules:
-            return function(*arguments, **keywords)
-        disabled: Callable[..., R] = torch.compiler.disable(function)  # type: ignore[no-untyped-call]
-        return disabled(*arguments, **keywords)
-
-    return wrapper
 
 
 _fsdp_modules: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet()
@@ -172,9 +158,8 @@ class FSDP(TransparentWrapper, Generic[WrappedModule]):
         for name, count in (("forward_prefetch", forward_prefetch), ("backward_prefetch", backward_prefetch)):
             if isinstance(count, bool) or not isinstance(count, int) or count < 0:
                 raise ValueError(f"{name} must be a number of units from 0, not {count!r}")
-        for name, switch in (("cpu_offload", cpu_offload), ("reshard_after_forward", reshard_after_forward)):
-            if not isinstance(switch, bool):
-                raise TypeError(f"{name} must be True or False, not {type(switch).__name__}")
+        check_bool("cpu_offload", cpu_offload)
+        check_bool("reshard_after_forward", reshard_after_forward)
         self.strategy = strategy
         """The sharding strategy."""
         self._precision = mixed_precision or MixedPrecision()
@@ -192,12 +177,17 @@ class FSDP(TransparentWrapper, Generic[WrappedModule]):
             self._units = build_units(
                 specs, self._axes, self._precision, init, dtensor_specs=dtensor_specs, device=self._device
             )
+            flats = [flat for unit in self._units for flat in unit.flats]
             self._precision.convert_buffers(module)
             self._broadcast_buffers()
             self._scheduler = UnitScheduler(
                 self._units,
                 self._axes,
-                GradientBuffer(_row_bytes(self._units), self._axes.shard or self._axes.replicate, self._device),
+                GradientBuffer(
+                    max((flat.layout.rows_bytes for flat in flats if flat.num_trainable), default=0),
+                    self._axes.shard or self._axes.replicate,
+                    self._device,
+                ),
                 prefetch=(forward_prefetch, backward_prefetch),
                 reshards_after_forward=reshards,
             )
@@ -499,8 +489,3 @@ def _choose_device(device: torch.device, *, cpu_offload: bool) -> torch.device:
             " or move the module with cpu()"
         )
     return device
-
-
-def _row_bytes(units: Sequence[Unit]) -> int:
-    """Size of the largest unit's rows."""
-    return max((flat.gradients.size_bytes for unit in units for flat in unit.flats if flat.num_trainable), default=0)

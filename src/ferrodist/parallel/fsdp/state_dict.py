@@ -4,24 +4,21 @@ from __future__ import annotations
 
 import io
 import pickle
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from ferrodist.collectives.objects import all_gather_object, broadcast_object
 from ferrodist.collectives.reduce import broadcast
-from ferrodist.parallel.fsdp.dtensor_params import describe_local, full_tensor, local_tensor, slice_local, spec_of
+from ferrodist.parallel.fsdp.dtensor_params import full_tensor, local_tensor, slice_local, spec_of
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
     from ferrodist.parallel.fsdp.config import ShardAxes
     from ferrodist.parallel.fsdp.flat_param import FlatParameters
     from ferrodist.parallel.fsdp.unit import Unit
 
-_EXTRA = "_extra_state"
-"""torch's name for the result of `get_extra_state`, behind the module's name."""
+_EXTRA = "_extra_state"  # torch's name for the result of `get_extra_state`, behind the module's name
 
 
 class ModelStateDict:
@@ -46,21 +43,24 @@ class ModelStateDict:
     def full(self, *, rank0_only: bool) -> dict[str, torch.Tensor]:
         """Gather the full state dict."""
         is_wanted = not rank0_only or self._axes.world.rank == 0
-        values: dict[torch.nn.Parameter, torch.Tensor] = {}
+        found: dict[torch.Tensor, torch.Tensor] = {}
         with self._axes.in_collective("collecting full_state_dict()"):
             for flat in self._flats:
                 full = flat.gather_full()
                 if not is_wanted:
                     continue
                 for shard, value, spec in zip(flat.parameters, full, flat.dtensor_specs, strict=True):
-                    values[shard] = full_tensor(value, spec).clone()
+                    found[shard] = full_tensor(value, spec).clone()
             if not is_wanted:
                 return {}
-            template = self._module.state_dict(keep_vars=True)
-            return {
-                name: entry if not _is_tensor(entry) else values[entry] if entry in values else _copy_full(entry)
-                for name, entry in template.items()
-            }
+            state = dict(self._module.state_dict(keep_vars=True))
+            for name, entry in state.items():
+                if not isinstance(entry, torch.Tensor):  # an extra state
+                    continue
+                if entry not in found:  # a buffer
+                    found[entry] = full_tensor(local_tensor(entry), spec_of(entry)).detach().clone()
+                state[name] = found[entry]
+            return state
 
     @torch.no_grad()
     def load_full(self, state: Mapping[str, torch.Tensor] | None) -> None:
@@ -160,7 +160,9 @@ class ModelStateDict:
         """The buffers that belong to the state, by name."""
         template = self._module.state_dict(keep_vars=True)
         others = {name for names in self._names.values() for name in names} | set(self._extras)
-        return {name: entry for name, entry in template.items() if _is_tensor(entry) and name not in others}
+        return {
+            name: entry for name, entry in template.items() if isinstance(entry, torch.Tensor) and name not in others
+        }
 
     def _find_mismatch(self, state: object) -> str | None:
         """The reason why a full state dict does not fit, or None."""
@@ -175,7 +177,7 @@ class ModelStateDict:
         if unknown := sorted(set(state) - set(self._module.state_dict(keep_vars=True))):
             return f"it has {unknown[0]!r}, which the module does not have, and {len(unknown) - 1} more"
         for name, shape in shapes.items():
-            if not _is_tensor(state[name]):
+            if not isinstance(state[name], torch.Tensor):
                 return f"{name!r} is not a tensor"
             if state[name].shape != shape:
                 return f"{name!r} has shape {tuple(state[name].shape)} where the module has {tuple(shape)}"
@@ -188,7 +190,7 @@ def describe_owner(axes: ShardAxes, flats: Sequence[FlatParameters]) -> dict[str
     ``parts`` is for DTensors' local tensors, ``orders`` for dims that are not row-major.
     """
     parts = {
-        name: describe_local(spec)
+        name: f"{spec} of {spec.mesh.shape} ranks, at {spec.mesh.coordinate}"
         for flat in flats
         for name, spec in zip(flat.names, flat.dtensor_specs, strict=True)
         if spec is not None
@@ -246,7 +248,7 @@ def _find_sharded_mismatch(expected: Mapping[str, Any], state: Mapping[str, Any]
             return f"{name!r} {problem}"
     for name, own in expected["buffers"].items():
         other = state["buffers"][name]
-        if not _is_tensor(other) or own.shape != other.shape:
+        if not isinstance(other, torch.Tensor) or own.shape != other.shape:
             return f"buffer {name!r} is not a tensor of its shape in the state"
     return None
 
@@ -254,7 +256,7 @@ def _find_sharded_mismatch(expected: Mapping[str, Any], state: Mapping[str, Any]
 def _shard_mismatch(own: Mapping[str, Any], other: Any) -> str | None:
     if not isinstance(other, Mapping) or not {"piece", "start", "shape"} <= set(other):
         return "lacks piece, start or shape in the state"
-    if not _is_tensor(other["piece"]):
+    if not isinstance(other["piece"], torch.Tensor):
         return "has a piece in the state that is not a tensor"
     same = own["start"] == other["start"] and own["shape"] == other["shape"]
     if not same or own["piece"].numel() != other["piece"].numel():
@@ -274,11 +276,3 @@ def _serialize(value: object) -> bytes | None:
     except (pickle.PickleError, TypeError, AttributeError):
         return None
     return file.getvalue()
-
-
-def _copy_full(buffer: torch.Tensor) -> torch.Tensor:
-    return full_tensor(local_tensor(buffer), spec_of(buffer)).detach().clone()
-
-
-def _is_tensor(value: object) -> bool:
-    return isinstance(value, torch.Tensor)

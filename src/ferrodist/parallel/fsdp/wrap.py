@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from dataclasses import dataclass
+from itertools import takewhile
 from typing import TYPE_CHECKING, TypeAlias
 
 import torch
@@ -142,7 +143,4 @@ def _paths(root: torch.nn.Module, units: Collection[torch.nn.Module]) -> dict[to
 
 def _common(one: list[torch.nn.Module], other: list[torch.nn.Module]) -> list[torch.nn.Module]:
     """The common beginning of two paths."""
-    length = 0
-    while length < min(len(one), len(other)) and one[length] is other[length]:
-        length += 1
-    return one[:length]
+    return [first for first, _ in takewhile(lambda pair: pair[0] is pair[1], zip(one, other, strict=False))]

@@ -77,8 +77,7 @@ class Outputs:
     """The last stage's outputs for each microbatch of a forward, and the splitting of their gradients."""
 
     def __init__(self) -> None:
-        self.is_joined = True
-        """True if they are returned as one batch."""
+        self.is_joined = True  # True if they are returned as one batch
         self._outputs: dict[int, tuple[TreeSpec, list[torch.Tensor], list[bool]]] = {}
         """For each microbatch its tree spec, its tensors, and which of them require grad; in any order."""
 
@@ -176,7 +175,6 @@ class LossReduction(enum.Enum):
 
     MEAN = "mean"
     """Their mean, weighted by numbers of samples: the mean over all samples, if each loss is a mean."""
-
     SUM = "sum"
     """Their sum."""
 
@@ -189,8 +187,7 @@ class Losses:
             raise TypeError(f"loss_reduction must be a LossReduction, not {reduction!r}")
         self.reduction = reduction
         self._num_microbatches = num_microbatches
-        self.values: list[float] = []
-        """The losses of the last step, on all ranks."""
+        self.values: list[float] = []  # the losses of the last step, on all ranks
         self.gradients: dict[int, list[torch.Tensor | None]] = {}
         """For each loss the gradient with which its backward begins: its weight."""
         self._counts: dict[str, Sequence[int]] = {}

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
-from ferrodist.backends.request import wait_all
+from ferrodist.backends.request import Request, wait_all
 from ferrodist.collectives.arguments import bytes_of
 from ferrodist.collectives.engines.select import engine_of
 from ferrodist.collectives.p2p import recv, start_tensor_send
@@ -27,15 +27,13 @@ from ferrodist.collectives.tensor_protocol import TensorReceive, start_send
 from ferrodist.deadline import Deadline
 from ferrodist.errors import DistributedError, DistributedTimeoutError, ProtocolError
 from ferrodist.parallel.pipeline.schedule.ir import Action, ActionKind
-from ferrodist.parallel.pipeline.stage import MAIN, Edge
+from ferrodist.parallel.pipeline.stage import MAIN, Edge, Gradients, PipelineOutput, Stage
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
 
     from ferrodist.backends.base import Backend
-    from ferrodist.backends.request import Request
     from ferrodist.parallel.pipeline.microbatch import Outputs
-    from ferrodist.parallel.pipeline.stage import Gradients, PipelineOutput, Stage
 
 _HOST = torch.device("cpu")
 
@@ -67,8 +65,7 @@ class PendingRecv:
         self._lock = threading.Lock()
         self._packed: PackedValue | None = None
         self._error: Exception | None = None
-        self._out_of_band: list[tuple[int, TensorReceive]] = []
-        """Receives of out-of-band tensors, with their indices."""
+        self._out_of_band: list[tuple[int, TensorReceive]] = []  # receives of out-of-band tensors, with their indices
         self._is_cancelled = False
         self._message: TensorReceive | None = None
         if prefetch:
@@ -175,10 +172,8 @@ class Executor:
         """Edges and directions whose last value had out-of-band tensors."""
         self._sends: list[Request] = []
         self._inputs = _NO_INPUTS
-        self.current_action: Action | None = None
-        """The last action that was started."""
-        self.outputs: Outputs | None = None
-        """Outputs of a forward that waits for its backward."""
+        self.current_action: Action | None = None  # the last action that was started
+        self.outputs: Outputs | None = None  # outputs of a forward that waits for its backward
         self.peak_in_flight = 0
         """The largest number of microbatches between forward and backward, in all stages together."""
 

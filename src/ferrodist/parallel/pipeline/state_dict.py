@@ -55,14 +55,8 @@ class StateDictMapper:
         """Rename the tensors of a state of the whole model for ``ModuleDict`` ``stages``, in place.
 
         Each stage gets all tensors below its prefix, since modules may load names of earlier versions. The rest is
-        dropped.
-
-        Args:
-            state: The state; names without the prefix stay.
-            prefix: Prefix of all names, such as ``"pipeline."`` for a pipeline inside another module.
-
-        Returns:
-            For each stage its new and its old prefix.
+        dropped, except names that don't begin with ``prefix``, such as ``"pipeline."`` for a pipeline inside another
+        module. Returns for each stage its new and its old prefix.
         """
         given = {name: state.pop(name) for name in [*state] if name.startswith(prefix)}
         model_prefixes = {}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import fnmatch
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from torch import nn
@@ -21,8 +21,6 @@ from ferrodist.torch_private.autograd import backward_hooks, has_accumulate_hook
 from ferrodist.wording import counted
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
     import torch
 
 
@@ -97,7 +95,7 @@ def parameter_placements(module: nn.Module, styles: Mapping[str, Style]) -> dict
 
 
 def _check_parameter(name: str, parameter: nn.Parameter) -> None:
-    is_distributed = isinstance(parameter, DTensor)
+    is_distributed = isinstance(parameter, DTensor)  # a variable, or mypy would take the rest for unreachable
     if is_distributed:
         raise ValueError(f"parameter {name!r} is distributed already: parallelize a module once")
     if parameter.is_cuda:

@@ -22,8 +22,7 @@ _aten = torch.ops.aten
 
 
 def _item(tensor: Any) -> Any:
-    spec: DTensorSpec = tensor._spec
-    return private_aten.local_scalar_dense(redistribute_local(tensor._local, spec, spec.replicated))
+    return private_aten.local_scalar_dense(redistribute_local(tensor._local, tensor._spec, tensor._spec.replicated))
 
 
 def _compare(compare: Callable[..., bool], one: Any, other: Any, *tolerance: Any, **named: Any) -> bool:

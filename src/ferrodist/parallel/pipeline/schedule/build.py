@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from ferrodist.arguments import check_int
 from ferrodist.parallel.pipeline.schedule.dual_pipe_v import dual_pipe_v
 from ferrodist.parallel.pipeline.schedule.gpipe import breadth_first
-from ferrodist.parallel.pipeline.schedule.ir import PipelineSize, Schedule, assign_microbatches
+from ferrodist.parallel.pipeline.schedule.ir import PipelineSize, Schedule, Slot, assign_microbatches
 from ferrodist.parallel.pipeline.schedule.lowering import add_communication
 from ferrodist.parallel.pipeline.schedule.one_f_one_b import one_f_one_b
 from ferrodist.parallel.pipeline.schedule.validate import check_schedule
@@ -18,8 +18,6 @@ from ferrodist.wording import counted
 
 if TYPE_CHECKING:
     from collections.abc import Callable
-
-    from ferrodist.parallel.pipeline.schedule.ir import Slot
 
 
 class PipelineSchedule(enum.Enum):
@@ -30,22 +28,16 @@ class PipelineSchedule(enum.Enum):
 
     GPIPE = "gpipe"
     """All forwards, then all backwards. Simple; holds the activations of every microbatch."""
-
     ONE_F_ONE_B = "1f1b"
     """GPipe's bubble, but no more activations than there are ranks."""
-
     INTERLEAVED_ONE_F_ONE_B = "interleaved-1f1b"
     """1F1B with v stages on each rank: a v-th of the bubble, for v times the messages and some more activations."""
-
     LOOPED_BFS = "looped-bfs"
     """GPipe with v stages on each rank: a v-th of the bubble, for v times the messages."""
-
     ZERO_BUBBLE_H1 = "zb-h1"
     """1F1B with split backwards: a third of the bubble; every rank holds the activations of 1F1B's first."""
-
     ZERO_BUBBLE_V = "zb-v"
     """Two stages on each rank, and split backwards: no bubble in ZB-H1's memory, for twice the messages."""
-
     DUAL_PIPE_V = "dualpipe-v"
     """Two stages on each rank; forwards beside backwards, each of which overlaps the other's messages."""
 

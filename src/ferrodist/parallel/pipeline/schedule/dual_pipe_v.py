@@ -18,12 +18,7 @@ microbatches; see [Note: fewer microbatches].
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
-from ferrodist.parallel.pipeline.schedule.ir import repeat
-
-if TYPE_CHECKING:
-    from ferrodist.parallel.pipeline.schedule.ir import PipelineSize, Slot
+from ferrodist.parallel.pipeline.schedule.ir import PipelineSize, Slot, repeat
 
 
 def dual_pipe_v(size: PipelineSize, rank: int) -> list[Slot]:

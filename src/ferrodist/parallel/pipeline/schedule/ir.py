@@ -19,22 +19,16 @@ class ActionKind(enum.Enum):
     FORWARD = "F"
     BACKWARD = "B"
     """The gradients of a stage's inputs and of its parameters."""
-
     BACKWARD_INPUT = "I"
     """The gradients of its inputs alone, for which the previous rank waits."""
-
     BACKWARD_WEIGHT = "W"
     """The gradients of its parameters, later; nobody waits for them."""
-
     SEND_FORWARD = "SF"
     """Send the outputs of a stage."""
-
     RECV_FORWARD = "RF"
     """Start receiving the inputs of a stage; the forward waits for them."""
-
     SEND_BACKWARD = "SB"
     """Send the gradients of a stage's inputs."""
-
     RECV_BACKWARD = "RB"
     """Start receiving the gradients of a stage's outputs; the backward waits for them."""
 

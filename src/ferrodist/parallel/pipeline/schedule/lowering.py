@@ -5,12 +5,10 @@ from __future__ import annotations
 import dataclasses
 from typing import TYPE_CHECKING
 
-from ferrodist.parallel.pipeline.schedule.ir import Action, ActionKind
+from ferrodist.parallel.pipeline.schedule.ir import Action, ActionKind, Schedule
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
-
-    from ferrodist.parallel.pipeline.schedule.ir import Schedule
 
 
 def receive_for(schedule: Schedule, action: Action) -> Action | None:

@@ -20,12 +20,7 @@ ranks wait for part of the difference; a schedule made for measured times, as in
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
-from ferrodist.parallel.pipeline.schedule.ir import repeat
-
-if TYPE_CHECKING:
-    from ferrodist.parallel.pipeline.schedule.ir import PipelineSize, Slot
+from ferrodist.parallel.pipeline.schedule.ir import PipelineSize, Slot, repeat
 
 
 def zero_bubble_h1(size: PipelineSize, rank: int) -> list[Slot]:
