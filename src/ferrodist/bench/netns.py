@@ -13,7 +13,7 @@ import shutil
 from typing import TYPE_CHECKING
 
 from ferrodist.bench.cases import Peer
-from ferrodist.bench.commands import run_command
+from ferrodist.bench.environments import run_command
 from ferrodist.rendezvous.secret import make_secret
 
 if TYPE_CHECKING:
@@ -52,15 +52,24 @@ class EmulatedHosts:
         self.addresses = [f"10.77.0.{host + 1}" for host in range(NUM_HOSTS)]
 
     def __enter__(self) -> Self:
+        first, second = self._names
         try:
-            self._create()
+            for name in self._names:
+                _run(["ip", "netns", "add", name])
+            _run(["ip", "link", "add", _DEVICE, "netns", first, "type", "veth", "peer", _DEVICE, "netns", second])
+            for name, address in zip(self._names, self.addresses, strict=True):
+                _run(["ip", "-n", name, "address", "add", f"{address}/24", "dev", _DEVICE])
+                for device in ("lo", _DEVICE):
+                    _run(["ip", "-n", name, "link", "set", device, "up"])
         except BaseException:
-            self._remove()
+            self.__exit__()
             raise
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._remove()
+        for name in self._names:
+            with contextlib.suppress(HostsUnavailableError):  # it does not exist
+                _run(["ip", "netns", "delete", name])
 
     def rendezvous_address(self, peer: Peer) -> str:
         """The address of a peer's store on rank 0; no two peers share one."""
@@ -86,21 +95,6 @@ class EmulatedHosts:
             encoding="utf-8",
         )
         path.chmod(0o700)
-
-    def _create(self) -> None:
-        first, second = self._names
-        for name in self._names:
-            _run(["ip", "netns", "add", name])
-        _run(["ip", "link", "add", _DEVICE, "netns", first, "type", "veth", "peer", _DEVICE, "netns", second])
-        for name, address in zip(self._names, self.addresses, strict=True):
-            _run(["ip", "-n", name, "address", "add", f"{address}/24", "dev", _DEVICE])
-            for device in ("lo", _DEVICE):
-                _run(["ip", "-n", name, "link", "set", device, "up"])
-
-    def _remove(self) -> None:
-        for name in self._names:
-            with contextlib.suppress(HostsUnavailableError):  # it does not exist
-                _run(["ip", "netns", "delete", name])
 
 
 def _run(command: Sequence[str]) -> None:

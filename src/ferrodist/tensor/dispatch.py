@@ -70,7 +70,7 @@ class CachedDispatch:
     view_kind: ViewKind = field(default=ViewKind.COPIED, init=False)
     """The kind of views whose shards have memory of their own."""
     may_copy: bool = field(default=True, init=False)
-    """Return whether the shards of a VIEW may be copies: views by the operator itself never are."""
+    """Whether the shards of a VIEW may be copies: views by the operator itself never are."""
 
 
 def cache_key(value: Any, cls: Any) -> Any:

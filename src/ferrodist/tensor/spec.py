@@ -97,7 +97,9 @@ class DTensorSpec:
 
     @property
     def without_partial(self) -> DTensorSpec:
-        """The same tensor, replicated along the axes along which it is partial."""
+        """The same tensor, replicated along the axes along which it is partial; gradients have these placements."""
+        if not any(isinstance(one, Partial) for one in self.placements):
+            return self
         return self.with_placements([Replicate() if isinstance(one, Partial) else one for one in self.placements])
 
     @property
@@ -174,8 +176,7 @@ def local_range(spec: DTensorSpec, dim: int) -> tuple[int, int]:
 def shard_of(tensor: torch.Tensor, placement: Shard, num_ranks: int, index: int) -> torch.Tensor:
     """The shard of a tensor on one of the ranks of an axis: a view, or a copy if it is of several blocks."""
     dim, blocks = placement.dim, placement.blocks
-    block = tensor.shape[dim] // blocks
-    sizes = compute_shard_sizes(block, num_ranks)
+    sizes = compute_shard_sizes(tensor.shape[dim] // blocks, num_ranks)
     start, length = sum(sizes[:index]), sizes[index]
     if blocks == 1:
         return tensor.narrow(dim, start, length)
@@ -211,24 +212,29 @@ def check_placements(
         raise ValueError(
             f"{list(given)} reduces by {' and '.join(sorted(map(str, ops)))}, whose result depends on which comes first"
         )
-    checked: list[Placement] = []
+    checked = list(given)
     for axis, placement in enumerate(given):
-        checked.append(_check_dim(mesh, checked, shape, axis, placement) if isinstance(placement, Shard) else placement)
+        if not isinstance(placement, Shard):
+            continue
+        along = f"{placement} along axis {mesh.axis_names[axis]!r}"
+        if not -len(shape) <= placement.dim < len(shape):
+            raise IndexError(f"{along}: a tensor of shape {tuple(shape)} has no such dim")
+        dim = placement.dim % len(shape)
+        sizes = sizes_before_axis(shape, checked, mesh.shape, axis, dim)
+        if any(size % placement.blocks for size in sizes):
+            raise ValueError(f"{along}: dim {dim} of {max(sizes)} is not {placement.blocks} equal blocks")
+        checked[axis] = Shard(dim, placement.blocks)
     return tuple(checked)
 
 
-def _check_dim(
-    mesh: DeviceMesh, before: Sequence[Placement], shape: Sequence[int], axis: int, placement: Shard
-) -> Shard:
-    """The placement with a non-negative dim."""
-    along = f"{placement} along axis {mesh.axis_names[axis]!r}"
-    if not -len(shape) <= placement.dim < len(shape):
-        raise IndexError(f"{along}: a tensor of shape {tuple(shape)} has no such dim")
-    dim = placement.dim % len(shape)
-    sizes = sizes_before_axis(shape, before, mesh.shape, axis, dim)
-    if any(size % placement.blocks for size in sizes):
-        raise ValueError(f"{along}: dim {dim} of {max(sizes)} is not {placement.blocks} equal blocks")
-    return Shard(dim, placement.blocks)
+def has_equal_blocks(
+    placement: Placement, shape: Sequence[int], placements: Sequence[Placement], mesh_shape: Sequence[int], axis: int
+) -> bool:
+    """Return whether a placement shards in equal blocks, or in none, after the axes before ``axis``."""
+    if not isinstance(placement, Shard) or placement.blocks == 1:
+        return True
+    sizes = sizes_before_axis(shape, placements, mesh_shape, axis, placement.dim)
+    return all(size % placement.blocks == 0 for size in sizes)
 
 
 def sizes_before_axis(

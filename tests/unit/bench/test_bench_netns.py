@@ -7,10 +7,10 @@ import subprocess
 import pytest
 
 from ferrodist.bench import netns
-from ferrodist.bench.adapters import UnsupportedError
+from ferrodist.bench.adapters.base import UnsupportedError
 from ferrodist.bench.cases import Case, Operation
+from ferrodist.bench.environments import PeerFailedError
 from ferrodist.bench.netns import EmulatedHosts, HostsUnavailableError, host_index
-from ferrodist.bench.processes import PeerFailedError
 from ferrodist.bench.targets import Iperf3Runner, Iperf3Target, parse_iperf3_rate
 
 

@@ -34,7 +34,7 @@ from ferrodist.parallel.fsdp.dtensor_params import local_tensor, slice_local, wr
 from ferrodist.parallel.fsdp.flat_grad import FlatGradients
 from ferrodist.parallel.fsdp.flat_shard import convert_to_shard, shard_groups_of
 from ferrodist.parallel.fsdp.memory import FlatMemory, alias_memory
-from ferrodist.tensor.grad_placements import keep_grad_placements
+from ferrodist.tensor.dtensor import keep_grad_placements
 from ferrodist.tensor.local_shards import FlatShard, annotate_flat_shard
 from ferrodist.torch_private.autograd import version_of
 from ferrodist.torch_private.modules import own_parameters

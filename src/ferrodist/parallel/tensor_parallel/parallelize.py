@@ -21,9 +21,8 @@ from ferrodist.parallel.tensor_parallel.module_io import (
 )
 from ferrodist.parallel.tensor_parallel.plan import check_values, describe_plan, parameter_placements, resolve_plan
 from ferrodist.parallel.tensor_parallel.styles import ColumnParallel, Style
-from ferrodist.tensor.dtensor import DTensor
+from ferrodist.tensor.dtensor import DTensor, keep_grad_placements
 from ferrodist.tensor.factories import distribute
-from ferrodist.tensor.grad_placements import keep_grad_placements
 from ferrodist.tensor.placement import Placement, Replicate
 from ferrodist.torch_private.modules import own_buffers, own_parameters
 

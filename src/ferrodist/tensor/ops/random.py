@@ -8,6 +8,7 @@ state on all ranks of the mesh; each call compares them, in one small exchange.
 from __future__ import annotations
 
 import hashlib
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -74,23 +75,15 @@ def _draw_in_place(call: OpCall) -> LocalFunction:
     return draw
 
 
-def _draw_like(call: OpCall) -> LocalFunction:
+def _draw(call: OpCall, *, reads_input: bool) -> LocalFunction:
+    """Draw a new tensor of the shape of the input, or by its elements, such as probabilities: these are replicated."""
     spec, (output,), operator = call.placed_inputs[0], call.outputs, call.operator
 
-    def draw(_: torch.Tensor, *others: Any, **named: Any) -> torch.Tensor:
-        check_generators(spec.mesh, named.get("generator"), str(operator))
-        return local_of_full(operator(_empty_full(spec), *others, **named), output)
-
-    return draw
-
-
-def _draw_from_full(call: OpCall) -> LocalFunction:
-    spec, operator = call.placed_inputs[0], call.operator
-
-    def draw(local: torch.Tensor, *others: Any, **named: Any) -> Any:
+    def draw(local: torch.Tensor, *others: Any, **named: Any) -> torch.Tensor:
         generator = next((one for one in (*others, *named.values()) if isinstance(one, torch.Generator)), None)
         check_generators(spec.mesh, generator, str(operator))
-        return operator(_empty_full(spec).copy_(local), *others, **named)
+        full = _empty_full(spec)
+        return local_of_full(operator(full.copy_(local) if reads_input else full, *others, **named), output)
 
     return draw
 
@@ -121,13 +114,16 @@ RULES = rule_table(
         "bernoulli_ uniform_ normal_ exponential_ cauchy_ log_normal_ geometric_ random_",
     ),
     (
-        OpRule(strategies=keep_sharding, local=_draw_like),
+        OpRule(strategies=keep_sharding, local=partial(_draw, reads_input=False)),
         (
             "rand_like randn_like randint_like.default randint_like.low_dtype randint_like.generator"
             " randint_like.low_generator_dtype"
         ),
     ),
-    (OpRule(strategies=all_replicated, local=_draw_from_full), "bernoulli.default poisson.default multinomial.default"),
-    (OpRule(strategies=keep_sharding, local=_draw_like), "bernoulli.p"),
+    (
+        OpRule(strategies=all_replicated, local=partial(_draw, reads_input=True)),
+        "bernoulli.default poisson.default multinomial.default",
+    ),
+    (OpRule(strategies=keep_sharding, local=partial(_draw, reads_input=False)), "bernoulli.p"),
     (OpRule(strategies=_dropout_strategies, local=_dropout), "native_dropout.default"),
 )
