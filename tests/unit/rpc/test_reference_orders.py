@@ -372,8 +372,8 @@ class World:
             table = process.table
             assert not table._owned, [(each.id, each.counts) for each in table._owned.values()]
             assert not table._used
-            assert not table._forks._by_key
-            assert not table._forks._totals
+            assert not table._forks.by_key
+            assert not table._forks.totals
             assert not process.waiting
 
     def come_to_rest(self):

@@ -123,7 +123,7 @@ class Town:
     def kept(self):
         """The number of objects that rank 0 owns, and of references under way to them."""
         table = self.agents[OWNER]._rrefs.refcounts.table
-        return len(table._owned), sum(table._forks._totals.values())
+        return len(table._owned), sum(table._forks.totals.values())
 
 
 class Held:
