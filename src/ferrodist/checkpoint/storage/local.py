@@ -54,9 +54,9 @@ class LocalStorage(Storage):
         self.path = Path(path).absolute()
         self.url = str(self.path)
         self._is_new = False
-        """Return whether `begin` created the folder."""
+        """True if `begin` created the folder."""
         self._is_exclusive = False
-        """Return whether `exclusive` is active."""
+        """True while `exclusive` is active."""
         self._release: Callable[[], object] = lambda: None
         """Releases the lock of the save that was begun here."""
         self._open: dict[str, _OpenFile] = {}

@@ -175,7 +175,7 @@ class RemoteStorage(Storage):
         self._fs: Any = fs  # fsspec has no types
         self._folder = folder.rstrip("/")
         self._is_new = False
-        """Return whether `begin` created the folder."""
+        """True if `begin` created the folder."""
         self._uncommitted: str | None = None
         """The save that was begun here and that no manifest can name yet."""
         protocols = {fs.protocol} if isinstance(fs.protocol, str) else set(fs.protocol)
