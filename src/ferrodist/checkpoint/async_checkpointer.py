@@ -49,11 +49,6 @@ class StagingBuffer:
     def __init__(self) -> None:
         self._memory = torch.empty(0, dtype=torch.uint8, device="cpu")
 
-    @property
-    def size_bytes(self) -> int:
-        """The memory's size."""
-        return self._memory.numel()
-
     @torch.no_grad()
     def fill(self, views: Mapping[Span, torch.Tensor]) -> Callable[[Span], torch.Tensor]:
         """Copy the views, and return a function from a span to its copy."""
@@ -244,13 +239,12 @@ class AsyncCheckpointer:
             buffer = self._free.pop() if self._free else StagingBuffer()
         try:
             with all_or_none("copy a state to be saved", path, self._group, deadline, about_arguments=False):
-                find = buffer.fill(save.own_views())
+                find = buffer.fill(save.take_views())
         except BaseException as error:
             with self._lock:
                 self._free.append(buffer)
             save.discard(error)
             raise
-        save.release_state()
         future = CheckpointFuture(path, self._thread.submit(_run_without_references, self._write, save, buffer, find))
         self._futures.append(future)
         return future
@@ -261,7 +255,7 @@ class AsyncCheckpointer:
             # The time in the queue doesn't count.
             save.run(find, self._own_group, Deadline(self._timeout))
             if self._keep_last is not None and self.rank == 0:
-                remove_old(save.url, self._keep_last, self._storage_options, _STEP_FOLDER)
+                remove_old(save.storage.url, self._keep_last, self._storage_options, _STEP_FOLDER)
         finally:
             with self._lock:
                 self._free.append(buffer)
