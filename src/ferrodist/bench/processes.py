@@ -15,8 +15,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from ferrodist.bench.cases import Peer
 from ferrodist.bench.channel import Channel, ChannelClosedError
-from ferrodist.bench.environments import PeerFailedError, obtain_environment
-from ferrodist.bench.netns import NUM_HOSTS, host_index
+from ferrodist.bench.environments import NUM_HOSTS, PeerFailedError, host_index, obtain_environment
 from ferrodist.errors import BackendUnavailable
 from ferrodist.launch.mpi import find_mpiexec, is_open_mpi, mpiexec_options
 from ferrodist.rendezvous.secret import SECRET_VARIABLE
@@ -26,7 +25,7 @@ if TYPE_CHECKING:
 
     from typing_extensions import Self
 
-    from ferrodist.bench.netns import EmulatedHosts
+    from ferrodist.bench.environments import EmulatedHosts
 
 _FOREIGN = Path(__file__).with_name("foreign.py")
 # Set by a launcher or by another run, these would make our ranks part of a job that is not theirs.

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import torch
 from torch import nn
 
+from ferrodist.arguments import check_type
 from ferrodist.deadline import Deadline
 from ferrodist.errors import UnsupportedOpError
 from ferrodist.mesh import DeviceMesh
@@ -99,8 +100,7 @@ def parallelize(
         CollectiveMismatchError: On every rank: modules or plans differ between ranks. Nothing was changed.
     """
     check_mesh(mesh)
-    if not isinstance(module, nn.Module):
-        raise TypeError(f"parallelize takes a torch.nn.Module, not {type(module).__name__}")
+    check_type(module, nn.Module, "parallelize takes a torch.nn.Module")
     settings = f"gathers_outputs={gathers_outputs}, check={check}"
     styles = shard_module(module, mesh, plan, settings=settings, init=init)
     model = ParallelModel(mesh, gathers=gathers_outputs, checks=check)
