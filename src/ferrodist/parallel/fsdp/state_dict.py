@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import io
 import pickle
 from collections.abc import Mapping, Sequence
@@ -105,9 +106,14 @@ class ModelStateDict:
 
     def _send_extras(self, extras: Mapping[str, Any] | None) -> Mapping[str, Any]:
         """Rank 0's extra states, on every rank, sent as a file that torch reads without running code."""
-        group = self._axes.world
-        sent = None if extras is None else _serialize(extras)
-        sent = broadcast_object(sent, group=group)
+        sent = None
+        if extras is not None:
+            file = io.BytesIO()
+            with contextlib.suppress(pickle.PickleError, TypeError, AttributeError):
+                torch.save(extras, file)
+                torch.load(io.BytesIO(file.getvalue()), weights_only=True)
+                sent = file.getvalue()
+        sent = broadcast_object(sent, group=self._axes.world)
         if sent is None:
             raise ValueError(
                 "load_full_state_dict can't send the result of get_extra_state(), since torch.load refuses its types"
@@ -265,14 +271,3 @@ def _shard_mismatch(own: Mapping[str, Any], other: Any) -> str | None:
             " and strategy, or save full_state_dict()"
         )
     return None
-
-
-def _serialize(value: object) -> bytes | None:
-    """A file that torch reads without running code, or None."""
-    file = io.BytesIO()
-    try:
-        torch.save(value, file)
-        torch.load(io.BytesIO(file.getvalue()), weights_only=True)
-    except (pickle.PickleError, TypeError, AttributeError):
-        return None
-    return file.getvalue()
