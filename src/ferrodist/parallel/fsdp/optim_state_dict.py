@@ -23,7 +23,6 @@ from ferrodist.wording import counted
 if TYPE_CHECKING:
     from ferrodist.parallel.fsdp.config import ShardAxes
     from ferrodist.parallel.fsdp.flat_param import FlatParameters
-    from ferrodist.parallel.fsdp.unit import Unit
 
     Locations: TypeAlias = Mapping[torch.Tensor, tuple[FlatParameters, int]]
 
@@ -31,9 +30,8 @@ if TYPE_CHECKING:
 class OptimizerStateDict:
     """Full and sharded state dicts of optimizers of a model's shards; `FSDP` explains the methods."""
 
-    def __init__(self, units: Sequence[Unit], axes: ShardAxes) -> None:
-        self._flats = [flat for unit in units for flat in unit.flats]
-        self._axes = axes
+    def __init__(self, flats: Sequence[FlatParameters], axes: ShardAxes) -> None:
+        self._flats, self._axes = flats, axes
 
     @torch.no_grad()
     def full(self, optimizer: torch.optim.Optimizer) -> dict[str, Any]:

@@ -17,18 +17,15 @@ from ferrodist.parallel.fsdp.dtensor_params import full_tensor, local_tensor, sl
 if TYPE_CHECKING:
     from ferrodist.parallel.fsdp.config import ShardAxes
     from ferrodist.parallel.fsdp.flat_param import FlatParameters
-    from ferrodist.parallel.fsdp.unit import Unit
 
 _EXTRA = "_extra_state"  # torch's name for the result of `get_extra_state`, behind the module's name
 
 
 class ModelStateDict:
-    """Full and sharded state dicts of a model's units; `FSDP` explains the methods."""
+    """Full and sharded state dicts of a model; `FSDP` explains the methods."""
 
-    def __init__(self, module: torch.nn.Module, units: Sequence[Unit], axes: ShardAxes) -> None:
-        self._module = module
-        self._flats = [flat for unit in units for flat in unit.flats]
-        self._axes = axes
+    def __init__(self, module: torch.nn.Module, flats: Sequence[FlatParameters], axes: ShardAxes) -> None:
+        self._module, self._flats, self._axes = module, flats, axes
         names: dict[torch.Tensor, list[str]] = {}
         for name, parameter in module.named_parameters(remove_duplicate=False):
             names.setdefault(parameter, []).append(name)
