@@ -31,9 +31,7 @@ if TYPE_CHECKING:
 
     from typing_extensions import Buffer
 
-EAGER_LIMIT = 256 * 1024
-"""Size in bytes up to which a message is sent before a receive is posted for it."""
-
+EAGER_LIMIT = 256 * 1024  # size in bytes up to which a message is sent before a receive is posted for it
 MAX_UNEXPECTED_BYTES = 1 << 30
 """Bytes of unexpected messages that a mailbox keeps; more means that a rank sends messages that nobody receives."""
 

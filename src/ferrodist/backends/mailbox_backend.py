@@ -47,9 +47,7 @@ if TYPE_CHECKING:
 _WORLD = 0
 _TAG_BITS = 128
 
-MAX_AHEAD = 1 << 16
-"""How many ends of groups that this rank has not made (yet) it records for one other rank."""
-
+MAX_AHEAD = 1 << 16  # how many ends of groups that this rank has not made (yet) it records for one other rank
 _MAX_SILENT_IDS = 1000  # how many ids it keeps of closed sub-groups that all members have left
 
 

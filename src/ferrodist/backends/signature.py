@@ -16,8 +16,7 @@ _PAYLOAD_START = _HEADER.size + _PAYLOAD_LENGTH.size
 CALL_SIZE = 192
 """Size of an encoded call in bytes: three cache lines; every rank's fits in the first segment of a connection."""
 
-MAX_PAYLOAD = CALL_SIZE - _PAYLOAD_START
-"""Bytes of payload that travel with a call at no cost."""
+MAX_PAYLOAD = CALL_SIZE - _PAYLOAD_START  # bytes of payload that travel with a call at no cost
 
 
 @lru_cache(maxsize=256)

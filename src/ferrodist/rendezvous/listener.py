@@ -50,11 +50,8 @@ _MAX_REJECTIONS = 32
 # connection; its proof takes another round trip. See [Note: eviction].
 _EVICTION_AGES = {HandshakeProgress.SILENT: 0.1, HandshakeProgress.SPOKEN: 0.5}
 
-_SHORTAGE_SECONDS = 1.0
-"""Seconds without resources for connections after which peers are refused."""
-
-_REFUSAL_TIMEOUT = 1.0
-"""The limit of one such refusal, in seconds."""
+_SHORTAGE_SECONDS = 1.0  # seconds without resources for connections after which peers are refused
+_REFUSAL_TIMEOUT = 1.0  # the limit of one such refusal, in seconds
 
 # accept() fails with these again and again until some connection is closed.
 _EXHAUSTION_ERRNOS = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)

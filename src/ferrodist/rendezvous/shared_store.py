@@ -31,9 +31,7 @@ if TYPE_CHECKING:
     from ferrodist.rendezvous.roll_call import JoinRequest, Membership
     from ferrodist.rendezvous.store import Store
 
-LINGER_SECONDS = 2.0
-"""Seconds that a leaving rank gives the store."""
-
+LINGER_SECONDS = 2.0  # seconds that a leaving rank gives the store
 _ABORT_LINGER_SECONDS = 0.2
 _LOOPBACK = "127.0.0.1"
 _INTERFACES = "/interfaces"  # the second stage of ranks of several hosts

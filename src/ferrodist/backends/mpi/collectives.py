@@ -27,9 +27,7 @@ if TYPE_CHECKING:
     from ferrodist.backends.engine import Block
 
 
-MAX_COLLECTIVE_BYTES = (1 << 31) - 1
-"""The largest count of one MPI collective."""
-
+MAX_COLLECTIVE_BYTES = (1 << 31) - 1  # the largest count of one MPI collective
 MAX_MESSAGE_BYTES = 1 << 30
 
 

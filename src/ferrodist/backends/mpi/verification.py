@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
     from ferrodist.backends.base import Backend
     from ferrodist.backends.mpi.collectives import MpiDataPlane
-    from ferrodist.backends.request import Request
+    from ferrodist.backends.verification import Verification
 
 
 class MpiVerifier(CollectiveVerifier):
@@ -44,8 +44,8 @@ class MpiVerifier(CollectiveVerifier):
         self.num_entered = 0  # how many collectives this rank has entered
 
     @override
-    def _gather_calls(self, call: CollectiveSignature, deadline: Deadline, pending: list[Request]) -> list[memoryview]:
-        group = self._group
+    def _gather_calls(self, current: Verification) -> list[memoryview]:
+        group, (call, deadline, _) = self._group, current
         table = np.empty(CALL_SIZE * group.world_size, np.uint8)
         self.num_entered = call.sequence + 1
         request = self._data_plane.all_gather_calls(np.frombuffer(call.encode(), np.uint8), table)

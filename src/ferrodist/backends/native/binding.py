@@ -66,8 +66,7 @@ _FOLDING = ("allreduce", "reduce", "reduce_scatter")
 
 _LINE = struct.Struct("<BBBbiQ")  # `CollectiveSignature` of native/transport/shm/segment.h; its payload follows
 
-SHARE_NAME_BYTES = 24
-"""Bytes at the front of a share's payload that hold its name."""
+SHARE_NAME_BYTES = 24  # bytes at the front of a share's payload that hold its name
 
 
 def dtype_number(tensor: torch.Tensor) -> int:

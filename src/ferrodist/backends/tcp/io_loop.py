@@ -19,9 +19,7 @@ if TYPE_CHECKING:
 
 _READ_BUDGET = 4 << 20  # bytes read from one connection before the others get their turn
 
-BLOCK_BYTES = 8 << 20
-"""A connection is not read from while this many bytes from it are queued for one other rank ..."""
-
+BLOCK_BYTES = 8 << 20  # a connection is not read from while this many bytes from it are queued for one other rank
 _UNBLOCK_BYTES = 4 << 20  # ... until no more than this many are left
 
 _BLOCKED_SECONDS = 0.05

@@ -27,8 +27,7 @@ would take several times as long as the transfer."""
 
 _USERS_CHANNELS = frozenset({Channel.BYTES, Channel.DATA, Channel.TENSOR_BODY})
 
-MAX_MESSAGE = 1 << 48
-"""Maximum size of a message in bytes."""
+MAX_MESSAGE = 1 << 48  # maximum size of a message in bytes
 
 # magic, version, kind, padding, payload length, source, destination, message, group, tag, message size, offset
 _HEADER = struct.Struct("<2sBBIIIIQQQQQ")
