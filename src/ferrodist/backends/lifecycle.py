@@ -18,12 +18,11 @@ from functools import partial
 from typing import TYPE_CHECKING, Protocol, TypeVar
 
 from ferrodist.deadline import Deadline
-from ferrodist.errors import GroupClosedError
+from ferrodist.errors import DistributedError, GroupClosedError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
 
-    from ferrodist.errors import DistributedError
 
 _Item = TypeVar("_Item")
 

@@ -20,12 +20,12 @@ from functools import partial
 from typing import TYPE_CHECKING
 from weakref import WeakSet, finalize
 
-from typing_extensions import override
+from typing_extensions import Buffer, override
 
 from ferrodist.backends.base import Backend, NonBlockingBackend, as_abort_error, check_peer
-from ferrodist.backends.group_observer import CLOSED, GroupObserver, PeerExit
+from ferrodist.backends.group_observer import CLOSED, EndReason, GroupObserver, PeerExit
 from ferrodist.backends.mailbox import Mailbox, Message, Receive, read_view, write_view
-from ferrodist.backends.request import BaseRequest, Stragglers
+from ferrodist.backends.request import BaseRequest, Request, Stragglers
 from ferrodist.backends.tags import ANY_SOURCE, check_tag, group_of_tag
 from ferrodist.errors import (
     DistributedError,
@@ -39,10 +39,6 @@ from ferrodist.errors import (
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
 
-    from typing_extensions import Buffer
-
-    from ferrodist.backends.group_observer import EndReason
-    from ferrodist.backends.request import Request
 
 _WORLD = 0
 _TAG_BITS = 128

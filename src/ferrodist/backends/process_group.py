@@ -21,13 +21,11 @@ from ferrodist.backends.tcp import TcpBackend
 from ferrodist.backends.ucc import UccBackend
 from ferrodist.deadline import Deadline, resolve_timeout
 from ferrodist.errors import GroupClosedError, describe_failed_program
-from ferrodist.rendezvous import rendezvous
+from ferrodist.rendezvous import Membership, rendezvous
 from ferrodist.resource_limits import naming_limits
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
-
-    from ferrodist.rendezvous import Membership
 
     Factory = Callable[[Membership, float, Deadline], Backend]
 

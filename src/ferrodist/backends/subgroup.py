@@ -9,10 +9,10 @@ import weakref
 from collections import Counter
 from typing import TYPE_CHECKING
 
-from typing_extensions import override
+from typing_extensions import Buffer, override
 
 from ferrodist.backends.base import Backend, NonBlockingBackend, as_abort_error, check_peer, check_rank
-from ferrodist.backends.request import Stragglers
+from ferrodist.backends.request import OnEnd, OnMessages, PersistentRecv, Request, Stragglers, WaitEvent
 from ferrodist.backends.tags import ANY_SOURCE, check_tag, group_tag
 from ferrodist.backends.verification import CollectiveVerifier
 from ferrodist.errors import DistributedError, DistributedTimeoutError, GroupClosedError, InvalidRankError, ranks_text
@@ -20,9 +20,6 @@ from ferrodist.errors import DistributedError, DistributedTimeoutError, GroupClo
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from typing_extensions import Buffer
-
-    from ferrodist.backends.request import OnEnd, OnMessages, PersistentRecv, Request, WaitEvent
 
 _TAG_BITS = 64
 

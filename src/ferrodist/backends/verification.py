@@ -28,7 +28,7 @@ import threading
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 from ferrodist.backends import stragglers
-from ferrodist.backends.request import answer_seconds, wait_all
+from ferrodist.backends.request import Request, Stragglers, answer_seconds, wait_all
 from ferrodist.backends.signature import CALL_SIZE, CollectiveSignature, fingerprint_of, payload_of
 from ferrodist.backends.tags import ANY_SOURCE, Channel, channel_tag
 from ferrodist.deadline import Deadline, Elapsed, long_wait
@@ -47,7 +47,6 @@ if TYPE_CHECKING:
 
     from typing_extensions import Buffer
 
-    from ferrodist.backends.request import Request, Stragglers
     from ferrodist.backends.sequencer import Sequencer
 
 _TAG_BYTES = 16

@@ -35,7 +35,7 @@ import secrets
 import socket
 import struct
 import time
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
@@ -64,7 +64,6 @@ from ferrodist.rendezvous.sockets import (
 
 if TYPE_CHECKING:
     from collections.abc import Callable
-    from typing import Any
 
 
 class JoinReply(msgspec.Struct, frozen=True, array_like=True):

@@ -24,7 +24,7 @@ from typing import IO, TYPE_CHECKING
 
 from ferrodist.deadline import Deadline
 from ferrodist.errors import AuthenticationError, DistributedError, RendezvousError
-from ferrodist.rendezvous.auth import HandshakeProgress, check_address, greet
+from ferrodist.rendezvous.auth import HandshakeProgress, Hello, check_address, greet
 from ferrodist.rendezvous.secret import secret_or_user_secret
 from ferrodist.rendezvous.session import Connection
 from ferrodist.rendezvous.sockets import (
@@ -40,7 +40,6 @@ from ferrodist.resource_limits import limit_text
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from ferrodist.rendezvous.auth import Hello
 
 _HANDSHAKE_TIMEOUT = 5.0
 _MAX_HANDSHAKES = 128

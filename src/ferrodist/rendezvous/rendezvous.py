@@ -25,6 +25,7 @@ from ferrodist.rendezvous.file_store import FileStore
 from ferrodist.rendezvous.listener import parse_address
 from ferrodist.rendezvous.roll_call import (
     JoinRequest,
+    Membership,
     await_all,
     cancel_claim,
     claim_rank,
@@ -41,7 +42,6 @@ if TYPE_CHECKING:
     import socket
     from collections.abc import Callable
 
-    from ferrodist.rendezvous.roll_call import Membership
     from ferrodist.rendezvous.store import Store
 
 _LOOPBACK_HINT = " No FERRODIST_SECRET is set here: without one, rank 0 can listen on a loopback address only."

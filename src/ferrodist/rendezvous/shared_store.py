@@ -20,7 +20,16 @@ from ferrodist.errors import (
 )
 from ferrodist.rendezvous import rounds
 from ferrodist.rendezvous.environment import read_environment
-from ferrodist.rendezvous.roll_call import await_all, cancel_claim, claim_rank, list_claims, network_id, note_rejection
+from ferrodist.rendezvous.roll_call import (
+    JoinRequest,
+    Membership,
+    await_all,
+    cancel_claim,
+    claim_rank,
+    list_claims,
+    network_id,
+    note_rejection,
+)
 from ferrodist.rendezvous.secret import make_secret, secret_or_user_secret
 from ferrodist.rendezvous.sockets import resolve
 
@@ -28,7 +37,6 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from ferrodist.deadline import Deadline
-    from ferrodist.rendezvous.roll_call import JoinRequest, Membership
     from ferrodist.rendezvous.store import Store
 
 LINGER_SECONDS = 2.0  # seconds that a leaving rank gives the store

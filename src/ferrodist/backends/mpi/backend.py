@@ -23,7 +23,7 @@ from ferrodist.backends.mpi.runtime import check_job, library_version
 from ferrodist.backends.mpi.transport import FrameTransport, QueuedFrame
 from ferrodist.backends.mpi.verification import MpiVerifier
 from ferrodist.backends.mpi.wire import MAX_PAYLOAD, Frame
-from ferrodist.backends.request import Stragglers, answer_seconds
+from ferrodist.backends.request import Request, Stragglers, answer_seconds
 from ferrodist.backends.tags import group_of_tag
 from ferrodist.deadline import Deadline, check_timeout, resolve_timeout
 from ferrodist.errors import (
@@ -37,7 +37,6 @@ from ferrodist.errors import (
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from ferrodist.backends.request import Request
 
 _WORLD = 0
 _LOW_64 = (1 << 64) - 1

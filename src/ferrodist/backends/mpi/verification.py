@@ -15,7 +15,7 @@ from typing_extensions import override
 
 from ferrodist.backends import stragglers
 from ferrodist.backends.signature import CALL_SIZE, CollectiveSignature
-from ferrodist.backends.verification import CollectiveVerifier
+from ferrodist.backends.verification import CollectiveVerifier, Verification
 from ferrodist.deadline import Deadline, Elapsed, long_wait
 from ferrodist.errors import DistributedTimeoutError
 
@@ -24,7 +24,6 @@ if TYPE_CHECKING:
 
     from ferrodist.backends.base import Backend
     from ferrodist.backends.mpi.collectives import MpiDataPlane
-    from ferrodist.backends.verification import Verification
 
 
 class MpiVerifier(CollectiveVerifier):

@@ -11,12 +11,12 @@ import weakref
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from typing_extensions import override
+from typing_extensions import Buffer, Self, override
 
-from ferrodist.backends.base import NonBlockingBackend
+from ferrodist.backends.base import Backend, NonBlockingBackend
 from ferrodist.backends.control_plane import ControlPlaneBackend
 from ferrodist.backends.engine import FastPath
-from ferrodist.backends.group_observer import GroupObserver
+from ferrodist.backends.group_observer import GroupObserver, PeerExit
 from ferrodist.backends.lifecycle import snapshot_weak
 from ferrodist.backends.native.binding import is_native_available, load, why_no_native
 from ferrodist.backends.native.bootstrap import open_messages
@@ -30,20 +30,14 @@ from ferrodist.backends.tcp import TcpBackend
 from ferrodist.backends.tcp.bootstrap import join_members
 from ferrodist.backends.verification import CollectiveVerifier
 from ferrodist.deadline import Deadline, resolve_timeout
-from ferrodist.errors import GroupAbortedError
-from ferrodist.rendezvous import rendezvous
+from ferrodist.errors import DistributedError, GroupAbortedError
+from ferrodist.rendezvous import Membership, rendezvous
 from ferrodist.rendezvous.secret import resolve_secret, secret_or_user_secret
 
 if TYPE_CHECKING:
     import socket
 
-    from typing_extensions import Buffer, Self
-
-    from ferrodist.backends.base import Backend
-    from ferrodist.backends.group_observer import PeerExit
     from ferrodist.backends.request import OnEnd, OnMessages, PersistentRecv, Request, WaitEvent
-    from ferrodist.errors import DistributedError
-    from ferrodist.rendezvous import Membership
 
 _log = logging.getLogger(__name__)
 

@@ -23,10 +23,10 @@ from collections import deque
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from ferrodist.backends.nccl.communicator import CommunicatorHandle, NcclError
+from ferrodist.backends.nccl.communicator import Communicator, CommunicatorHandle, Library, NcclError
 from ferrodist.backends.nccl.in_flight import EnqueuedOp, InFlightOp, OpInfo
 from ferrodist.backends.nccl.verification import RingVerifier
-from ferrodist.backends.nccl.watchdog import NcclLivenessProbe
+from ferrodist.backends.nccl.watchdog import NcclLivenessProbe, Watchdog
 from ferrodist.backends.polling import Backoff
 from ferrodist.backends.sequencer import Sequencer
 from ferrodist.backends.signature import CollectiveSignature
@@ -47,8 +47,6 @@ if TYPE_CHECKING:
 
     from ferrodist.backends.base import Backend
     from ferrodist.backends.cuda import Streams
-    from ferrodist.backends.nccl.communicator import Communicator, Library
-    from ferrodist.backends.nccl.watchdog import Watchdog
 
     Work = Callable[["StreamContext"], None]
 

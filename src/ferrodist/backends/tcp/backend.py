@@ -12,7 +12,7 @@ import threading
 from functools import partial
 from typing import TYPE_CHECKING
 
-from typing_extensions import override
+from typing_extensions import Self, override
 
 from ferrodist.backends.frame_type import FrameType
 from ferrodist.backends.framed_backend import FramedBackend
@@ -33,8 +33,6 @@ from ferrodist.resource_limits import naming_limits
 if TYPE_CHECKING:
     import socket
     from collections.abc import Callable
-
-    from typing_extensions import Self
 
     from ferrodist.backends.mailbox import Message
     from ferrodist.backends.mailbox_backend import Send

@@ -11,12 +11,11 @@ from typing import TYPE_CHECKING, Protocol
 from ferrodist.backends.frame_type import URGENT
 from ferrodist.backends.tcp.wire import HEADER_SIZE, Frame
 from ferrodist.errors import AuthenticationError, ProtocolError
-from ferrodist.rendezvous.session import TAG_BYTES
+from ferrodist.rendezvous.session import TAG_BYTES, Session
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from ferrodist.rendezvous.session import Session
 
 _READ_AHEAD = 64 * 1024
 _FRAME_COST = 512  # bytes that a waiting frame counts for beside its payload, so that empty ones are bounded, too

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING
 
 from typing_extensions import override
 
-from ferrodist.backends.engine import DataPlane
+from ferrodist.backends.engine import Block, DataPlane
 from ferrodist.backends.polling import Backoff, wait_until
 from ferrodist.backends.sequencer import Sequencer
 from ferrodist.backends.tags import Channel, channel_tag
@@ -33,7 +33,6 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from ferrodist.backends.base import Backend
-    from ferrodist.backends.engine import Block
     from ferrodist.backends.request import Request
     from ferrodist.backends.ucc.team import Team, Transfer
 
