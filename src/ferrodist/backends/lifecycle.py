@@ -40,6 +40,18 @@ def snapshot_weak(collection: Callable[[], Iterable[_Item]]) -> list[_Item]:
             continue
 
 
+def weak_method(method: Callable[..., object]) -> Callable[..., None]:
+    """Return a function that calls a bound method, and does nothing once the method's object is gone."""
+    reference = weakref.WeakMethod(method)
+
+    def call(*arguments: object) -> None:
+        found = reference()
+        if found is not None:
+            found(*arguments)
+
+    return call
+
+
 _POLL_INTERVAL_SECONDS = 0.001
 
 _THREADS_OUT_SECONDS = 1.0

@@ -15,7 +15,7 @@ from ferrodist.backends.framed_backend import FramedBackend
 from ferrodist.backends.group_observer import PeerExit
 from ferrodist.backends.lifecycle import track
 from ferrodist.backends.liveness import LivenessProbe
-from ferrodist.backends.mailbox_backend import GroupReceive, Send
+from ferrodist.backends.mailbox import Receive
 from ferrodist.backends.mpi import runtime
 from ferrodist.backends.mpi.collectives import MpiDataPlane
 from ferrodist.backends.mpi.progress import ProgressThread
@@ -37,6 +37,7 @@ from ferrodist.errors import (
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from ferrodist.backends.mailbox_backend import Send
 
 _WORLD = 0
 _LOW_64 = (1 << 64) - 1
@@ -59,16 +60,16 @@ class _DeferredAbort:
     deadline: Deadline
 
 
-class _Receive(GroupReceive):
+class _Receive(Receive):
     """A receive whose wait moves the group's frames."""
 
-    __slots__ = ()
+    __slots__ = ("backend",)
+
+    backend: MpiBackend
 
     @override
     def ended_within(self, timeout: float) -> bool:
-        backend = self._backend
-        assert isinstance(backend, MpiBackend)
-        return self._done or backend.progress_until(self.done, timeout)
+        return self._done or self.backend.progress_until(self.done, timeout)
 
 
 class MpiBackend(FramedBackend):
@@ -201,7 +202,8 @@ class MpiBackend(FramedBackend):
     # Receiving.
 
     def _post(self, buffer: memoryview, source: int, tag: int) -> Request:
-        receive = _Receive(self, self._mailbox, buffer, source, tag)
+        receive = _Receive(self._mailbox, buffer, source, tag)
+        receive.backend = self
         self._mailbox.post(receive, partial(self.refusal, tag, source))
         return receive
 

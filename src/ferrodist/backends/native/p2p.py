@@ -234,17 +234,6 @@ class NativeP2P(GroupObserver):
 
     # Events of the engine.
 
-    def weak_callback(self) -> Callable[[int, int, int, int], None]:
-        """`on_peer_event`, for the engine, which must not keep this object alive."""
-        method = weakref.WeakMethod(self.on_peer_event)
-
-        def callback(event: int, rank: int, group_id: int, size_bytes: int) -> None:
-            on_peer_event = method()
-            if on_peer_event is not None:
-                on_peer_event(event, rank, group_id, size_bytes)
-
-        return callback
-
     def on_peer_event(self, event: int, rank: int, group_id: int, size_bytes: int) -> None:
         """Handle a misbehaving rank, or the end of a connection; the engine calls it, with a `_PeerEvent`.
 

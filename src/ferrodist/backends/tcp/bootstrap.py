@@ -29,18 +29,13 @@ if TYPE_CHECKING:
 
 _PURPOSE = "group"
 _ADDRESS_KEY = "tcp/address"
-_REFUSAL = b"!"
+_REFUSAL = b"!"  # begins what rank 0 puts into the store in place of its address when it can't listen
 
 _OWN_DESCRIPTORS = 16
 """Descriptors that rank 0 needs while ranks connect: of its listener and its loop, and some to spare."""
 
 _POLL_INTERVAL_SECONDS = 0.2
 _SHORTAGE_SECONDS = 2.0  # how long a rank 0 that can accept no more connections goes on saying so to ranks that dial
-
-
-def refusal_of(error: DistributedError) -> bytes:
-    """The value that rank 0 puts into a store in place of its address when it can't listen."""
-    return _REFUSAL + error.message.encode()
 
 
 class _PublishedAddress(str):
@@ -111,7 +106,7 @@ def gather_links(
     try:
         server.serve(admit, take, dismiss)
         with changed:
-            while not _is_over(server, deadline, len(connections) == world_size - 1):
+            while not (len(connections) == world_size - 1 or server.shortage is not None or deadline.expired):
                 changed.wait(min(deadline.remaining(), _POLL_INTERVAL_SECONDS))
             if server.shortage is not None:  # reported to the ranks that dial now
                 changed.wait_for(lambda: len(connections) == world_size - 1, _SHORTAGE_SECONDS)
@@ -135,10 +130,6 @@ def _error_of_missing(
         f"{turned_away} Check that every rank was started, with this address, world size and secret.",
         ranks=missing,
     )
-
-
-def _is_over(server: Listener, deadline: Deadline, is_complete: bool) -> bool:  # noqa: FBT001
-    return is_complete or server.shortage is not None or deadline.expired
 
 
 def dial_hub(
@@ -197,5 +188,5 @@ def _listen(membership: Membership) -> socket.socket:
             check_descriptors(membership.world_size + _OWN_DESCRIPTORS)
             return socket.create_server((membership.host, 0), family=family)
     except RendezvousError as error:
-        membership.store.set(_ADDRESS_KEY, refusal_of(error))
+        membership.store.set(_ADDRESS_KEY, _REFUSAL + error.message.encode())
         raise
