@@ -109,7 +109,7 @@ class CollectiveOp(msgspec.Struct, frozen=True, kw_only=True, eq=False):
             count = sum(self.counts) if self.counts else tensor.numel()
         return CollectiveSignature(
             operation=self.kind.value,
-            dtype=_name_of_dtype(tensor.dtype),
+            dtype=dtype_name(tensor.dtype),
             reduce_op="" if self.op is None else str(self.op),
             root=self.root,
             dim=self.dim,
@@ -120,5 +120,6 @@ class CollectiveOp(msgspec.Struct, frozen=True, kw_only=True, eq=False):
 
 
 @lru_cache(maxsize=64)
-def _name_of_dtype(dtype: torch.dtype) -> str:
+def dtype_name(dtype: torch.dtype) -> str:
+    """The name of a dtype: "float32" for torch.float32."""
     return str(dtype).removeprefix("torch.")

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import itertools
 import os
 import sys
 import threading
@@ -129,20 +130,15 @@ def _run_at_exit(stage: ExitStage, callback: Callback) -> None:
 
 
 def _run_stages_before(end: ExitStage) -> None:
-    for stage in ExitStage:
-        if stage < end:
-            _run_exit_stage(stage)
-
-
-def _run_exit_stage(stage: ExitStage) -> None:
-    callbacks = [callback for callback, _ in reversed(_callbacks[stage])]
-    _callbacks[stage].clear()
-    callbacks += [item.close for item in snapshot_weak(lambda: _closeables[stage])]
-    for callback in callbacks:
-        try:
-            callback()
-        except BaseException:  # noqa: BLE001, PERF203 - as the interpreter does between the callbacks of `atexit`
-            traceback.print_exc()
+    for stage in itertools.takewhile(lambda stage: stage < end, ExitStage):
+        callbacks = [callback for callback, _ in reversed(_callbacks[stage])]
+        _callbacks[stage].clear()
+        callbacks += [item.close for item in snapshot_weak(_closeables[stage].copy)]
+        for callback in callbacks:
+            try:
+                callback()
+            except BaseException:  # noqa: BLE001, PERF203 - as the interpreter does between the callbacks of `atexit`
+                traceback.print_exc()
 
 
 @atexit.register

@@ -185,19 +185,11 @@ def _leave_at_exit() -> None:
 
 def abort_on_unhandled_exception(group: Backend) -> None:
     """Abort a group if an unhandled exception is the reason why the interpreter exits."""
-    error = _unhandled_exception()
-    if error is not None:
+    # Before Python 3.12 there was only the latter. At a prompt, exceptions end nothing.
+    error = getattr(sys, "last_exc", None) or getattr(sys, "last_value", None)
+    if isinstance(error, BaseException) and not hasattr(sys, "ps1"):
         with contextlib.suppress(Exception):  # a user's backend or exception may raise anything here
             group.abort(describe_failed_program(error))
-
-
-def _unhandled_exception() -> BaseException | None:
-    """The exception that ended the main thread's program, other than `SystemExit`."""
-    if hasattr(sys, "ps1"):  # at a prompt, exceptions end nothing
-        return None
-    # Before Python 3.12 there was only the latter.
-    error = getattr(sys, "last_exc", None) or getattr(sys, "last_value", None)
-    return error if isinstance(error, BaseException) else None
 
 
 def is_initialized() -> bool:

@@ -82,7 +82,10 @@ class SubBackend(NonBlockingBackend):
         self.verifier = CollectiveVerifier(self, doubt=_DOUBT)
         self._parent = parent
         self._members = members
-        self._root, self._root_ranks = _outermost(parent, members)
+        self._root, self._root_ranks = parent, members
+        if isinstance(parent, SubBackend):
+            self._root = parent._root  # noqa: SLF001 - the same class
+            self._root_ranks = tuple(parent.root_ranks[rank] for rank in members)
         self.verification_key = self._root.verification_key
         self._index = {rank: i for i, rank in enumerate(self._root_ranks)}
         self._closed: DistributedError | None = None
@@ -245,12 +248,6 @@ class _SubRequest:
 
     def add_done_callback(self, callback: Callable[[], None]) -> None:
         self._request.add_done_callback(callback)
-
-
-def _outermost(parent: Backend, members: tuple[int, ...]) -> tuple[Backend, tuple[int, ...]]:
-    if isinstance(parent, SubBackend):
-        return parent._root, tuple(parent._root_ranks[rank] for rank in members)  # noqa: SLF001 - the same class
-    return parent, members
 
 
 def _next_id(parent: Backend, ranks: tuple[int, ...], label: str) -> int:

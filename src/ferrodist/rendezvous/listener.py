@@ -25,7 +25,7 @@ from typing import IO, TYPE_CHECKING
 from ferrodist.deadline import Deadline
 from ferrodist.errors import AuthenticationError, DistributedError, RendezvousError
 from ferrodist.rendezvous.auth import HandshakeProgress, Hello, check_address, greet
-from ferrodist.rendezvous.secret import secret_or_user_secret
+from ferrodist.rendezvous.secret import user_secret
 from ferrodist.rendezvous.session import Connection
 from ferrodist.rendezvous.sockets import (
     bind_all,
@@ -112,7 +112,7 @@ class Listener:
         try:
             if not secret and not is_loopback(self.host):
                 raise missing_secret_error(self.address)
-            self._secret = secret_or_user_secret(secret)
+            self._secret = secret or user_secret()
         except AuthenticationError:
             for listening in bound:
                 listening.close()

@@ -30,7 +30,7 @@ from ferrodist.rendezvous.roll_call import (
     network_id,
     note_rejection,
 )
-from ferrodist.rendezvous.secret import make_secret, secret_or_user_secret
+from ferrodist.rendezvous.secret import make_secret, user_secret
 from ferrodist.rendezvous.sockets import resolve
 
 if TYPE_CHECKING:
@@ -107,7 +107,7 @@ def _create_job(
             world_size=request.world_size,
             made_secret=generated,
             nonce=nonce,
-            proof=_secret_proof(secret_or_user_secret(secret), nonce),
+            proof=_secret_proof(secret or user_secret(), nonce),
         )
     )
     while True:
@@ -132,7 +132,7 @@ def _join_job(store: Store, request: JoinRequest, where: str, advice: str, *, is
     who = f"{where}: rank {request.rank}"
     secret = request.secret or (info.made_secret if is_private else b"")
     refusal: DistributedError | None = None
-    if not hmac.compare_digest(info.proof, _secret_proof(secret_or_user_secret(secret), info.nonce)):
+    if not hmac.compare_digest(info.proof, _secret_proof(secret or user_secret(), info.nonce)):
         refusal = AuthenticationError(
             f"{who} has another job secret than rank 0, or only one of them has any, or none is set and they are "
             "processes of different users or hosts; set FERRODIST_SECRET to the same value on every rank "

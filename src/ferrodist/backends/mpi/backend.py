@@ -119,7 +119,10 @@ class MpiBackend(FramedBackend):
         self._communicators = runtime.duplicate(mpi, parent, name, deadline)
         self._message_communicator, collective_communicator = self._communicators
         self._transport = FrameTransport(mpi, self._message_communicator, self._on_frame)
-        self._liveness = LivenessProbe(self._ping, self._progress_while_alive)
+        self._liveness = LivenessProbe(
+            self._ping,
+            lambda done, timeout: self.progress_until(lambda: done() or self.failure is not None, timeout),
+        )
         self._deferred_aborts: list[_DeferredAbort] = []
         self._gone: set[int] = set()  # ranks that have left the world, or died
         self._announced_leaving = False
@@ -210,10 +213,6 @@ class MpiBackend(FramedBackend):
     def progress_until(self, done: Callable[[], bool], timeout: float) -> bool:
         """Move frames until ``done()``; False after ``timeout`` seconds."""
         return self._progress.wait_until(done, timeout)
-
-    def _progress_while_alive(self, done: Callable[[], bool], timeout: float) -> None:
-        """Move frames until ``done()`` or the group has failed, for at most ``timeout`` seconds."""
-        self.progress_until(lambda: done() or self.failure is not None, timeout)
 
     def _poll(self, patience: float = 0) -> bool:
         """Move the frames that can be moved; whether there were any."""
@@ -324,14 +323,11 @@ class MpiBackend(FramedBackend):
             return
         ranks = failed.Translate_ranks(list(range(failed.Get_size())), communicator.Get_group())
         for rank in set(ranks) - self._gone:
-            self._lose(rank)
+            self._gone.add(rank)
+            self._transport.lose(rank)
+            self._withdraw_from(rank)
+            self.peer_died(rank, _DIED)
         runtime.call_safely(mpi, communicator.Ack_failed)  # or receives from any rank are refused
-
-    def _lose(self, rank: int) -> None:
-        self._gone.add(rank)
-        self._transport.lose(rank)
-        self._withdraw_from(rank)
-        self.peer_died(rank, _DIED)
 
     def _abort_for(self, error: Exception) -> None:
         """Abort the group for an exception of MPI's, or for the deaths that are its reason."""

@@ -33,7 +33,7 @@ from ferrodist.backends.verification import CollectiveVerifier
 from ferrodist.deadline import Deadline, resolve_timeout
 from ferrodist.errors import DistributedError, GroupAbortedError
 from ferrodist.rendezvous import Membership, rendezvous
-from ferrodist.rendezvous.secret import resolve_secret, secret_or_user_secret
+from ferrodist.rendezvous.secret import resolve_secret, user_secret
 
 if TYPE_CHECKING:
     import socket
@@ -132,7 +132,7 @@ class NativeBackend(ControlPlaneBackend):
         self._p2p, self._messages, self._p2p_engine = p2p, p2p, engine
         self.verifier = CollectiveVerifier(self, first=control.verifier.reserve())
         if self._topology.num_hosts > 1:  # messages between hosts are not authenticated
-            known = secret_or_user_secret(secret)
+            known = secret or user_secret()
             self.verification_key = hmac.digest(known, b"agreement\0" + b"".join(payloads), "sha256")
         self._equip(self, tuple(range(self.world_size))).open(
             CollectiveSignature(operation="open"), deadline.remaining()

@@ -199,7 +199,8 @@ class IoLoop:
         """Read the data that is there, frame by frame, up to the budget; False if no more is there now."""
         budget = _READ_BUDGET
         try:
-            while self._may_read(link) and (budget > 0 or link.has_read_ahead):
+            # Without epoll no connection is ever blocked, for its end could not be seen meanwhile.
+            while (link.blocked_by is None or self._ends is None) and (budget > 0 or link.has_read_ahead):
                 if link.frame is None:
                     count = link.read_into(link.header[link.num_header :])
                     link.num_header += count
@@ -226,12 +227,6 @@ class IoLoop:
         except OSError as error:
             self.end(link, f"its connection broke ({error.strerror or error})")
         return link in self._links
-
-    def _may_read(self, link: FramedConnection) -> bool:
-        """Return whether a connection is not blocked. Without epoll none ever is: its end could not be seen
-        meanwhile.
-        """
-        return link.blocked_by is None or self._ends is None
 
     def _begin(self, link: FramedConnection) -> None:
         link.num_header = link.num_read = 0

@@ -58,7 +58,6 @@ class UccDataPlane(DataPlane):
         self._ucc_lock = threading.Lock()
         self._num_waiting = 0
         self._farewells: dict[int, int] = {}
-        self._error: UccError | None = None
         self._is_leaving = False
         self._is_stopped = threading.Event()
         self.sequencer = Sequencer(self._has_failed, first)
@@ -194,18 +193,13 @@ class UccDataPlane(DataPlane):
             if self._num_waiting:  # waiting threads call UCC
                 seconds = _MIN_POLL_INTERVAL_SECONDS
             else:
-                with self._ucc_lock:
-                    self._progress()
-                if self._error is not None:
-                    self._abort_for(self._error, self._departure_watch())
+                try:
+                    with self._ucc_lock:
+                        self._team.progress()
+                except UccError as error:
+                    self._abort_for(error, self._departure_watch())
         if self._is_leaving:
             self._destroy()
-
-    def _progress(self) -> None:
-        try:
-            self._team.progress()
-        except UccError as error:
-            self._error = error
 
     def _destroy(self) -> None:
         backoff = Backoff()
