@@ -143,16 +143,12 @@ def _run_stages_before(end: ExitStage) -> None:
 
 @atexit.register
 def _run_all_stages() -> None:
-    _run_stages_before(ExitStage.GROUPS)
-    _close_groups()
-
-
-def _close_groups() -> None:
-    """Close the groups that nobody closed, and wait until threads that were in them are out of compiled code.
+    """Run all stages, then close the groups and wait until threads that were in them are out of compiled code.
 
     Before Python 3.14 a daemon thread that returns from there while the interpreter ends is ended where it stands,
     which terminates the process.
     """
+    _run_stages_before(ExitStage.GROUPS)
     groups = snapshot_weak(lambda: _groups)
     for group in groups:
         with contextlib.suppress(Exception):  # one that can't be closed any more keeps none of the others open

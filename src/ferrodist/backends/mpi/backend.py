@@ -135,7 +135,7 @@ class MpiBackend(FramedBackend):
             FrameType.WITHDRAW: self._on_withdraw,
             FrameType.ABORT: self._on_abort,
             FrameType.LEFT: self._on_left,
-            FrameType.PING: self._on_ping,
+            FrameType.PING: lambda source, *_: self._push_frame(FrameType.PONG, source, self.verifier.num_entered),
             FrameType.PONG: self._on_pong,
         }
         self.data_plane: MpiDataPlane = MpiDataPlane(
@@ -189,9 +189,10 @@ class MpiBackend(FramedBackend):
         payload: memoryview | bytes = b"",
         on_sent: Callable[[], object] | None = None,
     ) -> None:
-        frame = Frame(kind, message, group)
+        tag = size_bytes = 0
         if send is not None:
-            frame = Frame(kind, message, group_of_tag(send.tag), send.tag & _LOW_64, len(send.data), offset)
+            group, tag, size_bytes = group_of_tag(send.tag), send.tag & _LOW_64, len(send.data)
+        frame = Frame(kind, message, group, tag, size_bytes, offset)
         try:
             self._transport.push(rank, QueuedFrame(frame, payload, send, on_sent))
         except self._mpi.Exception as error:
@@ -272,9 +273,6 @@ class MpiBackend(FramedBackend):
         if frame.group == _WORLD:
             self._liveness.note_progress(source, frame.message)
             self._gone.add(source)
-
-    def _on_ping(self, source: int, _frame: Frame, _payload: memoryview) -> None:
-        self._push_frame(FrameType.PONG, source, self.verifier.num_entered)
 
     def _on_pong(self, source: int, frame: Frame, _payload: memoryview) -> None:
         self._liveness.note_progress(source, frame.message)
