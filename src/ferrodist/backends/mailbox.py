@@ -197,6 +197,15 @@ class Mailbox:
         _run(after)
         return count
 
+    def write_bytes(self, message: Message, data: memoryview, start: int = 0) -> None:
+        """Write a part of a message, from byte ``start`` on."""
+
+        def fill(target: memoryview) -> int:
+            copy_bytes(target, data)
+            return len(data)
+
+        self.write(message, fill, start, start + len(data))
+
     def cancel(self, receive: Receive, reason: DistributedError | None = None) -> bool:
         """Cancel a receive; bytes of its message that have come are kept for the next one. False if it was done."""
         after: list[Callable[[], None]] = []

@@ -436,6 +436,13 @@ class MailboxBackend(NonBlockingBackend):
             observer.on_closed()
         return True
 
+    def leave_to_parent(self, error: DistributedError) -> None:
+        """In a forked child, make every use of the group raise ``error``: it remains the parent's."""
+        self._state_lock = threading.Lock()  # the parent's threads may have held it
+        self._ended = error  # checked before anything that could wait for another of its locks
+        for observer in self._observers:
+            observer.on_forked()
+
     def _leave_groups(self) -> None:
         """Notify the others that this rank has closed its groups."""
         for group_id, failure in self._failures.copy().items():  # another thread may be closing a sub-group

@@ -17,7 +17,7 @@ from ferrodist.deadline import Deadline
 from ferrodist.errors import DistributedError, DistributedTimeoutError, GroupClosedError, PeerLostError, RpcError
 from ferrodist.rpc.future import Future
 from ferrodist.rpc.messages import (
-    NO_NUMBER,
+    NO_CALL_ID,
     OWN_NAMES,
     Call,
     Content,
@@ -126,31 +126,28 @@ class PendingCall:
     def end(self, value: Any, error: BaseException | None = None) -> None:
         """Give the caller the result, or the error."""
         if self.future is not None:
-            self.future.settle(value, None if error is None else _without_frames(error))
+            # A future lasts: an error's frames would keep alive all that a user's calling functions have.
+            each = error
+            if error is not None:
+                error.__context__ = None
+            while each is not None:
+                each = each.with_traceback(None).__cause__
+            self.future.settle(value, error)
         elif self.event is not None:
             self.value, self.error = value, error
             self.has_ended = True
             self.event.set()
 
 
-def _without_frames(error: BaseException) -> BaseException:
-    """Strip an error of its frames, which keep alive all that a user's calling functions have: a future lasts."""
-    error.__context__ = None
-    each: BaseException | None = error
-    while each is not None:
-        each = each.with_traceback(None).__cause__
-    return error
-
-
 class PendingCalls:
-    """All calls of one agent that have not been answered, by number, and a thread for their timeouts.
+    """All calls of one agent that have not been answered, by call id, and a thread for their timeouts.
 
     A call that its caller has given up stays until it is answered: until then it takes up room at the other side.
     """
 
     def __init__(self, name: str, on_give_up: Callable[[int, PendingCall], None]) -> None:
         self._on_give_up = on_give_up
-        self._last_number = 0
+        self._last_call_id = 0
         self.num_made = self.num_ended = 0  # calls of users; those answered, or never to be
         self._calls: dict[int, PendingCall] = {}
         self._lock = threading.Lock()
@@ -162,46 +159,46 @@ class PendingCalls:
         self._thread.start()
 
     def add(self, pending: PendingCall) -> int:
-        """Wait for a call's result; returns the call's number."""
+        """Wait for a call's result; returns the call's id."""
         with self._lock:
             if self.closed is not None:
                 raise self.closed.fresh()
-            self._last_number += 1
-            number = self._last_number
+            self._last_call_id += 1
+            call_id = self._last_call_id
             self.num_made += pending.peer is not None
-            self._calls[number] = pending
+            self._calls[call_id] = pending
             if pending.future is None:  # a thread that waits for its event checks the time itself
-                return number
+                return call_id
             if len(self._timeouts) > 2 * len(self._calls) + _MAX_ENDED_TIMEOUTS:
                 self._timeouts = [each for each in self._timeouts if each[1] in self._calls]
                 heapq.heapify(self._timeouts)
             end = pending.started + pending.timeout
-            heapq.heappush(self._timeouts, (end, number))
+            heapq.heappush(self._timeouts, (end, call_id))
             if end < self._next_timeout:
                 self._next_timeout = end
                 self._changed.notify()
-        return number
+        return call_id
 
-    def pop(self, number: int, rank: int | None = None) -> PendingCall | None:
+    def pop(self, call_id: int, rank: int | None = None) -> PendingCall | None:
         """Remove a call (to this rank) whose result has come, for the caller to end unless it was given up."""
         with self._lock:
-            pending = self._calls.pop(number, None)
+            pending = self._calls.pop(call_id, None)
             if pending is not None and rank is not None and pending.rank != rank:
-                self._calls[number] = pending
+                self._calls[call_id] = pending
                 return None
             self.num_ended += pending is not None and pending.peer is not None
             return pending
 
-    def give_up(self, number: int) -> PendingCall | None:
+    def give_up(self, call_id: int) -> PendingCall | None:
         """Give a call up, for the caller to end it; None if its result has come after all."""
         with self._lock:
-            pending = self._calls.get(number)
+            pending = self._calls.get(call_id)
             if pending is None or pending.is_given_up:
                 return None
             pending.is_given_up = True
         if pending.transfer is not None:
             pending.transfer.forget()
-        self._on_give_up(number, pending)
+        self._on_give_up(call_id, pending)
         return pending
 
     @property
@@ -214,9 +211,9 @@ class PendingCalls:
         """Fail the calls to a rank, or all."""
         with self._lock:
             calls = list(self._calls.items())
-        for number, each in calls:
+        for call_id, each in calls:
             if rank is None or each.rank == rank:
-                pending = self.pop(number)
+                pending = self.pop(call_id)
                 if pending is not None:
                     pending.release()
                     if not pending.is_given_up:
@@ -243,12 +240,12 @@ class PendingCalls:
                 self._next_timeout = self._timeouts[0][0] if self._timeouts else float("inf")
                 if not expired:
                     self._changed.wait(min(self._next_timeout - now, threading.TIMEOUT_MAX))
-            for number in expired:
-                self._expire(number)
+            for call_id in expired:
+                self._expire(call_id)
 
-    def _expire(self, number: int) -> None:
+    def _expire(self, call_id: int) -> None:
         # A function of its own, so that no local of the loop keeps the call alive: it may hold references.
-        pending = self.give_up(number)
+        pending = self.give_up(call_id)
         if pending is not None:
             pending.end(None, _timeout_error(pending))
 
@@ -322,11 +319,11 @@ class RpcClient(PeerListener):
         arguments = make_arguments()
         if arguments is not None:
             content, _ = self._codec.pack(rank, pack_call, Call(name, arguments, {}))
-            peer.send(MessageKind.NOTICE, NO_NUMBER, content)
+            peer.send(MessageKind.NOTICE, NO_CALL_ID, content)
 
-    def on_response(self, rank: int, number: int, kind: MessageKind, content: Content) -> None:
+    def on_response(self, rank: int, call_id: int, kind: MessageKind, content: Content) -> None:
         """Take the result or the failure of a call, in the thread that receives it."""
-        pending = self.pending.pop(number, rank)
+        pending = self.pending.pop(call_id, rank)
         if pending is None:  # it has ended with its rank, or with this agent
             if kind is MessageKind.RESULT:
                 with contextlib.suppress(Exception):  # as below
@@ -358,7 +355,7 @@ class RpcClient(PeerListener):
         self.pending.fail(rank, error)
 
     def _start(self, pending: PendingCall, call: Call, *, in_window: bool = True) -> int:
-        """Send a call, once there is a slot for it, and return its number; errors are not given to the pending call."""
+        """Send a call, once there is a slot for it, and return its id; errors are not given to the pending call."""
         peer = self._peers.get(pending.rank, pending.timeout)
         content: Content | None = pack_plain_call(call)
         if content is None:
@@ -369,24 +366,24 @@ class RpcClient(PeerListener):
             pending.peer = peer
         kind = MessageKind.INTERNAL_CALL if call.name.startswith(OWN_NAMES) else MessageKind.CALL
         try:
-            number = self.pending.add(pending)
+            call_id = self.pending.add(pending)
         except BaseException:
             pending.release()
             raise
         try:
             if pending.transfer is None:
-                peer.send(kind, number, content)
+                peer.send(kind, call_id, content)
             else:
-                self._send_references(pending, number, functools.partial(peer.send, kind, number, content))
+                self._send_references(pending, call_id, functools.partial(peer.send, kind, call_id, content))
         except BaseException as error:
-            if self.pending.pop(number) is None:  # the caller has the error already
-                return number
+            if self.pending.pop(call_id) is None:  # the caller has the error already
+                return call_id
             pending.release()
             is_wrong_argument = isinstance(error, (TypeError, ValueError))
             if isinstance(error, DistributedError) and not is_wrong_argument and self.pending.closed is None:
                 raise lost_error(pending.rank, error) from error
             raise
-        return number
+        return call_id
 
     def _await_slot(self, peer: Peer, pending: PendingCall) -> None:
         with self._executor.waiting():
@@ -397,9 +394,9 @@ class RpcClient(PeerListener):
                 ranks=(pending.rank,),
             )
 
-    def _send_references(self, pending: PendingCall, number: int, send: Callable[[], None]) -> None:
+    def _send_references(self, pending: PendingCall, call_id: int, send: Callable[[], None]) -> None:
         def on_error(error: BaseException) -> None:
-            if self.pending.pop(number) is not None:
+            if self.pending.pop(call_id) is not None:
                 pending.release()
                 if not pending.is_given_up:
                     pending.end(None, error)
@@ -409,25 +406,25 @@ class RpcClient(PeerListener):
         if pending.future is not None:
             pending.future._sent = sent
 
-    def _await(self, number: int, pending: PendingCall, event: WaitEvent) -> None:
+    def _await(self, call_id: int, pending: PendingCall, event: WaitEvent) -> None:
         """Wait for a result. The event may also be set for something that this thread has waited for before."""
         try:
             while not pending.has_ended and (left := pending.remaining) > 0:
                 self._executor.wait_events.wait(event, min(left, _POLL_INTERVAL_SECONDS))
         except BaseException:  # the handler of an interruption raised it
-            self.pending.give_up(number)
+            self.pending.give_up(call_id)
             raise
         deadline = Deadline(_RESULT_TIMEOUT_SECONDS)
         while not pending.has_ended:
-            if self.pending.give_up(number) is not None or deadline.expired:
+            if self.pending.give_up(call_id) is not None or deadline.expired:
                 raise _timeout_error(pending)
             event.wait(_RESULT_POLL_SECONDS)  # another thread has it, and is about to hand it over
 
-    def _on_give_up(self, number: int, pending: PendingCall) -> None:
+    def _on_give_up(self, call_id: int, pending: PendingCall) -> None:
         if pending.peer is not None:
             self.metrics.count("timed_out")
             with contextlib.suppress(DistributedError):  # or there is nobody who serves it
-                pending.peer.send(MessageKind.CANCEL, number, b"")
+                pending.peer.send(MessageKind.CANCEL, call_id, b"")
 
     def _unpack(self, pending: PendingCall, kind: MessageKind, content: Content) -> Any:
         if kind is MessageKind.RESULT:

@@ -37,7 +37,7 @@ from ferrodist.rpc.framing import (
     payload_tag,
 )
 from ferrodist.rpc.large_messages import LargeMessage, TensorPool
-from ferrodist.rpc.messages import NO_NUMBER, REFERENCE_TAG, Call, Content, MessageKind, pack_call
+from ferrodist.rpc.messages import NO_CALL_ID, REFERENCE_TAG, Call, Content, MessageKind, pack_call
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -115,9 +115,9 @@ class CallWindow:
 class IncomingCall:
     """A call by a peer, until it is answered; `RpcServer` serves it."""
 
-    def __init__(self, peer: Peer, number: int | None, content: Content) -> None:
+    def __init__(self, peer: Peer, call_id: int | None, content: Content) -> None:
         self.peer = peer
-        self.number = number  # among the caller's calls; None for a notice, which has no response
+        self.call_id = call_id  # the caller's; None for a notice, which has no response
         self.content: Content | None = content  # the packed call, or
         self.call: Call | None = None  # the unpacked one, until it is served
         self.function: Callable[..., Any] | None = None  # in place of the one registered under the call's name
@@ -150,13 +150,13 @@ class MessageHandler(Protocol):
     Methods must not block: until they return, nothing else is received.
     """
 
-    def on_message(self, peer: Peer, kind: MessageKind, number: int, content: Content) -> None:
+    def on_message(self, peer: Peer, kind: MessageKind, call_id: int, content: Content) -> None:
         """Handle a message."""
 
-    def on_cancelled_message(self, peer: Peer, number: int, content: Content) -> None:
+    def on_cancelled_message(self, peer: Peer, call_id: int, content: Content) -> None:
         """Refuse a call that was cancelled while its tensors were on their way, which may have changed."""
 
-    def on_undecodable(self, peer: Peer, kind: MessageKind, number: int, error: DistributedError) -> None:
+    def on_undecodable(self, peer: Peer, kind: MessageKind, call_id: int, error: DistributedError) -> None:
         """Handle a message of which no more could be read than this."""
 
 
@@ -177,7 +177,7 @@ class Peer(ABC):
     def __init__(self, rank: int, options: PeerOptions, handler: MessageHandler) -> None:
         self.rank = rank
         self.window = CallWindow(options.max_outstanding, options.executor.wait_events)
-        self.incoming: dict[int, IncomingCall] = {}  # the peer's calls that are not answered, by number
+        self.incoming: dict[int, IncomingCall] = {}  # the peer's calls that are not answered, by call id
         self.internal_lock = threading.RLock()  # held while an internal call of the peer is handled
         self.internal_thread: int | None = None  # the thread that handles one
         self.deferred: list[tuple[int, Any]] = []  # results of internal calls, to be sent once the lock is released
@@ -185,7 +185,7 @@ class Peer(ABC):
         self._handler = handler
 
     @abstractmethod
-    def send(self, kind: MessageKind, number: int, content: Content) -> None:
+    def send(self, kind: MessageKind, call_id: int, content: Content) -> None:
         """Send a message; its tensors must not be changed until it has arrived.
 
         Raises ValueError if it is too large, TypeError if a tensor can't be sent, DistributedError if the peer was
@@ -195,7 +195,7 @@ class Peer(ABC):
     def notify(self, name: str, *arguments: Any) -> None:
         """Send an internal call of plain values that has no response; a peer that is lost is passed over."""
         with contextlib.suppress(DistributedError):
-            self.send(MessageKind.NOTICE, NO_NUMBER, pack_call(Call(name, arguments, {}), ()))
+            self.send(MessageKind.NOTICE, NO_CALL_ID, pack_call(Call(name, arguments, {}), ()))
 
     def forget(self) -> None:
         """Handle no more internal calls of the peer: what it leaves behind is about to be cleared away.
@@ -216,9 +216,9 @@ class Peer(ABC):
 class LoopbackPeer(Peer):
     """The rank itself, called without a network; tensors are not copied."""
 
-    def send(self, kind: MessageKind, number: int, content: Content) -> None:
+    def send(self, kind: MessageKind, call_id: int, content: Content) -> None:
         """Handle a message of this rank's own."""
-        self._handler.on_message(self, kind, number, content)
+        self._handler.on_message(self, kind, call_id, content)
 
 
 class RemotePeer(Peer):
@@ -258,7 +258,7 @@ class RemotePeer(Peer):
         except DistributedError as error:
             self._disconnected(error)
 
-    def send(self, kind: MessageKind, number: int, content: Content) -> None:
+    def send(self, kind: MessageKind, call_id: int, content: Content) -> None:
         """Send a message; see `Peer.send`."""
         if self._error is not None:  # checked after the call is in the table that `on_disconnect` looks into
             raise self._error.fresh()
@@ -277,14 +277,14 @@ class RemotePeer(Peer):
         size = memory.nbytes
         if kind is not MessageKind.FAILURE or size > FRAME_CONTENT_BYTES:  # a small failure is sent whatever the limit
             self._check_size(size + sum([tensor.nbytes for tensor in out_of_band]), size)
-        frame = pack_frame(kind, form, number, memory, has_references=has_references)
+        frame = pack_frame(kind, form, call_id, memory, has_references=has_references)
         if not self.group.try_send(frame, self._group_rank, tag=FRAME_TAG):
             self.group.isend(frame, self._group_rank, tag=FRAME_TAG)
         payloads = [bytes_of(tensor) for tensor in out_of_band]
         if size > FRAME_CONTENT_BYTES:
             payloads.insert(0, memory)
         for payload in payloads:
-            self._retain(self.group.isend(payload, self._group_rank, tag=payload_tag(kind, number)), lambda: None)
+            self._retain(self.group.isend(payload, self._group_rank, tag=payload_tag(kind, call_id)), lambda: None)
 
     def close(self, timeout: float) -> None:
         """Send and receive nothing more; see `Peer.close`."""
@@ -327,7 +327,7 @@ class RemotePeer(Peer):
         try:
             if not frame.is_complete:
                 return bool(outside_of_modes(self._take_encoded, frame))
-            if frame.kind is not MessageKind.CANCEL or not self._queue.cancel(frame.number):
+            if frame.kind is not MessageKind.CANCEL or not self._queue.cancel(frame.call_id):
                 self._deliver(frame, frame.content())
         except Exception as error:  # noqa: BLE001 - whatever is received ends this connection at most
             self._failed(error)
@@ -345,9 +345,9 @@ class RemotePeer(Peer):
         return False
 
     def _deliver(self, frame: Frame, content: Content) -> None:
-        self._handler.on_message(self, frame.kind, frame.number, content)
+        self._handler.on_message(self, frame.kind, frame.call_id, content)
         if frame.is_cancelled:  # while it was held up
-            self._handler.on_message(self, MessageKind.CANCEL, frame.number, b"")
+            self._handler.on_message(self, MessageKind.CANCEL, frame.call_id, b"")
 
     def _deliver_large(self, message: LargeMessage) -> None:
         """Handle a large message that was received, and those that waited for it."""
@@ -356,15 +356,15 @@ class RemotePeer(Peer):
         was_refused = False
         try:
             if isinstance(content, ProtocolError):
-                self._handler.on_undecodable(self, frame.kind, frame.number, content)
+                self._handler.on_undecodable(self, frame.kind, frame.call_id, content)
             elif frame.is_cancelled and num_out_of_band:
                 was_refused = True
-                self._handler.on_cancelled_message(self, frame.number, content)
+                self._handler.on_cancelled_message(self, frame.call_id, content)
             else:
-                self._handler.on_message(self, frame.kind, frame.number, content)
+                self._handler.on_message(self, frame.kind, frame.call_id, content)
         finally:
             if self._queue.finish(frame) and not was_refused:
-                self._handler.on_message(self, MessageKind.CANCEL, frame.number, b"")
+                self._handler.on_message(self, MessageKind.CANCEL, frame.call_id, b"")
 
     def _failed(self, error: Exception) -> None:
         """End this connection, and nothing else, for an error while receiving."""
@@ -423,7 +423,7 @@ class _LargeReceive:
                         self._has_ended = True
                         peer._deliver_large(self._message)
                         return
-                    tag = payload_tag(self._message.frame.kind, self._message.frame.number)
+                    tag = payload_tag(self._message.frame.kind, self._message.frame.call_id)
                     self._request = peer.group.irecv(buffer, peer._group_rank, tag=tag)
                 if not self._request.done():
                     peer._retain(self._request, self.advance)

@@ -28,8 +28,6 @@ _GOODBYE_SECONDS = 2.0  # how long `PeerManager.close` waits for all peers toget
 
 _POLL_INTERVAL_SECONDS = 0.2  # between two checks whether a rank that is waited for can still come
 
-_NO_VERSION = (-1, -1)
-
 
 class PeerListener:
     """Listener for peers joining and leaving. For one peer the calls alternate."""
@@ -136,7 +134,7 @@ class PeerManager:
     def joined(self, peer: int, pair: Backend, version: tuple[int, int]) -> None:
         """Take a group of this rank and another one; see `TransportListener`."""
         with self._exclusively(peer) as may_go_on:
-            if may_go_on and version > self._versions.get(peer, _NO_VERSION):
+            if may_go_on and version > self._versions.get(peer, (-1, -1)):
                 self._versions[peer] = version
                 remote = RemotePeer(peer, self._options, self._handler, pair, self._disconnected)
                 before = self._peers.get(peer)
@@ -147,21 +145,18 @@ class PeerManager:
                     self._remove(before, error)
                 for listener in self._listeners:
                     listener.on_joined(peer, version[0])
-                if self._publish(remote):
+                with self._changed:
+                    is_published = not self._is_closed
+                    if is_published:
+                        self._lost.pop(peer, None)
+                        self._peers[peer] = remote
+                        self._changed.notify_all()
+                if is_published:
                     remote.start()
                     remote.notify(MET)
                     remote.notify(HELLO, self._name)
                     return
         pair.close(0)
-
-    def _publish(self, peer: RemotePeer) -> bool:
-        with self._changed:
-            if self._is_closed:
-                return False
-            self._lost.pop(peer.rank, None)
-            self._peers[peer.rank] = peer
-            self._changed.notify_all()
-            return True
 
     # Called by peers.
 

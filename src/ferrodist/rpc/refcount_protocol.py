@@ -40,8 +40,9 @@ import itertools
 import secrets
 import threading
 from collections import Counter
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
+import msgspec
 from typing_extensions import override
 
 from ferrodist.errors import DistributedError, DistributedTimeoutError, PeerLostError, RpcError
@@ -88,15 +89,12 @@ class RefCountClient(PeerListener):
     client: RpcClient
 
     def __init__(self, manager: RRefOperations, tasks: SerialExecutor) -> None:
-        self._tasks = tasks
+        self.tasks = tasks
         self.table = RRefTable(manager, tasks, self)
-        self._fork_ids = itertools.count(secrets.randbits(_FORK_ID_BITS))  # no other agent of this rank has the same
+        # One for each message with references that owners have to know of; no other agent of this rank has the same.
+        self.fork_ids = itertools.count(secrets.randbits(_FORK_ID_BITS))
         self._owners: dict[int, set[int]] = {}  # by rank: owners of references registered for it
         self._lock = threading.Lock()
-
-    def next_fork_id(self) -> int:
-        """The fork id for one message with references that owners have to know of."""
-        return next(self._fork_ids)
 
     def register(
         self, owner: int, peer: int, fork_id: int, counts: Mapping[ReferenceId, int], deadline: Deadline
@@ -104,7 +102,8 @@ class RefCountClient(PeerListener):
         """Register references at their owner before they are sent to a rank; the result is whether they may be."""
         with self._lock:
             self._owners.setdefault(peer, set()).add(owner)
-        arguments = (fork_id, peer, self.table.incarnation(peer), _plain(counts))
+        items = [(*id_, count) for id_, count in counts.items()]
+        arguments = (fork_id, peer, self.table.incarnation(peer), items)
         return self.client.call_internal(owner, Call(REGISTER, arguments, {}), deadline.remaining())
 
     def unregister(self, owner: int, fork_id: int) -> None:
@@ -119,9 +118,9 @@ class RefCountClient(PeerListener):
     def on_lost(self, rank: int, error: PeerLostError) -> None:
         with self._lock:
             owners = self._owners.pop(rank, set())
-        arguments = (rank, self.next_fork_id())
+        arguments = (rank, next(self.fork_ids))
         for owner in owners - {rank}:
-            self._tasks.submit(functools.partial(self._notify, owner, LOST, lambda: arguments))
+            self.tasks.submit(functools.partial(self._notify, owner, LOST, lambda: arguments))
         self.table.lost(rank)
 
     # See `RefCountSender`.
@@ -130,12 +129,12 @@ class RefCountClient(PeerListener):
         """Give back references to an object, once its owner is sure to know of it."""
         creation = user_rref.creation
         if creation is not None and not creation.done():
-            creation.add_done_callback(lambda _: self._tasks.submit(functools.partial(self.send_release, user_rref)))
+            creation.add_done_callback(lambda _: self.tasks.submit(functools.partial(self.send_release, user_rref)))
             return
 
         def make_arguments() -> tuple[Any, ...] | None:
             count = self.table.give_back(user_rref)
-            return (_plain({user_rref.id: count}),) if count else None
+            return ([(*user_rref.id, count)],) if count else None
 
         owner = user_rref.id.owner
         self.send_confirmations(owner)  # references must be confirmed before: an older task may have led here
@@ -170,11 +169,18 @@ class RefCountClient(PeerListener):
         return True
 
 
-def _plain(counts: Mapping[ReferenceId, int]) -> list[Any]:
-    return [(*id_, count) for id_, count in counts.items()]
+_Counted = tuple[int, int, int, int, Annotated[int, msgspec.Meta(gt=0)]]
+"""An object's id, and a number of references."""
 
-
-_KEY_LENGTH = 2
+_ARGUMENTS: dict[str, Any] = {
+    REGISTER: tuple[int, int, int, list[_Counted]],
+    UNREGISTER: tuple[int],
+    CONFIRM: tuple[list[tuple[int, int, int, int, int, int]], list[ForkKey]],
+    RELEASE: tuple[list[_Counted]],
+    SETTLE: tuple[int, list[int]],
+    LOST: tuple[int, int],
+    MET: tuple[()],
+}
 
 
 class RefCountServer:
@@ -185,64 +191,48 @@ class RefCountServer:
         self._rank = rank
         self._world_size = world_size
         self._server = server
-        for name in (REGISTER, UNREGISTER, CONFIRM, RELEASE, SETTLE, LOST, MET):
+        for name in _ARGUMENTS:
             server.register_internal(name, self._serve)
 
     def _serve(self, incoming: IncomingCall, call: Call) -> None:
         """Serve a call; raises RpcError if an object is not here, and ValueError if no agent makes such a call."""
         peer = incoming.peer.rank
-        match call.name, call.arguments:
-            case str(name), (fork_id, int(user), int(incarnation), list(items)) if name == REGISTER:
-                self._check_third_rank(user, peer)
-                counts, respond = self._counts(items), functools.partial(self._server.respond, incoming)
-                self._table.register(PendingFork((peer, _integer(fork_id)), user, incarnation, counts, respond))
-                return
-            case str(name), (fork_id,) if name == UNREGISTER:
-                self._table.unregister((peer, _integer(fork_id)))
-            case str(name), (list(arrived), list(settled)) if name == CONFIRM:
-                received = [self._received(item) for item in arrived]
-                self._table.confirm(peer, received, [self._key(item) for item in settled])
-            case str(name), (list(items),) if name == RELEASE:
-                self._table.release(peer, self._counts(items))
-            case str(name), (int(sender), list(fork_ids)) if name == SETTLE:
-                self._check_third_rank(sender, peer)
-                self._table.refuse(peer, sender, [_integer(fork_id) for fork_id in fork_ids])
-            case str(name), (int(user), fork_id) if name == LOST:
-                self._check_third_rank(user, peer)
-                self._table.settle(peer, user, _integer(fork_id))
-            case str(name), () if name == MET:
-                self._table.met(peer)
-            case _:
-                raise ValueError("it says nothing of references")
+        name, arguments = call.name, msgspec.convert(call.arguments, _ARGUMENTS[call.name])
+        if name == REGISTER:
+            fork_id, user, incarnation, items = arguments
+            self._check_third_rank(user, peer)
+            respond = functools.partial(self._server.respond, incoming)
+            self._table.register(PendingFork((peer, fork_id), user, incarnation, self._counts(items), respond))
+            return
+        if name == UNREGISTER:
+            self._table.unregister((peer, *arguments))
+        elif name == CONFIRM:
+            arrived, settled = arguments
+            received = [((sender, fork_id), self._parse(*id_)) for sender, fork_id, *id_ in arrived]
+            self._table.confirm(peer, received, settled)
+        elif name == RELEASE:
+            self._table.release(peer, self._counts(*arguments))
+        elif name == SETTLE:
+            sender, fork_ids = arguments
+            self._check_third_rank(sender, peer)
+            self._table.refuse(peer, sender, fork_ids)
+        elif name == LOST:
+            user, fork_id = arguments
+            self._check_third_rank(user, peer)
+            self._table.settle(peer, user, fork_id)
+        else:
+            self._table.met(peer)
         self._server.respond(incoming, None)
 
     def _check_third_rank(self, rank: int, peer: int) -> None:
         if not (0 <= rank < self._world_size) or rank in (peer, self._rank):
             raise ValueError("it says nothing of a third rank")
 
-    def _counts(self, items: list[Any]) -> dict[ReferenceId, int]:
-        counts: dict[ReferenceId, int] = {}
-        for item in items:
-            if not (isinstance(item, tuple) and item and type(item[-1]) is int and item[-1] > 0):
-                raise ValueError("it is no number of references")
-            counts[ReferenceId.parse(item[:-1], self._world_size)] = item[-1]
-        return counts
+    def _parse(self, *plain: int) -> ReferenceId:
+        return ReferenceId.parse(plain, self._world_size)
 
-    def _received(self, item: Any) -> tuple[ForkKey, ReferenceId]:
-        if isinstance(item, tuple):
-            return self._key(item[:_KEY_LENGTH]), ReferenceId.parse(item[_KEY_LENGTH:], self._world_size)
-        raise ValueError("it names nothing that came")
-
-    def _key(self, item: Any) -> ForkKey:
-        if isinstance(item, tuple) and len(item) == _KEY_LENGTH:
-            return _integer(item[0]), _integer(item[1])
-        raise ValueError("it names no message")
-
-
-def _integer(value: Any) -> int:
-    if type(value) is int:
-        return value
-    raise ValueError(f"{value!r} is no number")
+    def _counts(self, items: list[_Counted]) -> dict[ReferenceId, int]:
+        return {self._parse(*id_): count for *id_, count in items}
 
 
 class RRefTransfer(ReferenceTransfer):
@@ -256,18 +246,16 @@ class RRefTransfer(ReferenceTransfer):
     def __init__(
         self,
         refcounts: RefCountClient,
-        tasks: SerialExecutor,
         peer: int,
         references: list[RRef],
-        fork_id: int | None,
+        fork_id: int,
         *,
         is_loopback: bool,
     ) -> None:
         self._refcounts = refcounts
-        self._tasks = tasks
         self._is_loopback = is_loopback
         self._peer = peer
-        self._fork_id = fork_id
+        self._fork_id = fork_id  # used if an owner is a third rank
         self._references = references
         self._has_ended = False
         self._own: Counter[ReferenceId] = Counter()
@@ -320,7 +308,6 @@ class RRefTransfer(ReferenceTransfer):
         calls: dict[int, Future] = {}
         try:
             for owner, counts in self._by_third_owner.items():
-                assert self._fork_id is not None
                 calls[owner] = self._refcounts.register(owner, self._peer, self._fork_id, counts, deadline)
         except ValueError as too_large:  # REGISTER, for the limit of messages
             self._unregister()
@@ -329,7 +316,7 @@ class RRefTransfer(ReferenceTransfer):
         # The thread that receives responses must not be held up by what may be a large message.
         _after_all(
             [call.add_done_callback for call in calls.values()],
-            lambda: self._tasks.submit(lambda: self._finish(calls, transmit, end)),
+            lambda: self._refcounts.tasks.submit(lambda: self._finish(calls, transmit, end)),
         )
 
     def _finish(
@@ -375,7 +362,6 @@ class RRefTransfer(ReferenceTransfer):
 
     def _unregister(self) -> None:
         for owner in self._by_third_owner:
-            assert self._fork_id is not None
             self._refcounts.unregister(owner, self._fork_id)
 
 

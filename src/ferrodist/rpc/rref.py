@@ -67,12 +67,6 @@ class UserRRef:
         self.count = 1 if self.connection != connection else self.count + 1
         self.connection = connection
 
-    def take_count(self, connection: int) -> int:
-        """Take the count of those received in a connection, to give them back."""
-        count = self.count if self.connection == connection else 0
-        self.count = 0
-        return count
-
 
 class RRefOperations(Protocol):
     """The agent's side of its references."""
@@ -163,17 +157,16 @@ class RRef:
 
     def remote(self, timeout: float | None = None) -> Methods:
         """The object's methods, as `rpc_sync`; results stay at the owner, and calls give references to them."""
-        return Methods(functools.partial(self._create_by_method, timeout))
+
+        def create(name: str, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> RRef:
+            return self._manager.create(self.owner, f"{METHOD}{name}", (self, arguments, keywords), timeout)
+
+        return Methods(create)
 
     def _call_method(
         self, timeout: float | None, name: str, arguments: tuple[Any, ...], keywords: dict[str, Any]
     ) -> Future:
         return self._manager.call(self.owner, f"{METHOD}{name}", (None, self, arguments, keywords), timeout)
-
-    def _create_by_method(
-        self, timeout: float | None, name: str, arguments: tuple[Any, ...], keywords: dict[str, Any]
-    ) -> RRef:
-        return self._manager.create(self.owner, f"{METHOD}{name}", (self, arguments, keywords), timeout)
 
     def __copy__(self) -> RRef:
         return self

@@ -52,11 +52,6 @@ class _Status(NamedTuple):
     ended: int
     served: int
 
-    @property
-    def is_quiet(self) -> bool:
-        """True if no call of the rank's is under way, and it serves none."""
-        return self.made == self.ended and not self.served
-
 
 class GracefulShutdown(PeerListener):
     """One agent's part in draining."""
@@ -146,7 +141,7 @@ class GracefulShutdown(PeerListener):
 
     def _status(self) -> _Status:
         pending = self._client.pending
-        return _Status(pending.num_made, pending.num_ended, self._server.num_serving)
+        return _Status(pending.num_made, pending.num_ended, len(self._server.serving))
 
     # At the coordinator.
 
@@ -174,7 +169,7 @@ class GracefulShutdown(PeerListener):
             own = self._status()
             answers, silent = self._ask({rank: Call(STATUS, (), {}) for rank in ready}, deadline)
             statuses = {_COORDINATOR: own, **{rank: _Status(*answer) for rank, answer in answers.items()}}
-            is_quiet = not silent and all(status.is_quiet for status in statuses.values())
+            is_quiet = not silent and all(made == ended and not served for made, ended, served in statuses.values())
             if is_quiet and statuses == before:
                 with self._changed:
                     if not self._missing():  # a released rank may drain again at once

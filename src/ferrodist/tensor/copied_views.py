@@ -67,7 +67,7 @@ class ViewCopy:
 
     @property
     def takes_writes(self) -> bool:
-        """Whether a write to the copy can be brought to the viewed tensor."""
+        """Return whether a write to the copy can be brought to the viewed tensor."""
         if self.source is None:
             return True
         return not self.is_moved and (self.parent is None or self.parent.takes_writes)

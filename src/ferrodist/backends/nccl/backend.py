@@ -196,22 +196,22 @@ class NcclBackend(NcclGroup):
     def send(self, data: Buffer, dst: int, *, tag: int = 0, timeout: float | None = None) -> None:
         """Refused, except on internal channels, which carry tensors' headers."""
         self._check_tag(tag)
-        super().send(data, dst, tag=tag, timeout=timeout)
+        self._control.send(data, dst, tag=tag, timeout=timeout)
 
     def recv(self, buffer: Buffer, src: int, *, tag: int = 0, timeout: float | None = None) -> int:
         """Refused, as `send`."""
         self._check_tag(tag)
-        return super().recv(buffer, src, tag=tag, timeout=timeout)
+        return self._control.recv(buffer, src, tag=tag, timeout=timeout)
 
     def isend(self, data: Buffer, dst: int, *, tag: int = 0) -> Request:
         """Refused, as `send`."""
         self._check_tag(tag)
-        return super().isend(data, dst, tag=tag)
+        return self._control.isend(data, dst, tag=tag)
 
     def irecv(self, buffer: Buffer, src: int, *, tag: int = 0) -> Request:
         """Refused, as `send`."""
         self._check_tag(tag)
-        return super().irecv(buffer, src, tag=tag)
+        return self._control.irecv(buffer, src, tag=tag)
 
     def _check_tag(self, tag: int) -> None:
         if channel_of_tag(tag) == Channel.BYTES:

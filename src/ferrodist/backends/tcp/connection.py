@@ -8,7 +8,8 @@ import threading
 from collections import deque
 from typing import TYPE_CHECKING, Protocol
 
-from ferrodist.backends.tcp.wire import HEADER_SIZE, URGENT, Frame
+from ferrodist.backends.frame_type import URGENT
+from ferrodist.backends.tcp.wire import HEADER_SIZE, Frame
 from ferrodist.errors import AuthenticationError, ProtocolError
 from ferrodist.rendezvous.session import TAG_BYTES
 
@@ -119,21 +120,24 @@ class FramedConnection:
         """Return whether `close` has been called."""
         return self._closed
 
-    def drop(self, owner: object, last: QueuedFrame | None) -> bool:
+    def drop(self, owner: object) -> bool:
         """Take a message back: drop an owner's frames that are not begun, and finish one that is from a copy.
 
-        Returns False if ``last``, the pushed frame that completes the message, is begun: the message will arrive.
+        Returns whether the frame that completes the message, which has ``on_written``, was dropped.
         """
         with self._lock:
-            self._queue = deque(outgoing for outgoing in self._queue if outgoing.owner is not owner)
+            dropped = [outgoing for outgoing in self._queue if outgoing.owner is owner]
+            if dropped:
+                self._queue = deque(outgoing for outgoing in self._queue if outgoing.owner is not owner)
             current = self._current
             if current is not None and current.owner is owner:
-                current.on_written = None
                 if current.begun:
+                    current.on_written = None
                     current.views = [memoryview(bytes(view)) for view in current.views]
                 else:
+                    dropped.append(current)
                     self._current = None
-            return last is None or not last.begun
+            return any(outgoing.on_written is not None for outgoing in dropped)
 
     def read_into(self, target: memoryview) -> int:
         """Read into ``target``; the number of bytes, or 0 if the peer has closed. BlockingIOError: none are there."""

@@ -2,18 +2,16 @@
 
 A frame is a header of 60 bytes, an authentication tag, and up to `MAX_PAYLOAD` bytes. The tag proves that it is the
 next frame of the peer (see [Note: session keys] in `rendezvous/session.py`). It covers header and payload, but only the
-header of large pieces of tensors and messages, for which computing it would take longer than sending them.
-
-A message of up to `EAGER_LIMIT` bytes is one EAGER frame. A larger one is an OFFER, answered by a GRANT when the other
-rank has a buffer, then DATA frames in order; the sender may take it back with WITHDRAW at any time before the last one.
+header of large pieces of tensors and messages, for which computing it would take longer than sending them. Frames of
+messages are described in [Note: message frames].
 """
 
 from __future__ import annotations
 
 import struct
 from dataclasses import dataclass
-from enum import IntEnum
 
+from ferrodist.backends.frame_type import FrameType
 from ferrodist.backends.mailbox import EAGER_LIMIT
 from ferrodist.backends.tags import Channel, channel_of_tag
 from ferrodist.errors import ProtocolError
@@ -37,26 +35,6 @@ _HEADER = struct.Struct("<2sBBIIIIQQQQQ")
 _MAGIC = b"fd"
 
 HEADER_SIZE = _HEADER.size
-
-
-class FrameType(IntEnum):
-    """The type of a frame."""
-
-    EAGER = 1  # a whole message
-    OFFER = 2  # a large message exists
-    GRANT = 3  # ... and may come
-    DATA = 4  # ... a piece of it
-    WITHDRAW = 5  # ... and will not be completed
-    ABORT = 6  # the group has failed: payload says why
-    LEFT = 7  # the source has closed its handle on the group
-    DIED = 8  # the source's connection ended without LEFT (only from rank 0)
-    READY = 9  # all ranks are connected (only from rank 0)
-    PING = 10  # the source asks for a PONG
-    PONG = 11  # the source is there
-
-
-URGENT = frozenset({FrameType.GRANT, FrameType.ABORT, FrameType.DIED, FrameType.PING, FrameType.PONG})
-"""Types of frames that may overtake others on their connection."""
 
 _OF_MESSAGES = frozenset({FrameType.EAGER, FrameType.DATA})
 _WITH_PAYLOAD = frozenset({FrameType.EAGER, FrameType.DATA, FrameType.ABORT})
