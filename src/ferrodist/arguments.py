@@ -20,6 +20,12 @@ def check_int(name: str, value: Any, *, min: int | None = None) -> int:  # noqa:
     return number
 
 
+def check_type(value: object, kind: type | tuple[type, ...], expected: str) -> None:
+    """Raise TypeError unless a value has a type; the message is ``expected``, and the type that it has."""
+    if not isinstance(value, kind):
+        raise TypeError(f"{expected}, not {type(value).__name__}")
+
+
 def check_bool(name: str, value: object) -> None:
     """Raise TypeError unless a value is True or False."""
     if not isinstance(value, bool):

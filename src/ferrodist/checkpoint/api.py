@@ -74,7 +74,7 @@ def save_distributed(
     save = Save(Phase("open a checkpoint", str(path)), open_checked, state, ranks, options=options, deadline=deadline)
     save.run()
     if keep_last is not None and ranks.rank == 0:
-        remove_old(save.url, keep_last, storage_options)
+        remove_old(save.storage.url, keep_last, storage_options)
 
 
 def load_distributed(

@@ -13,7 +13,6 @@ import threading
 import traceback
 import weakref
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from math import prod
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -31,7 +30,6 @@ from ferrodist.errors import DistCheckpointError, DistributedError, describe_err
 if TYPE_CHECKING:
     import os
     from collections.abc import Callable, Mapping, Sequence
-    from types import TracebackType
 
     from typing_extensions import Self
 
@@ -49,27 +47,18 @@ class StagingBuffer:
     def __init__(self) -> None:
         self._memory = torch.empty(0, dtype=torch.uint8, device="cpu")
 
-    @property
-    def size_bytes(self) -> int:
-        """The memory's size."""
-        return self._memory.numel()
-
     @torch.no_grad()
     def fill(self, views: Mapping[Span, torch.Tensor]) -> Callable[[Span], torch.Tensor]:
         """Copy the views, and return a function from a span to its copy."""
-        offsets: dict[Span, int] = {}
-        size = 0
-        for span, view in views.items():
-            offsets[span] = size
-            size += -(-view.numel() * view.itemsize // _ALIGNMENT) * _ALIGNMENT
+        sizes = [-(-view.nbytes // _ALIGNMENT) * _ALIGNMENT for view in views.values()]
+        size = sum(sizes)
         if size > self._memory.numel():
             self._memory = torch.empty(0, dtype=torch.uint8, device="cpu")  # not both at a time
             self._memory = torch.empty(size, dtype=torch.uint8, device="cpu")
         copies = {}
-        for span, view in views.items():
-            length = prod(span.shape) * view.itemsize
-            copy = self._memory[offsets[span] :][:length].view(view.dtype).view(span.shape)
-            copies[span] = copy.copy_(view)
+        slots = torch.split(self._memory[:size], sizes)
+        for (span, view), slot in zip(views.items(), slots, strict=True):
+            copies[span] = slot[: view.nbytes].view(view.dtype).view(span.shape).copy_(view)
         return copies.__getitem__
 
 
@@ -89,7 +78,7 @@ class CheckpointFuture:
         self.path = path
         self._future = future
         self._was_reported = False
-        """Return whether the outcome was asked for."""
+        """True once somebody has asked for the outcome."""
 
     def wait(self, timeout: float | None = None) -> str:
         """Wait until the checkpoint is committed.
@@ -244,13 +233,12 @@ class AsyncCheckpointer:
             buffer = self._free.pop() if self._free else StagingBuffer()
         try:
             with all_or_none("copy a state to be saved", path, self._group, deadline, about_arguments=False):
-                find = buffer.fill(save.own_views())
+                find = buffer.fill(save.take_views())
         except BaseException as error:
             with self._lock:
                 self._free.append(buffer)
             save.discard(error)
             raise
-        save.release_state()
         future = CheckpointFuture(path, self._thread.submit(_run_without_references, self._write, save, buffer, find))
         self._futures.append(future)
         return future
@@ -261,7 +249,7 @@ class AsyncCheckpointer:
             # The time in the queue doesn't count.
             save.run(find, self._own_group, Deadline(self._timeout))
             if self._keep_last is not None and self.rank == 0:
-                remove_old(save.url, self._keep_last, self._storage_options, _STEP_FOLDER)
+                remove_old(save.storage.url, self._keep_last, self._storage_options, _STEP_FOLDER)
         finally:
             with self._lock:
                 self._free.append(buffer)
@@ -306,9 +294,7 @@ class AsyncCheckpointer:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: object, error: object, trace: object) -> None:
         try:
             self.close()
         except DistributedError as second:

@@ -32,14 +32,14 @@ import errno
 import logging
 import uuid
 from dataclasses import dataclass
-from math import prod
+from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 import msgspec
 
 from ferrodist.arguments import check_int
 from ferrodist.checkpoint.consensus import Phase, Rank0Exchange, call_on_all
-from ferrodist.checkpoint.format.dtypes import dtype_from_name, dtype_name
+from ferrodist.checkpoint.format.dtypes import dtype_name
 from ferrodist.checkpoint.format.manifest import (
     INDEX_NAME,
     MANIFEST_NAME,
@@ -166,18 +166,14 @@ def _clean_up(storage: Storage, manifest: Manifest, stale: set[str], index: byte
         steps.callback(storage.discard, manifest.save_id)
         steps.callback(storage.remove, stale if index is not None else {*stale, INDEX_NAME})
         if index is not None:
-            _put_index(storage, manifest.save_id, index)
-
-
-def _put_index(storage: Storage, save_id: str, index: bytes) -> None:
-    try:
-        if storage.is_staged:
-            storage.publish(save_id, [INDEX_NAME])
-        else:
-            storage.put(INDEX_NAME, index)
-    except OSError as error:
-        what = f"{INDEX_NAME} is missing, without which Hugging Face's tools find no tensors: {error.strerror}"
-        raise OSError(error.errno, what, storage.url) from error
+            try:
+                if storage.is_staged:
+                    storage.publish(manifest.save_id, [INDEX_NAME])
+                else:
+                    storage.put(INDEX_NAME, index)
+            except OSError as error:
+                what = f"{INDEX_NAME} is missing, without which Hugging Face's tools find no tensors: {error.strerror}"
+                raise OSError(error.errno, what, storage.url) from error
 
 
 def make_manifest(
@@ -188,33 +184,17 @@ def make_manifest(
     shards: dict[str, list[ShardEntry]] = {key: [] for key in plan.tensors}
     for plans, written in zip(plan.files, reports, strict=True):
         for file, report in zip(plans, written, strict=True):
-            for span, start, hashes in zip(file.spans, report.starts, report.hashes, strict=True):
-                entry = ShardEntry(
-                    offsets=span.offsets,
-                    shape=span.shape,
-                    file=len(files),
-                    start=start,
-                    stop=start + _size_bytes(plan, span),
-                    hashes=hashes,
+            ranges = pairwise([*report.starts, report.file.size_bytes])
+            for span, (start, stop), hashes in zip(file.spans, ranges, report.hashes, strict=True):
+                shard = ShardEntry(
+                    offsets=span.offsets, shape=span.shape, file=len(files), start=start, stop=stop, hashes=hashes
                 )
-                shards[span.key].append(entry)
-            files.append(
-                FileEntry(
-                    name=report.name,
-                    size_bytes=report.size_bytes,
-                    header_bytes=report.header_bytes,
-                    header_hash=report.header_hash,
-                )
-            )
-    tensors = {
-        key: TensorEntry(
-            shape=tensor.shape,
-            dtype=tensor.dtype,
-            placement=tensor.placement,
-            shards=sorted(shards[key], key=lambda shard: shard.offsets),
-        )
-        for key, tensor in plan.tensors.items()
-    }
+                shards[span.key].append(shard)
+            files.append(report.file)
+    tensors = {}
+    for key, tensor in plan.tensors.items():
+        boxes = sorted(shards[key], key=lambda shard: shard.offsets)
+        tensors[key] = TensorEntry(shape=tensor.shape, dtype=tensor.dtype, placement=tensor.placement, shards=boxes)
     version = installed_version()
     return Manifest(
         save_id=save_id,
@@ -228,22 +208,15 @@ def make_manifest(
     )
 
 
-def _size_bytes(plan: SavePlan, span: Span) -> int:
-    return prod(span.shape) * dtype_from_name(plan.tensors[span.key].dtype).itemsize
-
-
 def make_index(manifest: Manifest) -> bytes | None:
     """Build Hugging Face's index of tensors and files; None if a tensor is sharded, or the only file needs no index."""
     if [file.name for file in manifest.files] == [SINGLE_NAME]:
         return None
-    file_of_key = {}
-    for key, tensor in manifest.tensors.items():
-        if len(tensor.shards) != 1:
-            return None
-        file_of_key[key] = manifest.files[tensor.shards[0].file].name
-    if not file_of_key:
+    if not manifest.tensors or any(len(tensor.shards) != 1 for tensor in manifest.tensors.values()):
         return None
-    total = sum(shard.stop - shard.start for tensor in manifest.tensors.values() for shard in tensor.shards)
+    shards = {key: tensor.shards[0] for key, tensor in manifest.tensors.items()}
+    file_of_key = {key: manifest.files[shard.file].name for key, shard in shards.items()}
+    total = sum(shard.stop - shard.start for shard in shards.values())
     return msgspec.json.format(msgspec.json.encode({"metadata": {"total_size": total}, "weight_map": file_of_key}))
 
 
@@ -263,16 +236,10 @@ class SaveOptions:
 class Save:
     """One save of a group: its ranks agree on a plan in the constructor, `run` writes and commits it.
 
-    Args:
-        phase: The opening, by the path as the program gave it.
-        open_checked: Opens the storage.
-        state: The state.
-        group: The ranks that save.
-        options: How the state is saved.
-        deadline: For the plan; and for all if `run` gets no other.
+    ``phase`` is the opening, at the path as the program gave it.
     """
 
-    _storage: Storage
+    storage: Storage
     """Opened by the first phase."""
 
     def __init__(
@@ -296,8 +263,8 @@ class Save:
         self._partials = PartialSums()
 
         def report() -> bytes:
-            self._storage = open_checked()
-            phase.go_on("prepare a checkpoint", self._storage.url)
+            self.storage = open_checked()
+            phase.go_on("prepare a checkpoint", self.storage.url)
             collected = collect_state(state, self._partials)
             check_int("max_file_bytes", options.max_file_bytes, min=1)
             encoder = Encoder(group.rank)
@@ -326,31 +293,23 @@ class Save:
         """Plan for all ranks, on rank 0; return each rank's encoded files."""
         reports = [msgspec.msgpack.decode(each, type=StateReport) for each in encoded]
         save_id = uuid.uuid4().hex[:12]
-        check_owned(self._storage)
+        check_owned(self.storage)
         self._plan = plan_save(reports, prefix=f"model-{save_id}", max_file_bytes=max_file_bytes)
         self.save_id = save_id  # from here on there is something to discard
-        self._storage.begin(save_id)
+        self.storage.begin(save_id)
         return [msgspec.msgpack.encode((self.save_id, files)) for files in self._plan.files]
 
     def write(self, get_data: Callable[[Span], torch.Tensor] | None = None) -> list[FileReport]:
         """Write this rank's files, without communication; spans come from ``get_data``, or the state."""
-        views = {} if get_data else self.own_views()
+        views = {} if get_data else self.take_views()
         elements = get_data or (lambda span: views[span].cpu())
-        return [write_file(self._storage, self.save_id, plan, self._tensors, elements) for plan in self.files]
+        return [write_file(self.storage, self.save_id, plan, self._tensors, elements) for plan in self.files]
 
-    @property
-    def url(self) -> str:
-        """The checkpoint's URL."""
-        return self._storage.url
-
-    def own_views(self) -> dict[Span, torch.Tensor]:
-        """The state's memory that this rank writes; reduces partial sums, so all ranks call it."""
+    def take_views(self) -> dict[Span, torch.Tensor]:
+        """Hand over the state's memory that this rank writes, with partial sums reduced; all ranks call this."""
         self._partials.reduce()
-        return {span: self._views[span] for plan in self.files for span in plan.spans}
-
-    def release_state(self) -> None:
-        """Drop the references to the state; `write` is then called with ``get_data``."""
-        self._views = {}
+        views, self._views = self._views, {}
+        return {span: views[span] for plan in self.files for span in plan.spans}
 
     def run(
         self,
@@ -367,11 +326,11 @@ class Save:
             reports = call_on_all(
                 lambda: msgspec.msgpack.encode(self.write(get_data)),
                 "write a checkpoint",
-                self._storage.url,
+                self.storage.url,
                 group,
                 self._deadline,
             )
-            commit_phase = Phase("commit a checkpoint", self._storage.url)
+            commit_phase = Phase("commit a checkpoint", self.storage.url)
             exchange.run(commit_phase, lambda: reports, "commit a checkpoint", self._commit)
         except BaseException as error:
             # Once rank 0 may have all reports it may commit at any moment, whatever becomes of the group: as long as it
@@ -387,23 +346,23 @@ class Save:
         # After a failure of the group every rank does this, since rank 0 may be the one that died.
         if self.save_id and (self._group.rank == 0 or isinstance(error, DistributedError)):
             try:
-                if not (self._storage.is_staged or self._group.rank == 0):
+                if not (self.storage.is_staged or self._group.rank == 0):
                     # They are in the folder already, and rank 0 doesn't know of them.
-                    self._storage.remove([plan.name for plan in self.files])
-                self._storage.discard(self.save_id)
+                    self.storage.remove([plan.name for plan in self.files])
+                self.storage.discard(self.save_id)
             except OSError as second:
-                _logger.warning("the files of a failed save to %s can't be removed: %s", self._storage.url, second)
+                _logger.warning("the files of a failed save to %s can't be removed: %s", self.storage.url, second)
         is_lost = isinstance(error, DistributedError) and not isinstance(error, DistCheckpointError)
         if is_lost and self._group.rank != 0:
-            remove_dead_saves(self._storage, self.save_id)  # rank 0 may have begun it before it died
+            remove_dead_saves(self.storage, self.save_id)  # rank 0 may have begun it before it died
 
     def _remove_dead(self, error: DistributedError) -> None:
         """Remove the files that a dead rank 0 can't remove, or raise the error with a note where they are."""
-        if remove_dead_saves(self._storage, self.save_id):
+        if remove_dead_saves(self.storage, self.save_id):
             return
         extended = error.fresh()
         extended.message = (
-            f"{error.message.rstrip('.')}. What was written of the checkpoint may be left at {self._storage.url}, under"
+            f"{error.message.rstrip('.')}. What was written of the checkpoint may be left at {self.storage.url}, under"
             f" names with {self.save_id}, if it was not committed; the next save to that path removes it."
         )
         extended.args = (extended.message,)
@@ -414,7 +373,7 @@ class Save:
         assert self._plan is not None, "rank 0 has the plan"
         reports = [msgspec.msgpack.decode(each, type=list[FileReport]) for each in encoded]
         manifest = make_manifest(self._plan, reports, save_id=self.save_id, world_size=self._group.world_size)
-        commit(self._storage, manifest, self._deadline)
+        commit(self.storage, manifest, self._deadline)
         return [b""] * self._group.world_size
 
 

@@ -8,7 +8,7 @@ import msgspec
 import torch
 import xxhash
 
-from ferrodist.checkpoint.format.manifest import hash_bytes
+from ferrodist.checkpoint.format.manifest import FileEntry, hash_bytes
 from ferrodist.checkpoint.format.safetensors import make_header, name_in_file
 
 if TYPE_CHECKING:
@@ -25,12 +25,9 @@ _WRITE_BYTES = 1 << 20
 
 
 class FileReport(msgspec.Struct, array_like=True):
-    """A written file."""
+    """A written file: the first byte of each span, and the hashes of its blocks."""
 
-    name: str
-    size_bytes: int
-    header_bytes: int
-    header_hash: str
+    file: FileEntry
     starts: list[int]
     hashes: list[list[str]]
 
@@ -53,14 +50,11 @@ class FileStream:
         self.plan = plan
         self._storage = storage
         self._save_id = save_id
-        tensors_in_file = [
-            (
-                name_in_file(span.key, span.offsets, span.shape, tensors[span.key].shape),
-                tensors[span.key].dtype,
-                span.shape,
-            )
-            for span in plan.spans
-        ]
+        tensors_in_file = []
+        for span in plan.spans:
+            tensor = tensors[span.key]
+            name = name_in_file(span.key, span.offsets, span.shape, tensor.shape)
+            tensors_in_file.append((name, tensor.dtype, span.shape))
         self._header, self._starts, self._size_bytes = make_header(tensors_in_file)
         self._ends = [*self._starts[1:], self._size_bytes]
         self._hashes: list[list[str]] = [[] for _ in plan.spans]
@@ -107,14 +101,13 @@ class FileStream:
     def report(self) -> FileReport:
         """Describe the written file."""
         assert self._is_closed, "the file is written"
-        return FileReport(
-            self.plan.name,
-            self._size_bytes,
-            len(self._header),
-            hash_bytes(self._header),
-            self._starts,
-            self._hashes,
+        file = FileEntry(
+            name=self.plan.name,
+            size_bytes=self._size_bytes,
+            header_bytes=len(self._header),
+            header_hash=hash_bytes(self._header),
         )
+        return FileReport(file, self._starts, self._hashes)
 
     def _open(self) -> FileWriter:
         if self._writer is None:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import torch
 from typing_extensions import override
 
-from ferrodist.arguments import check_int
+from ferrodist.arguments import check_int, check_type
 from ferrodist.backends.process_group import resolve_group
 from ferrodist.collectives.objects import all_gather_object
 from ferrodist.collectives.reduce import allreduce
@@ -89,8 +89,7 @@ class LocalSGD:
     replaced, nor change their dtype.
 
     A group may have several; every rank makes them, and calls their `step`, in the same order. To resume from a file,
-    save the module and `state_dict` when `step` has averaged; load the module, make the LocalSGD, and then load its
-    state.
+    save the module and `state_dict` when `step` has averaged; load the module, make the LocalSGD, and load its state.
 
     Args:
         module: The module; it must be the same on all ranks, which is checked.
@@ -107,8 +106,7 @@ class LocalSGD:
     def __init__(
         self, module: torch.nn.Module, group: Backend | None = None, *, period: int, start_step: int = 0
     ) -> None:
-        if not isinstance(module, torch.nn.Module):
-            raise TypeError(f"{type(self).__name__} averages a torch.nn.Module, not {type(module).__name__}")
+        check_type(module, torch.nn.Module, f"{type(self).__name__} averages a torch.nn.Module")
         self.period = check_int("period", period, min=1)
         self.start_step = check_int("start_step", start_step, min=0)
         self.num_steps = 0
@@ -269,11 +267,8 @@ class DiLoCo(LocalSGD):
         super().__init__(module, group, period=period)
         self.outer_optimizer = make(list(self._outer.values()))
         """The outer optimizer."""
-        if not isinstance(self.outer_optimizer, torch.optim.Optimizer):
-            raise TypeError(
-                "outer_optimizer must be a function that returns a torch.optim.Optimizer, not"
-                f" {type(self.outer_optimizer).__name__}"
-            )
+        expected = "outer_optimizer must be a function that returns a torch.optim.Optimizer"
+        check_type(self.outer_optimizer, torch.optim.Optimizer, expected)
 
     @override
     def reset(self) -> None:

@@ -145,21 +145,18 @@ class PeerManager:
                     self._remove(before, error)
                 for listener in self._listeners:
                     listener.on_joined(peer, version[0])
-                if self._publish(remote):
+                with self._changed:
+                    is_published = not self._is_closed
+                    if is_published:
+                        self._lost.pop(peer, None)
+                        self._peers[peer] = remote
+                        self._changed.notify_all()
+                if is_published:
                     remote.start()
                     remote.notify(MET)
                     remote.notify(HELLO, self._name)
                     return
         pair.close(0)
-
-    def _publish(self, peer: RemotePeer) -> bool:
-        with self._changed:
-            if self._is_closed:
-                return False
-            self._lost.pop(peer.rank, None)
-            self._peers[peer.rank] = peer
-            self._changed.notify_all()
-            return True
 
     # Called by peers.
 

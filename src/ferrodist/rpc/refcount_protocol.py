@@ -102,7 +102,8 @@ class RefCountClient(PeerListener):
         """Register references at their owner before they are sent to a rank; the result is whether they may be."""
         with self._lock:
             self._owners.setdefault(peer, set()).add(owner)
-        arguments = (fork_id, peer, self.table.incarnation(peer), _plain(counts))
+        items = [(*id_, count) for id_, count in counts.items()]
+        arguments = (fork_id, peer, self.table.incarnation(peer), items)
         return self.client.call_internal(owner, Call(REGISTER, arguments, {}), deadline.remaining())
 
     def unregister(self, owner: int, fork_id: int) -> None:
@@ -133,7 +134,7 @@ class RefCountClient(PeerListener):
 
         def make_arguments() -> tuple[Any, ...] | None:
             count = self.table.give_back(user_rref)
-            return (_plain({user_rref.id: count}),) if count else None
+            return ([(*user_rref.id, count)],) if count else None
 
         owner = user_rref.id.owner
         self.send_confirmations(owner)  # references must be confirmed before: an older task may have led here
@@ -166,10 +167,6 @@ class RefCountClient(PeerListener):
         except DistributedError:
             return False
         return True
-
-
-def _plain(counts: Mapping[ReferenceId, int]) -> list[Any]:
-    return [(*id_, count) for id_, count in counts.items()]
 
 
 _Counted = tuple[int, int, int, int, Annotated[int, msgspec.Meta(gt=0)]]

@@ -68,16 +68,12 @@ class PendingFork:
         self.incarnation = incarnation
         self.counts = counts  # by object; those that have arrived are taken off
         self.must_settle = False  # whether the user is asked which have arrived, for no more will
-        self._respond: Callable[[Any], None] | None = respond  # takes whether the message may be sent
-
-    @property
-    def is_answered(self) -> bool:
-        """True once the message may have been sent."""
-        return self._respond is None
+        # Takes whether the message may be sent; None once it may have been.
+        self.respond: Callable[[Any], None] | None = respond
 
     def take_respond(self) -> list[Callable[[Any], None]]:
         """The function that takes the answer, in a list; an empty list after the first time."""
-        respond, self._respond = self._respond, None
+        respond, self.respond = self.respond, None
         return [] if respond is None else [respond]
 
 
@@ -85,47 +81,39 @@ class PendingForks:
     """All pending forks of an owner's objects; the caller's lock guards them."""
 
     def __init__(self) -> None:
-        self._by_key: dict[ForkKey, PendingFork] = {}
-        self._totals: dict[ReferenceId, int] = {}
+        self.by_key: dict[ForkKey, PendingFork] = {}
+        self.totals: dict[ReferenceId, int] = {}  # pending references, by object
 
     def add(self, fork: PendingFork) -> None:
         """Add a fork; raises ValueError if there is one with its id."""
-        if self._by_key.setdefault(fork.key, fork) is not fork:
+        if self.by_key.setdefault(fork.key, fork) is not fork:
             raise ValueError(f"rank {fork.sender} has sent fork id {fork.fork_id} before")
         for id_, count in fork.counts.items():
-            self._totals[id_] = self._totals.get(id_, 0) + count
-
-    def has(self, id_: ReferenceId) -> bool:
-        """Return True if a reference to an object is pending."""
-        return id_ in self._totals
-
-    def find(self, key: ForkKey) -> PendingFork | None:
-        """The pending fork of a message."""
-        return self._by_key.get(key)
+            self.totals[id_] = self.totals.get(id_, 0) + count
 
     def sent_by(self, sender: int) -> list[PendingFork]:
         """The pending forks of a sender."""
-        return [each for each in self._by_key.values() if each.sender == sender]
+        return [each for each in self.by_key.values() if each.sender == sender]
 
     def sent_to(self, user: int) -> list[PendingFork]:
         """The pending forks for a receiver."""
-        return [each for each in self._by_key.values() if each.user == user]
+        return [each for each in self.by_key.values() if each.user == user]
 
     def arrive(self, fork: PendingFork, id_: ReferenceId) -> None:
         """Take off a reference that has arrived."""
         if id_ in fork.counts:
             self._subtract(fork.counts, id_, 1)
-            self._subtract(self._totals, id_, 1)
+            self._subtract(self.totals, id_, 1)
             if not fork.counts:
-                del self._by_key[fork.key]
+                del self.by_key[fork.key]
 
     def drop(self, fork: PendingFork) -> Iterable[ReferenceId]:
         """Forget what has not arrived, if the fork is pending; returns the objects."""
-        if self._by_key.get(fork.key) is not fork:
+        if self.by_key.get(fork.key) is not fork:
             return ()
-        del self._by_key[fork.key]
+        del self.by_key[fork.key]
         for id_, count in fork.counts.items():
-            self._subtract(self._totals, id_, count)
+            self._subtract(self.totals, id_, count)
         return fork.counts
 
     @staticmethod
@@ -298,7 +286,7 @@ class RRefTable:
     def unregister(self, key: ForkKey) -> None:
         """Drop the pending fork of a message that was not sent."""
         with self._lock:
-            fork = self._forks.find(key)
+            fork = self._forks.by_key.get(key)
         if fork is not None:
             self._drop([fork])
 
@@ -318,10 +306,10 @@ class RRefTable:
             for key, id_ in arrived:
                 if id_ in self._owned:
                     self._add(user, id_, 1)
-                    fork = self._forks.find(key)
+                    fork = self._forks.by_key.get(key)
                     if fork is not None and fork.user == user:
                         self._forks.arrive(fork, id_)
-            found = [self._forks.find(key) for key in settled]
+            found = [self._forks.by_key.get(key) for key in settled]
             self._drop([each for each in found if each is not None and each.must_settle and each.user == user])
 
     def settle(self, sender: int, user: int, fork_id: int) -> None:
@@ -381,7 +369,7 @@ class RRefTable:
     def snapshot(self) -> ReferenceCounts:
         """The number of objects."""
         with self._lock:
-            for_others = sum(bool(owned.counts) or self._forks.has(id_) for id_, owned in self._owned.items())
+            for_others = sum(bool(owned.counts) or id_ in self._forks.totals for id_, owned in self._owned.items())
             return ReferenceCounts(
                 for_others=for_others, for_itself=len(self._owned) - for_others, elsewhere=len(self._used)
             )
@@ -397,8 +385,8 @@ class RRefTable:
     def _settle(self, forks: Iterable[PendingFork]) -> None:
         """Find out what has arrived of messages; those that were not answered yet were not sent."""
         with self._lock:
-            unsent = [each for each in forks if not each.is_answered]
-            sent = [each for each in forks if each.is_answered]
+            unsent = [each for each in forks if each.respond is not None]
+            sent = [each for each in forks if each.respond is None]
             for each in sent:
                 each.must_settle = True
         self._drop(unsent)
@@ -436,7 +424,7 @@ class RRefTable:
         self._sender.send_release(record)
 
     def _free_unused(self, owned: OwnedObject) -> None:
-        is_used = owned.counts or self._forks.has(owned.id) or owned.handle() is not None
+        is_used = owned.counts or owned.id in self._forks.totals or owned.handle() is not None
         if not is_used and self._owned.get(owned.id) is owned:
             del self._owned[owned.id]
             self._tasks.submit(owned.drop)  # the end of an object must not hold up the thread that receives messages

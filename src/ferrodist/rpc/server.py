@@ -96,7 +96,7 @@ class RpcServer(MessageHandler):
         self._max_incoming = 2 * max_outstanding + _MAX_INTERNAL_CALLS
         self._timeout = timeout
         self._internal: dict[str, InternalHandler] = {}
-        self._serving: set[IncomingCall] = set()
+        self.serving: set[IncomingCall] = set()  # calls of users' functions that are not answered
         self._is_closing = False
 
     def register_internal(self, name: str, handler: InternalHandler) -> None:
@@ -106,11 +106,6 @@ class RpcServer(MessageHandler):
         response.
         """
         self._internal[name] = handler
-
-    @property
-    def num_serving(self) -> int:
-        """The number of calls of users' functions that are not answered."""
-        return len(self._serving)
 
     def close(self) -> None:
         """Send no more failures: what fails now does so as the agent closes, which callers are about to learn."""
@@ -215,7 +210,7 @@ class RpcServer(MessageHandler):
         """Have a worker serve a call: the packed one, or another, by the registered function, or another."""
         incoming.call, incoming.function = call, function
         incoming.is_submitted = True
-        self._serving.add(incoming)
+        self.serving.add(incoming)
         self._executor.submit(functools.partial(self._run, incoming))
 
     def _run(self, incoming: IncomingCall) -> None:
@@ -286,7 +281,7 @@ class RpcServer(MessageHandler):
             if incoming.on_result is not None:
                 value = incoming.on_result(value)
         finally:  # calls that follow from it are being served by now, and the caller's has not ended
-            self._serving.discard(incoming)
+            self.serving.discard(incoming)
         incoming.function = incoming.on_result = None
         if incoming.call_id is not None:
             incoming.peer.incoming.pop(incoming.call_id, None)

@@ -141,7 +141,7 @@ class GracefulShutdown(PeerListener):
 
     def _status(self) -> _Status:
         pending = self._client.pending
-        return _Status(pending.num_made, pending.num_ended, self._server.num_serving)
+        return _Status(pending.num_made, pending.num_ended, len(self._server.serving))
 
     # At the coordinator.
 

@@ -290,11 +290,9 @@ class DTensor(torch.Tensor):
         if self.grad is not None:
             made.grad = copy.deepcopy(self.grad, memo)
         made.__dict__.update(copy.deepcopy({k: v for k, v in self.__dict__.items() if k != "_view_copy"}, memo))
-        for hook in backward_hooks(self).values():
-            if getattr(hook, "is_copied_with_tensor", False):
-                made.requires_grad_(True)
-                made.register_hook(hook)  # type: ignore[no-untyped-call]
-                made.requires_grad_(self.requires_grad)
+        if any(map(is_grad_placement_hook, backward_hooks(self).values())):
+            # torch copies no hooks, but the copy has the placements.
+            keep_grad_placements(made)
         return made
 
     def __repr__(self) -> str:  # type: ignore[override]
@@ -413,3 +411,31 @@ class _FromLocal(torch.autograd.Function):
                     )
                 local = local / num_ranks if placement.op is ReduceOp.MEAN else local
         return local, None
+
+
+class _RedistributeGrad:
+    def __init__(self, parameter: DTensor) -> None:
+        self._placements = parameter.placements
+
+    def __call__(self, grad: Any) -> Any:
+        return grad if grad.placements == self._placements else grad.redistribute(self._placements)
+
+
+def keep_grad_placements(parameter: torch.Tensor) -> None:
+    """Redistribute each backward's gradient of a parameter to the parameter's placements; once is enough.
+
+    Gradients are right under any placements; but a partial one would be reduced anew by each operator that reads it.
+    """
+    assert isinstance(parameter, DTensor), "others have no placements"
+    has_hook = any(map(is_grad_placement_hook, backward_hooks(parameter).values()))
+    if not has_hook and (parameter.is_floating_point() or parameter.is_complex()):
+        # Frozen parameters may be trained later, and only those that require grad take a hook.
+        requires_grad = parameter.requires_grad
+        parameter.requires_grad_(True)
+        parameter.register_hook(_RedistributeGrad(parameter))  # type: ignore[no-untyped-call]
+        parameter.requires_grad_(requires_grad)
+
+
+def is_grad_placement_hook(hook: object) -> bool:
+    """Return whether a parameter's hook is one of `keep_grad_placements`."""
+    return isinstance(hook, _RedistributeGrad)

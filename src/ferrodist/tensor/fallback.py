@@ -23,7 +23,7 @@ from ferrodist.tensor.plain_tensors import (
     replicate_plain,
     returned_arguments,
 )
-from ferrodist.tensor.redistribute import redistribute_local
+from ferrodist.tensor.redistribute import gather, redistribute_local
 from ferrodist.tensor.replica_check import describe_module
 from ferrodist.tensor.spec import DTensorSpec
 from ferrodist.torch_private.autograd import current_graph_task
@@ -97,11 +97,6 @@ def compute_replicated(func: torch._ops.OpOverload, cls: Any, args: Sequence[Any
     read = {name: value for name, value in given.items() if name not in written or find_plain([value]) == []}
     replicated, _ = replicate_plain(func, cls, mesh, list(read.values()), {})
     arguments: dict[Any, Any] = given | dict(zip(read, replicated, strict=True))
-
-    def gather(tensor: Any) -> torch.Tensor:
-        spec = tensor._spec
-        return redistribute_local(tensor._local, spec, spec.replicated)
-
     full = {name: map_tensors(gather, value, cls) for name, value in arguments.items()}
     for name in written:
         is_distributed = any(isinstance(one, cls) for one in _listed(arguments[name]))

@@ -69,8 +69,7 @@ class OpCall:
         """The specs among the arguments, in order, including those in lists."""
         self.selected: list[OpStrategy] = []  # the strategies of the first axes, as far as they are selected
         self.placed_inputs: Sequence[DTensorSpec] = ()  # the specs to which the inputs are redistributed
-        self.outputs: Sequence[DTensorSpec] = ()
-        """The specs of the outputs; for an operator that writes, of what it writes to."""
+        self.outputs: Sequence[DTensorSpec] = ()  # the specs of the results, or of the inputs that are written
 
     def __getitem__(self, name: str) -> Any:
         return self.arguments[name]
@@ -91,11 +90,7 @@ class OpCall:
         return find_all(torch.Tensor, self.operator(*positional, **named))
 
     def place(self, written: Sequence[int] | None) -> None:
-        """Set `placed_inputs` and `outputs` from the selected strategies.
-
-        ``written`` has the indices of the inputs that the operator writes to, which are its outputs; None if there are
-        none.
-        """
+        """Set `placed_inputs` and `outputs` from the strategies; if not None, inputs ``written`` are the outputs."""
         self.placed_inputs = [
             spec.with_placements([strategy.inputs[index] for strategy in self.selected])
             for index, spec in enumerate(self.inputs)

@@ -25,7 +25,7 @@ import torch
 from ferrodist.tensor.op_strategy import bind_arguments, find_all, map_tensors, split_arguments
 from ferrodist.tensor.ops import indexing, matmul
 from ferrodist.tensor.placement import Replicate
-from ferrodist.tensor.redistribute import redistribute_local
+from ferrodist.tensor.redistribute import gather
 from ferrodist.tensor.replica_check import ReplicaCheck, check_replicated, describe_module
 from ferrodist.tensor.spec import DTensorSpec
 from ferrodist.torch_private.autograd import base_of, current_graph_task
@@ -270,6 +270,7 @@ def _call_foreach(func: torch._ops.OpOverload, cls: Any, mesh: DeviceMesh, /, *a
     """Compute separately the elements of lists whose tensors are all plain: each rank its own."""
     arguments = bind_arguments(func, args, kwargs)
     lists = {name: value for name, value in arguments.items() if isinstance(value, list | tuple) and value}
+    others = {name: value for name, value in arguments.items() if name not in lists}
     count = max(map(len, lists.values()))
     are_plain = [not any(isinstance(value[index], cls) for value in lists.values()) for index in range(count)]
     if not any(are_plain):
@@ -279,20 +280,10 @@ def _call_foreach(func: torch._ops.OpOverload, cls: Any, mesh: DeviceMesh, /, *a
         indices = [index for index in range(count) if are_plain[index] is plain]
         if not indices:
             continue
-        chosen = {
-            name: [value[index] for index in indices] if name in lists else _as_plain(value, cls) if plain else value
-            for name, value in arguments.items()
-        }
+        chosen = {name: map_tensors(gather, value, cls) if plain else value for name, value in others.items()}
+        chosen |= {name: [value[index] for index in indices] for name, value in lists.items()}
         positional, named = split_arguments(func, chosen)
         computed = func(*positional, **named)
         for index, one in zip(indices, computed or [None] * len(indices), strict=True):
             results[index] = one
     return results if schema_of(func).returns else None
-
-
-def _as_plain(value: Any, cls: Any) -> Any:
-    """The plain scalar of a distributed one; other values as they are."""
-    if not isinstance(value, cls):
-        return value
-    spec = value._spec
-    return redistribute_local(value._local, spec, spec.replicated)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import math
 from contextvars import ContextVar
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -84,6 +84,11 @@ def redistribute_local(local: torch.Tensor, source: DTensorSpec, target: DTensor
         _record(step)
         local = _STEP_FUNCTIONS[step.move](local, step)
     return local
+
+
+def gather(tensor: Any) -> torch.Tensor:
+    """The full plain tensor of a distributed one, on every rank of its mesh."""
+    return redistribute_local(tensor._local, tensor._spec, tensor._spec.replicated)
 
 
 def _innermost(spec: DTensorSpec, axis: int) -> Shard:

@@ -361,7 +361,7 @@ run = Save.run
 
 def run_late(save, *args):
     time.sleep(1.0)
-    if save.url.endswith("3"):
+    if save.storage.url.endswith("3"):
         raise ZeroDivisionError
     run(save, *args)
 

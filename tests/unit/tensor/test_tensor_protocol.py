@@ -9,7 +9,7 @@ from operator_checks import assert_same, make, placements_of, spread
 import ferrodist as fd
 from ferrodist import DeviceMesh, DTensor, Partial, ReduceOp, Replicate, Shard
 from ferrodist.errors import CollectiveMismatchError
-from ferrodist.tensor.grad_placements import keep_grad_placements
+from ferrodist.tensor.dtensor import keep_grad_placements
 from ferrodist.testing import run_ranks
 
 
@@ -167,7 +167,7 @@ def test_item():
 
 
 def test_equal_and_allclose():
-    """They return the same on all ranks, also if only one rank has a difference."""
+    """Comparisons return the same on all ranks, also if only one rank has a difference."""
 
     def check(mesh):
         one, other = make(4, 5), make(4, 5)

@@ -1,23 +1,95 @@
-"""The interface of a library to the worker."""
+"""The interface of a library to the worker: its arrays, its calls, and the adapter of the limit.
+
+Arrays are one-dimensional; the workload writes and checks them, and slices share their memory.
+"""
 
 from __future__ import annotations
 
+import ctypes
+import platform
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
+from ferrodist.bench.cases import Case, DataType, Operation
+from ferrodist.bench.channel import FileBarrier
+
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Callable, Mapping, Sequence
     from pathlib import Path
 
-    from ferrodist.bench.adapters.arrays import Arrays
-    from ferrodist.bench.cases import Case, Operation
+
+ALIGNMENT_BYTES = 64  # every array begins at a multiple of this, a cache line, in every library
+
+
+class TorchArrays:
+    """Torch tensors on a device; torch aligns by itself."""
+
+    def __init__(self, device: str = "cpu") -> None:
+        import torch  # noqa: PLC0415
+
+        self._torch, self._device = torch, device
+        self._dtypes = {dtype: getattr(torch, dtype.value) for dtype in DataType}
+
+    def empty(self, num_elements: int, dtype: DataType) -> Any:
+        """An aligned array with arbitrary content."""
+        return self._torch.empty(num_elements, dtype=self._dtypes[dtype], device=self._device)
+
+    def from_values(self, values: Sequence[float], dtype: DataType) -> Any:
+        """An array of values, which float32 can hold."""
+        return self._torch.tensor(values, dtype=self._dtypes[dtype], device=self._device)
+
+    def scale(self, values: Any, plus: float, factor: float, dtype: DataType) -> Any:
+        """A new array of (values + plus) * factor, from float32 values; the results must be exact."""
+        return ((values + plus) * factor).to(self._dtypes[dtype])
+
+    def are_equal(self, left: Any, right: Any) -> bool:
+        """Return whether two arrays hold the same values."""
+        return bool(self._torch.equal(left, right))
+
+    def multiply(self, left: Any, right: Any, out: Any) -> None:
+        """Write the product of two matrices into a third."""
+        self._torch.mm(left, right, out=out)
+
+
+class NumpyArrays:
+    """NumPy arrays with the methods of `TorchArrays`; bfloat16, which NumPy lacks, as its bits."""
+
+    def __init__(self) -> None:
+        import numpy as np  # noqa: PLC0415
+
+        self._np = np
+        names = {DataType.FLOAT32: "float32", DataType.FLOAT16: "float16", DataType.BFLOAT16: "uint16"}
+        self._dtypes: dict[DataType, Any] = {dtype: np.dtype(name) for dtype, name in names.items()}
+
+    def empty(self, num_elements: int, dtype: DataType) -> Any:
+        size_bytes = num_elements * dtype.size_bytes
+        raw = self._np.empty(size_bytes + ALIGNMENT_BYTES, self._np.uint8)
+        begin = -raw.ctypes.data % ALIGNMENT_BYTES
+        return raw[begin : begin + size_bytes].view(self._dtypes[dtype])
+
+    def from_values(self, values: Sequence[float], dtype: DataType) -> Any:
+        return self._narrow(self._np.array(values, self._np.float32), dtype)
+
+    def scale(self, values: Any, plus: float, factor: float, dtype: DataType) -> Any:
+        return self._narrow((values + self._np.float32(plus)) * self._np.float32(factor), dtype)
+
+    def are_equal(self, left: Any, right: Any) -> bool:
+        return bool(self._np.array_equal(left, right))
+
+    def multiply(self, left: Any, right: Any, out: Any) -> None:
+        self._np.matmul(left, right, out=out)
+
+    def _narrow(self, values: Any, dtype: DataType) -> Any:
+        if dtype is DataType.BFLOAT16:  # exact ones only
+            return (values.view(self._np.uint32) >> 16).astype(self._np.uint16)
+        return values.astype(self._dtypes[dtype])
+
+
+Arrays = TorchArrays | NumpyArrays
 
 
 class UnsupportedError(Exception):
     """The library does not offer an operation; the message says why."""
-
-    def __init__(self, reason: str = "it has no such operation") -> None:
-        super().__init__(reason)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,7 +113,7 @@ class RankInfo:
 
 
 class Adapter:
-    """One rank of a group of one library. Methods that are not overridden are operations that the library lacks."""
+    """One rank of a group of one library, with the library's own calls; those of ``unsupported`` may be absent."""
 
     rank: int
     num_ranks: int
@@ -50,8 +122,20 @@ class Adapter:
     copies: ClassVar[bool] = False  # whether every operation is a copy of the input: true for the limit
     unsupported: ClassVar[Mapping[Operation, str]] = {}  # operations that the library lacks, with the reasons
 
+    barrier: Callable[[], object]  # of all ranks
+    init_group: Callable[[str], object]  # creates the default group, at an init method
+    destroy_group: Callable[[], object]  # ends the default group
+    new_group: Callable[[], Any]  # creates another group of all ranks
+    destroy_subgroup: Callable[[Any], object]
+    allreduce: Callable[[Any, Any], object]  # in place, over a group that `new_group` has created or the default (None)
+    wait: Callable[[Any], object]  # for a work that `make_start`'s callable has started
+
     def make_call(self, case: Case, source: Any, target: Any) -> Callable[[], object]:
         """A callable for the operation, in place if ``target`` is ``source``; UnsupportedError if the library can't."""
+        raise NotImplementedError
+
+    def make_start(self, case: Case, source: Any, target: Any) -> Callable[[], Any]:
+        """A callable that starts an allreduce in place, and returns a work for `wait`."""
         raise NotImplementedError
 
     def make_exchange(
@@ -72,42 +156,35 @@ class Adapter:
 
         return ping if self.rank == 0 else pong
 
-    def make_start(self, case: Case, source: Any, target: Any) -> Callable[[], Any]:
-        """A callable that starts an allreduce in place, and returns a work for `wait`."""
-        raise UnsupportedError
-
-    def wait(self, work: Any) -> None:
-        """Wait for a work that `make_start`'s callable has started."""
-        raise UnsupportedError
-
     def synchronize(self) -> None:
         """Wait for this rank's part of earlier calls, where calls return before: they do on GPUs."""
-        return
-
-    def barrier(self) -> None:
-        """Wait for all ranks, by the library's own barrier."""
-        raise NotImplementedError
-
-    def init_group(self, init_method: str) -> None:
-        """Create the default group."""
-        raise UnsupportedError
-
-    def destroy_group(self) -> None:
-        """End the default group."""
-        raise UnsupportedError
-
-    def new_group(self) -> Any:
-        """Create another group of all ranks."""
-        raise UnsupportedError
-
-    def allreduce(self, array: Any, group: Any) -> None:
-        """Sum an array in place, over a group that `new_group` has created or the default group (None)."""
-        raise UnsupportedError
-
-    def destroy_subgroup(self, group: Any) -> None:
-        """End a group that `new_group` has created."""
-        raise UnsupportedError
 
     def close(self) -> None:
         """Leave the group for good."""
         self.destroy_group()
+
+
+class MemoryCopyAdapter(Adapter):
+    """The limit: all ranks copy as many bytes as a rank's tensor has, each its own, at the same time."""
+
+    copies = True
+    unsupported: ClassVar[Mapping[Operation, str]] = {
+        Operation.BARRIER: "a barrier moves no bytes",
+        Operation.SUBMIT: "a copy starts at once",
+        Operation.OVERLAP: "a copy and a computation of one thread follow each other",
+        Operation.INIT: "copies need no group",
+        Operation.NEW_GROUP: "copies need no group",
+    }
+
+    def __init__(self, info: RankInfo) -> None:
+        self.arrays: Arrays = NumpyArrays()
+        self.rank, self.num_ranks = info.rank, info.num_ranks
+        self.versions = {"libc": " ".join(platform.libc_ver())}
+        barrier = FileBarrier(info.folder / "counters", info.rank, info.num_ranks)
+        self.barrier, self.destroy_group = barrier.wait, barrier.close
+
+    def make_call(self, case: Case, source: Any, target: Any) -> Callable[[], object]:
+        # For a round trip of messages, too, each rank copies one message.
+        memmove, size_bytes = ctypes.memmove, case.num_elements * case.dtype.size_bytes  # libc's, without the GIL
+        to, from_ = ctypes.c_void_p(target.ctypes.data), ctypes.c_void_p(source.ctypes.data)
+        return lambda: memmove(to, from_, size_bytes)

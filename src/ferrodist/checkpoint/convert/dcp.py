@@ -13,7 +13,7 @@ import warnings
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch.distributed.checkpoint.api import CheckpointException
@@ -69,8 +69,7 @@ _ALLOWED_GLOBALS = {
 }
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class DcpTensor:
+class DcpTensor(NamedTuple):
     """A tensor's shape, dtype and chunks."""
 
     shape: tuple[int, ...]
@@ -78,8 +77,7 @@ class DcpTensor:
     chunks: tuple[Box, ...]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class DcpItem:
+class DcpItem(NamedTuple):
     """The position of a chunk or a value."""
 
     name: str
@@ -93,7 +91,7 @@ class DcpItem:
 class DcpMetadata:
     """The contents of a folder."""
 
-    tensors: dict[str, DcpTensor | None] = field(default_factory=dict)
+    tensors: dict[str, DcpTensor | None]
     paths: dict[str, tuple[str | int, ...]] = field(default_factory=dict)
     items: dict[tuple[str, tuple[int, ...] | None], DcpItem] = field(default_factory=dict)
 
@@ -104,12 +102,10 @@ def decode_metadata(data: bytes) -> DcpMetadata:
         value = read_pickle(io.BytesIO(data), len(data), _check_allowed)
         check_expansion(value, len(data))  # chunks that many tensors share are made for each
         fields = _fields(value, "Metadata")
-        found = DcpMetadata()
-        for name, node in _str_keyed(fields.get("state_dict_metadata")).items():
-            found.tensors[name] = _tensor(node)
+        tensors = _str_keyed(fields.get("state_dict_metadata")).items()
+        found = DcpMetadata(tensors={name: _tensor(node) for name, node in tensors})
         if isinstance(fields.get("planner_data"), PickledDict):  # otherwise another planner's
-            for name, path in _str_keyed(fields["planner_data"]).items():
-                found.paths[name] = _path(path)
+            found.paths = {name: _path(path) for name, path in _str_keyed(fields["planner_data"]).items()}
         if fields.get("storage_data") is not None:
             pairs = _pairs(fields["storage_data"])
             keys = check_collisions(_index(key) for key, _ in pairs)
@@ -143,7 +139,7 @@ def _tensor(node: Any) -> DcpTensor | None:
         raise ValueError("it has a tensor of another layout than torch.strided")
     chunks = [_fields(chunk, "ChunkStorageMetadata") for chunk in _expect(fields.get("chunks"), list)]
     boxes = tuple(Box(_sizes(chunk.get("offsets")), _sizes(chunk.get("sizes"))) for chunk in chunks)
-    return DcpTensor(shape=_sizes(fields.get("size")), dtype=dtype, chunks=boxes)
+    return DcpTensor(_sizes(fields.get("size")), dtype, boxes)
 
 
 def _index(node: Any) -> tuple[str, tuple[int, ...] | None]:
@@ -156,14 +152,10 @@ def _index(node: Any) -> tuple[str, tuple[int, ...] | None]:
 def _item(name: str, node: Any) -> DcpItem:
     fields = _fields(node, "_StorageInfo")
     transforms = fields.get("transform_descriptors")
-    transforms = () if transforms is None else transforms
-    return DcpItem(
-        name=name,
-        file=_expect(fields.get("relative_path"), str),
-        offset=_expect(fields.get("offset"), int),
-        length=_expect(fields.get("length"), int),
-        transforms=tuple(_expect(each, str) for each in _expect(transforms, (list, tuple))),
-    )
+    names = () if transforms is None else _expect(transforms, (list, tuple))
+    offset, length = (_expect(fields.get(field), int) for field in ("offset", "length"))
+    file = _expect(fields.get("relative_path"), str)
+    return DcpItem(name, file, offset, length, tuple(_expect(each, str) for each in names))
 
 
 def _fields(node: Any, name: str) -> dict[str, Any]:
@@ -210,10 +202,7 @@ class _View(io.RawIOBase):
 
     def __init__(self, storage: Storage, name: str, start: int, size_bytes: int) -> None:
         super().__init__()
-        self._storage = storage
-        self._name = name
-        self._start = start
-        self._size_bytes = size_bytes
+        self._storage, self._name, self._start, self._size_bytes = storage, name, start, size_bytes
         self._position = 0
 
     @override
@@ -302,9 +291,7 @@ class _DcpReader:
         dtype = found.dtype
         parts = [self._chunk_source(name, box, dtype) for box in found.chunks]
         if not all(isinstance(part, FileShard) for part in parts):
-            parts = [
-                LazyShard(box=part.box, load=partial(self._load, self._item(name, part.box.offsets))) for part in parts
-            ]
+            parts = [LazyShard(part.box, partial(self._load, self._item(name, part.box.offsets))) for part in parts]
         return ExternalTensor(shape=found.shape, dtype=dtype_name(dtype), parts=parts)  # type: ignore[arg-type]
 
     def _chunk_source(self, name: str, box: Box, dtype: torch.dtype) -> FileShard | LazyShard:
@@ -315,11 +302,11 @@ class _DcpReader:
             raise ValueError(f"its chunk at {box.offsets} in {item.file} is another tensor")
         start = checkpoint_offset(tensor)
         if start is None or not tensor.is_contiguous() or tensor.is_conj() or tensor.is_neg():
-            return LazyShard(box=box, load=partial(self._load, item))
+            return LazyShard(box, partial(self._load, item))
         at = item.offset + start + tensor.storage_offset() * dtype.itemsize
         if not item.offset <= at <= at + tensor.nbytes <= item.offset + item.length:
             raise ValueError(f"its chunk at {box.offsets} in {item.file} is longer than its item")
-        return FileShard(box=box, file=item.file, start=at)
+        return FileShard(box, item.file, at)
 
     def _item(self, key: str, offsets: tuple[int, ...] | None) -> DcpItem:
         """Return the position of a value, or of a chunk of a tensor."""

@@ -110,36 +110,29 @@ class Encoder:
     _keys_by_identity: dict[object, str] = field(default_factory=dict)
     _keep_alive: list[torch.Tensor] = field(default_factory=list)
     _in_per_rank: bool = False
-    """Return whether the current value is within a `PerRank`."""
+    """True while a value within a `PerRank` is encoded."""
 
     def encode(self, value: Any, path: tuple[object, ...] = ()) -> Node:
         """Encode a value."""
         check_depth(path)
-        if isinstance(value, (torch.Tensor, SavedElsewhere)):
-            return {"tensor": self._add_tensor(value, path)}
+        if isinstance(value, torch.Tensor):
+            return {"tensor": self._add(value, path)}
+        if isinstance(value, SavedElsewhere):
+            key = self._add(value.tensor, path)
+            if not self._in_per_rank:
+                self.unsaved.add(key)
+            return {"tensor": key}
         if isinstance(value, np.ndarray):
             return {"array": self._add(self._tensor_from_array(value, path), path)}
         if isinstance(value, PerRank):
             return {"per_rank": {str(self.rank): self._encode_per_rank(value.value, path)}}
         if isinstance(value, Mapping) and not isinstance(value, Counter):
             return self._encode_mapping(value, path)
-        for kind, mark in ((torch.Size, "size"), (tuple, "tuple")):
-            if isinstance(value, kind):
-                return {mark: self._encode_members(value, path)}
-        if isinstance(value, list):
-            return self._encode_members(value, path)
+        if isinstance(value, (list, tuple)):
+            members = [self.encode(each, (*path, index)) for index, each in enumerate(value)]
+            mark = "size" if isinstance(value, torch.Size) else "tuple"
+            return members if isinstance(value, list) else {mark: members}
         return _encode_plain(value, path)
-
-    def _encode_members(self, members: Sequence[Any], path: tuple[object, ...]) -> list[Node]:
-        return [self.encode(each, (*path, index)) for index, each in enumerate(members)]
-
-    def _add_tensor(self, value: torch.Tensor | SavedElsewhere, path: tuple[object, ...]) -> str:
-        if isinstance(value, torch.Tensor):
-            return self._add(value, path)
-        key = self._add(value.tensor, path)
-        if not self._in_per_rank:
-            self.unsaved.add(key)
-        return key
 
     def _encode_per_rank(self, value: Any, path: tuple[object, ...]) -> Node:
         before, known, was_own = set(self.tensors), self._keys_by_identity, self._in_per_rank
@@ -246,19 +239,12 @@ def _encode_plain(value: Any, path: tuple[object, ...]) -> Node:
             f"{path_text(path)} is {with_article(kind.__name__)}, which checkpoints don't carry: save its contents as"
             " numbers, text, tensors, lists and dicts, or give it state_dict() and load_state_dict()"
         )
-    try:
-        return _ENCODERS[kind](value)
-    except UnicodeEncodeError as error:
-        raise TypeError(f"{path_text(path)} is text that is not Unicode: save bytes") from error
-
-
-def _encode_text(value: str) -> Node:
-    value.encode()
-    return value
-
-
-def _encode_int(value: int) -> Node:
-    return value if -(1 << _INT_BITS) <= value < 1 << _INT_BITS else {"int": hex(value)}
+    if kind is str:
+        try:
+            value.encode()
+        except UnicodeEncodeError as error:
+            raise TypeError(f"{path_text(path)} is text that is not Unicode: save bytes") from error
+    return _ENCODERS[kind](value)
 
 
 def _encode_float(value: float) -> Node:
@@ -268,8 +254,8 @@ def _encode_float(value: float) -> Node:
 _ENCODERS: dict[type, Callable[[Any], Node]] = {
     type(None): lambda value: value,
     bool: lambda value: value,
-    str: _encode_text,
-    int: _encode_int,
+    str: lambda value: value,
+    int: lambda value: value if -(1 << _INT_BITS) <= value < 1 << _INT_BITS else {"int": hex(value)},
     float: _encode_float,
     complex: lambda value: {"complex": [_encode_float(value.real), _encode_float(value.imag)]},
     bytes: lambda value: {"bytes": base64.b64encode(value).decode()},
@@ -312,8 +298,8 @@ def leaf_text(node: Node) -> str:
 
 
 def _decode_complex(parts: list[Node], depth: int) -> complex:
-    real, imaginary = (decode_leaf(part, depth) for part in parts)
-    return complex(float(real), float(imaginary))
+    real, imaginary = (float(decode_leaf(part, depth)) for part in parts)
+    return complex(real, imaginary)
 
 
 def _decode_number(pair: list[Node], depth: int) -> Any:
@@ -338,10 +324,6 @@ def check_collisions(values: Iterable[Any], where: str = "it") -> list[Any]:
     return found
 
 
-def _decode_device(text: str, _depth: int) -> torch.device:
-    return torch.device(str.__str__(text))  # a number would be a device of this machine
-
-
 _DECODERS: dict[str, Callable[[Any, int], Any]] = {
     "int": lambda text, _: int(text, 16),
     "float": lambda text, _: {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}[text],
@@ -351,7 +333,7 @@ _DECODERS: dict[str, Callable[[Any, int], Any]] = {
     "number": _decode_number,
     "counter": _decode_counter,
     "dtype": lambda name, _: dtype_from_name(name),
-    "device": _decode_device,
+    "device": lambda text, _: torch.device(str.__str__(text)),  # a number would be a device of this machine
     "tuple": lambda members, depth: tuple(decode_leaf(each, depth) for each in members),
     "frozenset": lambda members, depth: frozenset(check_collisions(decode_leaf(each, depth) for each in members)),
 }
@@ -405,52 +387,27 @@ def check_tree(node: Node, keys: Collection[str], depth: int = 0) -> None:
         decode_leaf(node)
         return
     mark, content = split_node(node)
-    kind, members = _BRANCH_CHECKS[mark]
+    kind = str if mark in ("tensor", "array") else dict if mark in ("dict", "per_rank") else list
     if not isinstance(content, kind):
         raise ValueError(f"a {mark} of {str(content)[:100]}")  # noqa: TRY004 - it is no argument
     if kind is str and content not in keys:
         raise ValueError(f"a state with tensor {content!r}, of which nothing else is said")
-    for each in members(content):
-        check_tree(each, keys, depth + 1)
+    _check_content(mark, content)
+    if mark not in ("size", "set", "frozenset"):  # of plain values, which are checked
+        for _, each in child_nodes(node):
+            check_tree(each, keys, depth + 1)
 
 
-def _check_pairs(content: list[Any]) -> list[Node]:
-    if not all(isinstance(pair, list) and len(pair) == 2 for pair in content):
-        raise ValueError("invalid pairs of a key and a node")
-    _check_hashable([key for key, _ in content])
-    return [node for _, node in content]
-
-
-def _check_ranks(content: dict[str, Node]) -> Iterable[Node]:
-    if not all(rank.isdecimal() and str(int(rank[:10])) == rank for rank in content):
+def _check_content(mark: str, content: Any) -> None:
+    if mark == "per_rank" and not all(rank.isdecimal() and str(int(rank[:10])) == rank for rank in content):
         raise ValueError(f"ranks {list(content)[:10]}")
-    return content.values()
-
-
-def _check_sizes(content: list[Any]) -> list[Node]:
-    if not all(type(size) is int and -(1 << 63) <= size < 1 << 63 for size in content):
+    if mark == "size" and not all(type(size) is int and -(1 << 63) <= size < 1 << 63 for size in content):
         raise ValueError(f"a torch.Size of {content[:10]}")
-    return []
-
-
-def _check_hashable(content: list[Any]) -> list[Node]:
-    try:
-        hash(decode_leaf({"frozenset": content}))
-    except TypeError as error:
-        raise ValueError(f"an unhashable value: {str(content)[:100]}") from error
-    return []
-
-
-_BRANCH_CHECKS: dict[str, tuple[type, Callable[[Any], Iterable[Node]]]] = {
-    "list": (list, list),
-    "tuple": (list, list),
-    "dict": (dict, dict.values),
-    "per_rank": (dict, _check_ranks),
-    "pairs": (list, _check_pairs),
-    "size": (list, _check_sizes),
-    "set": (list, _check_hashable),
-    "frozenset": (list, _check_hashable),
-    "tensor": (str, lambda _: ()),
-    "array": (str, lambda _: ()),
-}
-"""By mark: the type of a node's content, and a function that checks it and returns the child nodes still to check."""
+    if mark == "pairs" and not all(isinstance(pair, list) and len(pair) == 2 for pair in content):
+        raise ValueError("invalid pairs of a key and a node")
+    if mark in ("pairs", "set", "frozenset"):
+        hashed = [key for key, _ in content] if mark == "pairs" else content
+        try:
+            hash(decode_leaf({"frozenset": hashed}))
+        except TypeError as error:
+            raise ValueError(f"an unhashable value: {str(hashed)[:100]}") from error

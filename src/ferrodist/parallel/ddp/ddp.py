@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Generic, NoReturn
 
 import torch
 
-from ferrodist.arguments import check_bool
+from ferrodist.arguments import check_bool, check_type
 from ferrodist.backends.process_group import resolve_group
 from ferrodist.collectives.arguments import check_root
 from ferrodist.deadline import Deadline, check_timeout
@@ -44,8 +44,7 @@ class DDP(TransparentWrapper, Generic[WrappedModule]):
 
     Construction is a collective: every rank of the group passes the same module, whose parameters and buffers then take
     rank 0's values in place. From there the ranks stay equal bit for bit, as long as their optimizers do the same. When
-    each rank's loss is the mean over a batch of equal size, a step is that of one process with all ranks' batches
-    joined.
+    each rank's loss is the mean over a batch of equal size, a step is that of one process with all batches joined.
 
     Gradients are averaged by the time ``backward()`` returns, and errors between the ranks are raised by it. A
     parameter that has no gradient on any rank keeps None; one that has a gradient on some ranks only is an error on
@@ -68,8 +67,7 @@ class DDP(TransparentWrapper, Generic[WrappedModule]):
     copy then joins the group of the original, and an unpickled DDP the default group.
 
     Args:
-        module: The module, with parameters of any dtypes; shared parameters are reduced once. It is wrapped, not
-            copied.
+        module: The module, with parameters of any dtypes; shared ones are reduced once. It is wrapped, not copied.
         group: The group, on all of whose ranks this is called; None is the default group.
         bucket_size_mb: Gradients are reduced in messages of about this many megabytes (2**20 bytes); the first has one.
         overlap_comm: Average during backward. If False, backward leaves this rank's own gradients, and `sync_gradients`
@@ -113,8 +111,7 @@ class DDP(TransparentWrapper, Generic[WrappedModule]):
         comm_hook: CommHook | None = None,
     ) -> None:
         super().__init__()
-        if not isinstance(module, torch.nn.Module):
-            raise TypeError(f"DDP wraps a torch.nn.Module, not {type(module).__name__}")
+        check_type(module, torch.nn.Module, "DDP wraps a torch.nn.Module")
         self.module = module
         self._options = Options(
             bucket_size_mb=bucket_size_mb,

@@ -75,20 +75,18 @@ def _describe_tensor(name: str, tensor: torch.Tensor) -> str:
 
 def check_supported(module: torch.nn.Module, group: Backend, *, maker: str = "DDP") -> None:
     """Raise for a parameter or buffer that can't be sent; all ranks do, where their modules are the same."""
-    tensors: list[tuple[str, torch.Tensor]] = [
-        (f"parameter {name!r}", parameter) for name, parameter in module.named_parameters()
-    ]
-    tensors += [(f"buffer {name!r}", buffer) for name, buffer in module.named_buffers()]
-    first = tensors[0] if tensors else None
+    parameters = ((f"parameter {name!r}", parameter) for name, parameter in module.named_parameters())
+    tensors = [*parameters, *((f"buffer {name!r}", buffer) for name, buffer in module.named_buffers())]
     for title, tensor in tensors:
         if is_lazy(tensor):
             raise ValueError(f"{title} is lazy and has no shape yet: run the module once before {maker}")
         if group.world_size == 1:
             continue
-        if first is not None and tensor.device != first[1].device:
+        first_title, first = tensors[0]
+        if tensor.device != first.device:
             raise UnsupportedOpError(
                 f"{maker} takes a module on one device, and {title} of {type(module).__name__} is on {tensor.device},"
-                f" {first[0]} on {first[1].device}: move it with module.to(device)"
+                f" {first_title} on {first.device}: move it with module.to(device)"
             )
         try:
             check_tensor(tensor)

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from types import NoneType
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 
-from ferrodist.arguments import check_int
+from ferrodist.arguments import check_int, check_type
 from ferrodist.backends.base import Backend
 from ferrodist.backends.non_member import NonMemberGroup
 from ferrodist.errors import add_error_context
@@ -47,8 +48,7 @@ class MixedPrecision:
             dtype = getattr(self, name)
             if dtype is None:
                 continue
-            if not isinstance(dtype, torch.dtype):
-                raise TypeError(f"{name} must be a torch.dtype or None, not {type(dtype).__name__}")
+            check_type(dtype, torch.dtype, f"{name} must be a torch.dtype or None")
             if not dtype.is_floating_point or dtype.itemsize < 2:
                 raise TypeError(f"{name} must be a floating-point dtype of at least 16 bits, not {dtype}")
 
@@ -151,8 +151,7 @@ class ShardAxes:
     def make(group: Backend | DeviceMesh | None, strategy: ShardingStrategy) -> ShardAxes:
         """Make the grid of a strategy and a group or mesh."""
         if not isinstance(group, DeviceMesh):
-            if group is not None and not isinstance(group, Backend | NonMemberGroup):
-                raise TypeError(f"FSDP takes a group, a DeviceMesh or None, not {type(group).__name__}")
+            check_type(group, (Backend, NonMemberGroup, NoneType), "FSDP takes a group, a DeviceMesh or None")
             group = DeviceMesh(group, (-1,))
         if group.ndim == 1:
             world_size = group.group.world_size

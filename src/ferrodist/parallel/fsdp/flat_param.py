@@ -13,8 +13,7 @@ them, from forward to backward. So the full ones are made once and keep their st
   shards] in `scheduler.py`;
 - *alias*: the shard itself, when no other rank shards the unit.
 
-If the version counter of a full one moves, but for an alias's, somebody has changed values that are thrown away, which
-is an error.
+If the version counter of a full one moves, but for an alias's, somebody has changed values in vain, which is an error.
 
 Where parameters are this rank's local tensors of DTensors, the full ones are DTensors: see [Note: sharded DTensors] in
 `dtensor_params.py`.
@@ -35,7 +34,7 @@ from ferrodist.parallel.fsdp.dtensor_params import local_tensor, slice_local, wr
 from ferrodist.parallel.fsdp.flat_grad import FlatGradients
 from ferrodist.parallel.fsdp.flat_shard import convert_to_shard, shard_groups_of
 from ferrodist.parallel.fsdp.memory import FlatMemory, alias_memory
-from ferrodist.tensor.grad_placements import keep_grad_placements
+from ferrodist.tensor.dtensor import keep_grad_placements
 from ferrodist.tensor.local_shards import FlatShard, annotate_flat_shard
 from ferrodist.torch_private.autograd import version_of
 from ferrodist.torch_private.modules import own_parameters
@@ -263,12 +262,15 @@ class FlatParameters:
         self._addresses = [parameter.data_ptr() for parameter in self.parameters]
         self.install(self.parameters)
 
+    def shard_of(self, index: int, value: torch.Tensor) -> torch.Tensor:
+        """This rank's shard of a tensor of the full (local) parameter's shape."""
+        owned = self.layout.shard_range(index, self._axes.shard_rank)
+        return self.layout.shape_shard(index, self.layout.flatten(index, value)[owned.start :][: owned.size])
+
     @torch.no_grad()
     def load(self, index: int, value: torch.Tensor) -> None:
-        """Copy this rank's shard from a full parameter."""
-        owned = self.layout.shard_range(index, self._axes.shard_rank)
-        local = self.layout.flatten(index, value.detach())[owned.start :][: owned.size]
-        self.parameters[index].copy_(self.layout.shape_shard(index, local))
+        """Copy this rank's shard from a full (local) parameter."""
+        self.parameters[index].copy_(self.shard_of(index, value.detach()))
 
     def begin_summon(self) -> None:
         """Give the module full parameters that may be changed, which are not those that forward uses."""

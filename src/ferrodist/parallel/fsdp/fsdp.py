@@ -3,8 +3,7 @@
 After S. Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models", SC 2020
 (https://arxiv.org/abs/1910.02054), and Y. Zhao et al., "PyTorch FSDP", VLDB 2023 (https://arxiv.org/abs/2304.11277).
 For a model of n elements on p ranks a step of FULL_SHARD sends 3 n (p - 1) / p elements from each rank: two all_gathers
-and one reduce_scatter for each unit. On one host only gradients move: ranks compute with each other's shards in shared
-memory.
+and one reduce_scatter for each unit. On one host only gradients move: ranks share the shards' memory.
 """
 
 from __future__ import annotations
@@ -13,11 +12,12 @@ import contextlib
 import sys
 import weakref
 from dataclasses import replace
+from types import NoneType
 from typing import TYPE_CHECKING, Any, Generic, NoReturn
 
 import torch
 
-from ferrodist.arguments import check_bool
+from ferrodist.arguments import check_bool, check_type
 from ferrodist.collectives.reduce import broadcast
 from ferrodist.errors import UnsupportedOpError
 from ferrodist.parallel.fsdp.clip_grad import clip_gradients, unscale_gradients
@@ -29,6 +29,7 @@ from ferrodist.parallel.fsdp.memory import GradientBuffer
 from ferrodist.parallel.fsdp.optim_state_dict import OptimizerStateDict
 from ferrodist.parallel.fsdp.scheduler import UnitScheduler
 from ferrodist.parallel.fsdp.state_dict import ModelStateDict
+from ferrodist.parallel.fsdp.unit import Unit, UnitState
 from ferrodist.parallel.fsdp.wrap import find_units
 from ferrodist.parallel.module_guard import ModuleGuard
 from ferrodist.parallel.wrapped_names import TransparentWrapper, WrappedModule
@@ -40,7 +41,6 @@ if TYPE_CHECKING:
 
     from ferrodist.backends.base import Backend
     from ferrodist.mesh import DeviceMesh
-    from ferrodist.parallel.fsdp.unit import Unit
 
 
 def install_hooks(unit: Unit, scheduler: UnitScheduler) -> None:
@@ -83,8 +83,7 @@ class FSDP(TransparentWrapper, Generic[WrappedModule]):
     When ``backward()`` returns, each local shard has its share of the mean of all ranks' gradients. When each rank's
     loss is the mean over a batch of equal size, a step is that of one process with all ranks' batches joined. A
     parameter that has no gradient on this rank counts as zeros; one that has none on any rank keeps None. Gradients of
-    several backwards add up; inside `no_sync` they stay on the rank, unsharded, until a backward outside of it averages
-    them.
+    several backwards add up; inside `no_sync` they stay on the rank, unsharded, until a backward outside averages them.
 
     torch's norms and totals of shards and of their gradients are those of the full tensors, so
     `torch.nn.utils.clip_grad_norm_` and ``GradScaler.step`` are right: every rank must call them, and each tensor costs
@@ -282,7 +281,7 @@ class FSDP(TransparentWrapper, Generic[WrappedModule]):
     @property
     def has_pending_prefetch(self) -> bool:
         """True if units are being gathered that no forward waits for yet."""
-        return self._scheduler.has_pending_prefetch
+        return any(unit.state is UnitState.GATHERING for unit in self._units)
 
     @torch.no_grad()
     def broadcast_updated_params(self) -> None:
@@ -468,21 +467,17 @@ class FSDP(TransparentWrapper, Generic[WrappedModule]):
                 broadcast(buffer, 0, group=self._axes.world, out=buffer)
 
 
-def _check_arguments(module: object, strategy: object, mixed_precision: object, init: object) -> None:
-    if not isinstance(module, torch.nn.Module):
-        raise TypeError(f"FSDP wraps a torch.nn.Module, not {type(module).__name__}")
+def _check_arguments(module: torch.nn.Module, strategy: object, mixed_precision: object, init: object) -> None:
+    check_type(module, torch.nn.Module, "FSDP wraps a torch.nn.Module")
     if any(isinstance(each, FSDP) for each in module.modules()):
         raise ValueError("the module contains an FSDP: wrap once, from outside, and choose the units by wrap=")
-    if not isinstance(strategy, ShardingStrategy):
-        raise TypeError(f"strategy must be a ShardingStrategy, not {type(strategy).__name__}")
-    if mixed_precision is not None and not isinstance(mixed_precision, MixedPrecision):
-        raise TypeError(f"mixed_precision must be a MixedPrecision or None, not {type(mixed_precision).__name__}")
+    check_type(strategy, ShardingStrategy, "strategy must be a ShardingStrategy")
+    check_type(mixed_precision, (MixedPrecision, NoneType), "mixed_precision must be a MixedPrecision or None")
     if init is not None and not callable(init):
         raise TypeError(f"init must be a function of a module or None, not {type(init).__name__}")
 
 
 def _choose_device(device: torch.device, *, cpu_offload: bool) -> torch.device:
-    """The device of shards, gradients and full parameters."""
     if cpu_offload and device.type != "cpu":
         raise UnsupportedOpError(
             f"cpu_offload=True keeps a model on the CPU and computes there, but this one is on {device}: leave it out,"

@@ -28,7 +28,7 @@ from ferrodist.parallel.module_init import (
     verify_across_ranks,
     write_obstacle,
 )
-from ferrodist.tensor.grad_placements import is_grad_placement_hook
+from ferrodist.tensor.dtensor import is_grad_placement_hook
 from ferrodist.tensor.placement import Partial
 from ferrodist.torch_private.autograd import backward_hooks, has_accumulate_hooks
 from ferrodist.torch_private.modules import own_parameters

@@ -2,8 +2,7 @@
 
 A tensor of the shape of its parameter's shard is sharded as the parameter is, such as a momentum; all others are equal
 on all ranks, such as a number of steps. For a parameter without dims, which one rank has alone, shapes don't tell: the
-same entry of the optimizer's other parameters decides. A full state lists the sharded entries (``divided``), for the
-ranks that load it.
+same entry of the optimizer's other parameters decides. A full state lists the sharded entries (``divided``).
 """
 
 from __future__ import annotations
@@ -69,14 +68,8 @@ class OptimizerStateDict:
             if entries is None:
                 continue
             divided = state["divided"][flat.names[index]]
-            shard_range = flat.layout.shard_range(index, self._axes.shard_rank)
             local_state[flat.names[index]] = {
-                key: flat.layout.shape_shard(
-                    index,
-                    flat.layout.flatten(index, flat.slice_local(index, value))[shard_range.start :][: shard_range.size],
-                )
-                if key in divided
-                else value
+                key: flat.shard_of(index, flat.slice_local(index, value)) if key in divided else value
                 for key, value in entries.items()
             }
         _load(optimizer, locations, {"state": local_state, "param_groups": state["param_groups"]})

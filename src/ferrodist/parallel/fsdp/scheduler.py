@@ -89,11 +89,6 @@ class UnitScheduler:
                 self.units[index].start_gather()
                 self._prefetched.add(index)
 
-    @property
-    def has_pending_prefetch(self) -> bool:
-        """True if a unit is being gathered that no forward waits for yet."""
-        return any(unit.state is UnitState.GATHERING for unit in self.units)
-
     def recover(self, *, keep_prefetched: bool = False) -> None:
         """Free units that an earlier forward left, and abort the group if a backward was cut short."""
         is_in_backward = self._run is not None and current_backward_id() != -1

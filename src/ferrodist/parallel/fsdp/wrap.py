@@ -45,8 +45,7 @@ def by_size(min_numel: int) -> WrapPolicy:
 class UnitSpec:
     """A unit before it is sharded: a module, and its parameters without those of units inside it.
 
-    Names are those in the model, whose own is empty; ``slots`` are the (module, attribute) pairs where each parameter
-    is registered.
+    Names are those in the model, whose own is empty; ``slots`` are the (module, attribute) pairs of each parameter.
     """
 
     name: str
@@ -63,8 +62,14 @@ def find_units(root: torch.nn.Module, wrap: object) -> list[UnitSpec]:
     root, which is alone, with a warning, if the policy chooses no module.
     """
     policy = _policy_of(wrap)
-    chosen = {module: name for name, module in root.named_modules() if _applies(policy, name, module)}
-    if policy is not None and not any(map(_has_forward, chosen)):
+    chosen = {}
+    for name, module in root.named_modules():
+        answer = policy(name, module)
+        if not isinstance(answer, bool):
+            raise TypeError(f"the wrap policy must return True or False, not {answer!r} as for {name!r}")
+        if answer:
+            chosen[module] = name
+    if wrap is not None and not any(map(_has_forward, chosen)):
         warnings.warn(
             f"wrap= chose no module of {type(root).__name__}, so all of it is one unit, which every rank gathers in"
             " forward and backward: name a class that it has, as that of its blocks, or leave wrap= out",
@@ -88,9 +93,9 @@ def find_units(root: torch.nn.Module, wrap: object) -> list[UnitSpec]:
     return [spec for spec in specs.values() if spec.parameters or spec.module is root]
 
 
-def _policy_of(wrap: object) -> WrapPolicy | None:
+def _policy_of(wrap: object) -> WrapPolicy:
     if wrap is None:
-        return None
+        return lambda _name, _module: False
     if isinstance(wrap, type):
         return by_class(wrap)
     if isinstance(wrap, (set, frozenset, tuple, list)):
@@ -102,15 +107,6 @@ def _policy_of(wrap: object) -> WrapPolicy | None:
         f"wrap must be a module class, several of them, a function of a module's name and the module, or None, not"
         f" {type(wrap).__name__}"
     )
-
-
-def _applies(policy: WrapPolicy | None, name: str, module: torch.nn.Module) -> bool:
-    if policy is None:
-        return False
-    answer = policy(name, module)
-    if not isinstance(answer, bool):
-        raise TypeError(f"the wrap policy must return True or False, not {answer!r} as for {name!r}")
-    return answer
 
 
 def _is_called(module: torch.nn.Module) -> bool:

@@ -149,8 +149,8 @@ def _flatten_like(gradients: Any, spec: TreeSpec) -> list[torch.Tensor | None]:
 
 
 def _match(value: Any, spec: TreeSpec, found: dict[int, torch.Tensor | None]) -> bool:
-    mark, content = spec
-    match mark:
+    kind, content = spec
+    match kind:
         case "tensor":
             found[content] = value
             return value is None or isinstance(value, torch.Tensor)

@@ -86,7 +86,6 @@ class StepScope:
         return None if reported is error or action is None or not isinstance(error, Exception) else reported
 
     def _explain(self, error: BaseException, action: Action | None) -> DistributedError:
-        """The error for other ranks."""
         if isinstance(error, (DistributedTimeoutError, CollectiveMismatchError, PipelineError)):
             return error
         rank = self._parent.rank
@@ -179,7 +178,7 @@ class Pipeline(TransparentWrapper):
         prefixes = (stages if isinstance(stages, Stages) else Stages(stages)).prefixes
         self._mapper = StateDictMapper(self._local_stages, prefixes)
         names = [[f"{prefixes[stage]}{name}" for stage, name in locations] for locations in shared]
-        self.first_names = {name: of[0] for of in names for name in of}
+        self.first_names = {name: tied[0] for tied in names for name in tied}
         self._loaded_prefixes: dict[str, str] = {}
         """For each stage its name prefix in this module, and in the state that is being loaded."""
         self.register_load_state_dict_post_hook(_restore_model_names)  # type: ignore[no-untyped-call]
@@ -260,7 +259,7 @@ class Pipeline(TransparentWrapper):
             is_divided = allreduce(is_divided, ReduceOp.MAX, group=group, timeout=limit)
             outputs.is_joined = not is_divided
             result = outputs.result()
-            self._executor.outputs = outputs if self._executor.has_in_flight else None
+            self._executor.outputs = outputs if torch.is_grad_enabled() else None
             barrier(group, timeout=limit)
             return result
 

@@ -83,9 +83,9 @@ class PendingRecv:
         if self._error is not None:
             raise self._error
         assert self._packed is not None, "it was decoded"
-        wait_all([body for _, body in self._out_of_band], deadline)
-        for index, body in self._out_of_band:
-            self._packed.tensors[index] = body.finish()
+        wait_all([receive for _, receive in self._out_of_band], deadline)
+        for index, receive in self._out_of_band:
+            self._packed.tensors[index] = receive.finish()
         for index, is_on_gpu in enumerate(self._packed.is_on_gpu):
             if is_on_gpu:
                 self._packed.tensors[index] = self._packed.tensors[index].to(self._device)
@@ -102,8 +102,8 @@ class PendingRecv:
             self._is_cancelled = True
         if self._message is not None:
             self._message.cancel()
-        for _, body in self._out_of_band:
-            body.cancel()
+        for _, receive in self._out_of_band:
+            receive.cancel()
 
     def _decode_once(self) -> None:
         """Decode the message, in the first thread that comes: the waiting one or the one that completes the receive."""
@@ -117,8 +117,8 @@ class PendingRecv:
         try:
             self._packed, out_of_band_specs = decode_value(bytes_of(message))
             for each in out_of_band_specs:
-                body = TensorReceive(self._group, self._src, self._tag, shape=each.shape, dtype=each.dtype)
-                self._out_of_band.append((each.index, body))
+                receive = TensorReceive(self._group, self._src, self._tag, shape=each.shape, dtype=each.dtype)
+                self._out_of_band.append((each.index, receive))
         except DistributedError as error:  # the group failed when the receives started
             self._error = error
         except Exception as error:  # noqa: BLE001 - a message may be wrong in any way, and callbacks must not raise
@@ -188,11 +188,6 @@ class Executor:
         wait_all(self._sends, Deadline(timeout))
         self._sends.clear()
         self._inputs = _NO_INPUTS  # a batch may be large
-
-    @property
-    def has_in_flight(self) -> bool:
-        """True if a microbatch has run forward, and not backward."""
-        return any(stage.num_in_flight for stage in self._stages.values())
 
     def reset(self) -> None:
         """Cancel everything under way."""
@@ -317,9 +312,9 @@ class Executor:
 
     def _start_recv(self, key: _TransferKey) -> None:
         prefetch = (key.edge, key.is_gradient) in self._large_transfers
-        taker = self._stages[key.edge.source if key.is_gradient else key.edge.target]
+        stage = self._stages[key.edge.source if key.is_gradient else key.edge.target]
         self._pending_recvs[key] = PendingRecv(
-            self._source_rank(key), self._tag(key), self._group, prefetch=prefetch, device=taker.device
+            self._source_rank(key), self._tag(key), self._group, prefetch=prefetch, device=stage.device
         )
 
     def _source_rank(self, key: _TransferKey) -> int:

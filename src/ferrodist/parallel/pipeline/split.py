@@ -10,11 +10,12 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
 from itertools import accumulate, pairwise
 from numbers import Real
+from types import NoneType
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
 
-from ferrodist.arguments import check_int
+from ferrodist.arguments import check_int, check_type
 from ferrodist.collectives.arguments import group_and_timeout
 from ferrodist.collectives.objects import broadcast_object
 from ferrodist.deadline import Deadline
@@ -61,8 +62,7 @@ class Stages(list["torch.nn.Module | None"]):
     ) -> None:
         super().__init__(stages)
         for index, stage in enumerate(self):
-            if stage is not None and not isinstance(stage, torch.nn.Module):
-                raise TypeError(f"stage {index} must be a torch.nn.Module, or None, not {type(stage).__name__}")
+            check_type(stage, (torch.nn.Module, NoneType), f"stage {index} must be a torch.nn.Module, or None")
         self.prefixes = tuple(prefixes) if prefixes is not None else tuple(f"{each}." for each in range(len(self)))
         """For each stage the prefix of its parameters' names in the whole model."""
         self._contents = [
@@ -130,7 +130,6 @@ def count_parameters(module: torch.nn.Module) -> int | None:
 
 
 def _describe_stage(stage: torch.nn.Module) -> str:
-    """A stage's modules, in words."""
     if not isinstance(stage, torch.nn.Sequential) or not len(stage):
         return type(stage).__name__
     names = list(own_modules(stage))

@@ -43,7 +43,9 @@ class StateDictMapper:
             if names and sum(self._prefixes[other].startswith(prefix) for other in self._stages) == 1:
                 _get_or_add_submodule(whole, names[:-1]).add_module(names[-1], unwrap(stage))
             else:
-                _merge_into(unwrap(stage), _get_or_add_submodule(whole, names))
+                attributes: Any = vars(_get_or_add_submodule(whole, names))
+                for attribute in ("_modules", "_parameters", "_buffers", "_non_persistent_buffers_set"):
+                    attributes[attribute].update(getattr(unwrap(stage), attribute))
         return whole
 
     def inner_modules(self) -> Iterator[tuple[str, torch.nn.Module]]:
@@ -98,11 +100,3 @@ def _get_or_add_submodule(whole: torch.nn.Module, names: Sequence[str]) -> torch
             submodule.add_module(name, torch.nn.Module())
         submodule = submodule.get_submodule(name)
     return submodule
-
-
-def _merge_into(module: torch.nn.Module, submodule: torch.nn.Module) -> None:
-    """Add a module's children, parameters and buffers to a submodule."""
-    attributes: Any = vars(module)
-    for attribute in ("_modules", "_parameters", "_buffers"):
-        vars(submodule)[attribute].update(attributes[attribute])
-    vars(submodule)["_non_persistent_buffers_set"].update(attributes["_non_persistent_buffers_set"])

@@ -69,7 +69,9 @@ class _GatherAndMultiply(torch.autograd.Function):
         ctx.mesh, ctx.chunks, ctx.has_bias = mesh, chunks, bias is not None
         ctx.save_for_backward(x, weight)
         outputs = [functional.linear(chunk, weight, bias) for chunk in _gather_chunks(x, mesh, chunks)]
-        return _concatenate(outputs, mesh.size).movedim(0, dim)
+        # Chunks (p * t/c, ...) become the sequence (p * t, ...): each rank's chunks one after the other.
+        by_rank = [chunk.view(mesh.size, chunk.shape[0] // mesh.size, *chunk.shape[1:]) for chunk in outputs]
+        return torch.cat(by_rank, dim=1).flatten(0, 1).movedim(0, dim)
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[Any, ...]:
@@ -102,9 +104,3 @@ def _gather_chunks(x: torch.Tensor, mesh: DeviceMesh, chunks: int) -> Iterator[t
         if index + 1 < chunks:
             pending = async_all_gather(local_chunks[index + 1], group=mesh.group)
         yield gathered
-
-
-def _concatenate(outputs: list[torch.Tensor], p: int) -> torch.Tensor:
-    """Chunks (p * t/c, ...) as the sequence (p * t, ...): each rank's chunks one after the other."""
-    by_rank = [chunk.view(p, chunk.shape[0] // p, *chunk.shape[1:]) for chunk in outputs]
-    return torch.cat(by_rank, dim=1).flatten(0, 1)

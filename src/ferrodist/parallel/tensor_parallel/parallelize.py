@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import torch
 from torch import nn
 
+from ferrodist.arguments import check_type
 from ferrodist.deadline import Deadline
 from ferrodist.errors import UnsupportedOpError
 from ferrodist.mesh import DeviceMesh
@@ -20,9 +21,8 @@ from ferrodist.parallel.tensor_parallel.module_io import (
 )
 from ferrodist.parallel.tensor_parallel.plan import check_values, describe_plan, parameter_placements, resolve_plan
 from ferrodist.parallel.tensor_parallel.styles import ColumnParallel, Style
-from ferrodist.tensor.dtensor import DTensor
+from ferrodist.tensor.dtensor import DTensor, keep_grad_placements
 from ferrodist.tensor.factories import distribute
-from ferrodist.tensor.grad_placements import keep_grad_placements
 from ferrodist.tensor.placement import Placement, Replicate
 from ferrodist.torch_private.modules import own_buffers, own_parameters
 
@@ -100,8 +100,7 @@ def parallelize(
         CollectiveMismatchError: On every rank: modules or plans differ between ranks. Nothing was changed.
     """
     check_mesh(mesh)
-    if not isinstance(module, nn.Module):
-        raise TypeError(f"parallelize takes a torch.nn.Module, not {type(module).__name__}")
+    check_type(module, nn.Module, "parallelize takes a torch.nn.Module")
     settings = f"gathers_outputs={gathers_outputs}, check={check}"
     styles = shard_module(module, mesh, plan, settings=settings, init=init)
     model = ParallelModel(mesh, gathers=gathers_outputs, checks=check)

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from torch import nn
 from torch.nn.parameter import is_lazy
 
+from ferrodist.arguments import check_type
 from ferrodist.collectives.reduce_op import DTYPES
 from ferrodist.errors import UnsupportedOpError
 from ferrodist.parallel.module_guard import describe_owner
@@ -26,8 +27,7 @@ if TYPE_CHECKING:
 
 def resolve_plan(module: nn.Module, plan: Mapping[str, Style]) -> dict[str, Style]:
     """The styles of modules by path; a module with several paths is under its first one."""
-    if not isinstance(plan, Mapping):
-        raise TypeError(f"a plan is a mapping from paths to styles, not {type(plan).__name__}")
+    check_type(plan, Mapping, "a plan is a mapping from paths to styles")
     # A module that is registered several times has a path for each.
     modules = dict(module.named_modules(remove_duplicate=False))
     first = {one: name for name, one in reversed(modules.items())}

@@ -251,21 +251,12 @@ def _find_extremum(op: ReduceOp, call: OpCall) -> LocalFunction | None:
     return find
 
 
-def _along_dim(linear: Sequence[Sequence[int]], call: OpCall) -> EinsumPattern:
-    """The pattern of an operator that sorts or accumulates along a dim: all other dims may be sharded."""
-    ndim = call.inputs[0].ndim
-    along = call["dim"] % max(ndim, 1)
-    labels = [None if dim == along else dim for dim in range(ndim)]
-    return EinsumPattern(
-        inputs=[labels], outputs=[labels] * len(call.results), linear=() if _casts_inexactly(call) else linear
-    )
-
-
-def _full_dims(call: OpCall) -> EinsumPattern:
-    """The pattern of a reduction that needs all of the reduced dims: all others may be sharded."""
-    reduced = reduced_dims(call)
-    labels = [None if dim in reduced else dim for dim in range(call.inputs[0].ndim)]
-    return EinsumPattern(inputs=[labels], outputs=[result_labels(call)] * len(call.results))
+def _along_dims(linear: Sequence[Sequence[int]], call: OpCall, *, reduces: bool = False) -> EinsumPattern:
+    """The pattern of an operator that sorts, accumulates or reduces along full dims: all others may be sharded."""
+    dims = reduced_dims(call)
+    labels = [None if dim in dims else dim for dim in range(call.inputs[0].ndim)]
+    outputs = [result_labels(call) if reduces else labels] * len(call.results)
+    return EinsumPattern(inputs=[labels], outputs=outputs, linear=() if _casts_inexactly(call) else linear)
 
 
 RULES = rule_table(
@@ -286,13 +277,13 @@ RULES = rule_table(
     (einsum_rule(_cross_rank_reduction, local=_logsumexp), "logsumexp.default"),
     (einsum_rule(_cross_rank_reduction, local=partial(_find_extremum, ReduceOp.MAX)), "argmax.default max.dim"),
     (einsum_rule(_cross_rank_reduction, local=partial(_find_extremum, ReduceOp.MIN)), "argmin.default min.dim"),
-    (einsum_rule(partial(_along_dim, ((0,),))), "cumsum.default"),
+    (einsum_rule(partial(_along_dims, ((0,),))), "cumsum.default"),
     (
-        einsum_rule(partial(_along_dim, ())),
+        einsum_rule(partial(_along_dims, ())),
         "cumprod.default cummax.default cummin.default logcumsumexp.default topk.default sort.default sort.stable",
     ),
     (
-        einsum_rule(_full_dims),
+        einsum_rule(partial(_along_dims, (), reduces=True)),
         "median.default median.dim nanmedian.default nanmedian.dim kthvalue.default mode.default",
     ),
 )

@@ -29,19 +29,15 @@ def _dims(call: OpCall, *cut: int) -> DimMap:
     return [None if dim in removed else dim for dim in range(ndim)]
 
 
-def _takes_all(call: OpCall) -> bool:
-    """Return whether a slice, or the gradient of one, takes every element of the dim."""
-    dim = call["dim"]
-    return bool(call.results[0].shape[dim] == call.inputs[0].shape[dim])
-
-
 def _sliced(call: OpCall) -> DimMap:
-    return _dims(call) if _takes_all(call) else _dims(call, call["dim"])
+    """The dims of a slice, of the gradient of one, or of a tensor of which a slice is replaced."""
+    dim, part = call["dim"], (call.inputs[1] if len(call.inputs) > 1 else call.results[0])
+    return _dims(call) if part.shape[dim] == call.inputs[0].shape[dim] else _dims(call, dim)
 
 
 def _local_slice(call: OpCall) -> Mapping[str, Any]:
     shape = call.outputs[0].local_shape
-    bounds = {"start": 0, "end": shape[call["dim"]], "step": 1} if _takes_all(call) else {}
+    bounds = {} if None in _sliced(call) else {"start": 0, "end": shape[call["dim"]], "step": 1}
     sizes = {"input_sizes": list(shape)} if "input_sizes" in call.arguments else {}
     return {**bounds, **sizes}
 
@@ -156,17 +152,6 @@ def _scatter(dim_map: Callable[[OpCall], DimMap], call: OpCall) -> EinsumPattern
     return EinsumPattern(inputs=[labels, replaced], outputs=[labels], linear=((0, 1),))
 
 
-def _slice_scattered(call: OpCall) -> DimMap:
-    takes_all = call.inputs[1].shape[call["dim"]] == call.inputs[0].shape[call["dim"]]
-    return _dims(call) if takes_all else _dims(call, call["dim"])
-
-
-def _local_slice_scatter(call: OpCall) -> Mapping[str, Any]:
-    if None in _slice_scattered(call):
-        return {}
-    return {"start": 0, "end": call.outputs[0].local_shape[call["dim"]], "step": 1}
-
-
 def _scatter_rule(dim_map: Callable[[OpCall], DimMap], **options: Any) -> OpRule:
     return einsum_rule(partial(_scatter, dim_map), **options)
 
@@ -201,7 +186,7 @@ RULES = rule_table(
     (dim_map_rule(lambda call: _dims(call, *(call["dims"] or range(call.inputs[0].ndim)))), "roll.default"),
     (dim_map_rule(_repeated), "repeat.default"),
     (dim_map_rule(lambda call: _dims(call, -2, -1)), "tril.default triu.default tril_.default triu_.default"),
-    (_scatter_rule(_slice_scattered, arguments=_local_slice_scatter), "slice_scatter.default"),
+    (_scatter_rule(_sliced, arguments=_local_slice), "slice_scatter.default"),
     (_scatter_rule(_selected), "select_scatter.default"),
     (_scatter_rule(_diagonal), "diagonal_scatter.default"),
 )

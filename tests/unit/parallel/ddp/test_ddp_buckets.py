@@ -54,7 +54,7 @@ def test_every_tensor_is_in_one_bucket(max_bytes):
     """Nothing is lost or sent twice, tensors without elements included."""
     planned = [*tensors(0, 3, 5, 0, 1), *tensors(2, 0, dtype=torch.int64), *tensors(7)]
     plan = compute_bucket_assignment(planned, max_bytes)
-    assert sorted(place for bucket in plan for place in bucket.members) == list(range(len(planned)))
+    assert sorted(position for bucket in plan for position in bucket.members) == list(range(len(planned)))
     for bucket in plan:
         size_bytes = sum(planned[position].nbytes for position in bucket.members)
         assert len(bucket.members) == 1 or size_bytes <= max_bytes

@@ -105,7 +105,7 @@ def build_schedule(
     actions = (
         assign_microbatches(
             builder.slots(size, rank),
-            [stage for stage, of in enumerate(stage_ranks) if of == rank],
+            [stage for stage, owner in enumerate(stage_ranks) if owner == rank],
             size.num_microbatches,
         )
         for rank in range(size.num_ranks)

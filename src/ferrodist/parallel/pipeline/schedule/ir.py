@@ -127,7 +127,8 @@ class Schedule:
     def rank_stages(self) -> tuple[tuple[int, ...], ...]:
         """The stages of each rank, in ascending order."""
         return tuple(
-            tuple(stage for stage, of in enumerate(self.stage_ranks) if of == rank) for rank in range(self.num_ranks)
+            tuple(stage for stage, owner in enumerate(self.stage_ranks) if owner == rank)
+            for rank in range(self.num_ranks)
         )
 
     @cached_property

@@ -74,10 +74,9 @@ def draw_text(drawn: Schedule | Timeline, costs: Costs | None = None, *, unit: f
     widths = (-(-(len(label) + 1) // (stop - start)) for cells in rows for label, start, stop in cells if start < stop)
     width = max(widths, default=1)
     num_columns = _column(timeline.duration, unit)
-    heads = [f"rank {rank}" for rank in range(schedule.num_ranks)]
+    title_width = len(f"rank {schedule.num_ranks - 1}")
     lines = [
-        f"{head:<{len(heads[-1])}} | {_draw_row(cells, num_columns, width)}"
-        for head, cells in zip(heads, rows, strict=True)
+        f"{f'rank {rank}':<{title_width}} | {_draw_row(cells, num_columns, width)}" for rank, cells in enumerate(rows)
     ]
     microbatches = counted(schedule.num_microbatches, "microbatch")
     sizes = f"{counted(schedule.num_ranks, 'rank')}, {counted(schedule.num_stages, 'stage')}, {microbatches}"
@@ -156,7 +155,6 @@ class _Cell(NamedTuple):
 
 
 def _letter(kind: ActionKind) -> str:
-    """The letter before a microbatch's index."""
     return "" if kind is ActionKind.FORWARD else kind.value
 
 
@@ -197,7 +195,6 @@ def _fits(timeline: Timeline, unit: float) -> bool:
 
 
 def _describe_cells(timeline: Timeline, *, with_stages: bool) -> str:
-    """The legend of the kinds in the drawing."""
     kinds = {span.action.kind for spans in timeline.spans for span in spans}
     indices, words = ("s.m", "stage s, microbatch m") if with_stages else ("m", "microbatch m")
     marks = [f"{_letter(kind)}{indices} {name}" for kind, name in _NAMES.items() if kind in kinds]
