@@ -318,7 +318,7 @@ class Rank:
         found["calls"] = agent.statistics().in_flight + len(agent._client.pending._calls)
         peers = list(agent._peers._peers.values())
         found["served"] = sum(len(peer.incoming) for peer in peers) + len(agent._server.serving)
-        found["places"] = sum(1024 - peer.window._num_free for peer in peers)
+        found["slots"] = sum(1024 - peer.window._num_free for peer in peers)
         found["transfers"] = sum(len(peer._transfers) for peer in peers if peer.rank != self.rank)
         found["moving"] = agent._executor._num_transfers
         found["running"] = agent._executor._num_waiting

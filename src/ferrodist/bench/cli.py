@@ -7,8 +7,18 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
-from ferrodist.bench.cases import BACKENDS, MAX_RANKS, DataType, Operation, Peer
-from ferrodist.bench.suites import SUITES, BenchOptions, Suite, SuitePlan, plan_stages
+from ferrodist.bench.cases import (
+    BACKENDS,
+    MAX_RANKS,
+    SUITES,
+    BenchOptions,
+    DataType,
+    Operation,
+    Peer,
+    Suite,
+    SuitePlan,
+    plan_stages,
+)
 from ferrodist.installation import describe_missing
 from ferrodist.launch.output import print_warning
 from ferrodist.launch.spec import check_rank_count

@@ -12,9 +12,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ferrodist.bench.adapters.base import UnsupportedError
-from ferrodist.bench.cases import Case, Peer, format_ranks
-from ferrodist.bench.environments import PeerFailedError
-from ferrodist.bench.netns import EmulatedHosts, HostsUnavailableError
+from ferrodist.bench.cases import Case, Peer, format_ranks, plan_stages
+from ferrodist.bench.environments import EmulatedHosts, PeerFailedError
 from ferrodist.bench.processes import RankGroup
 from ferrodist.bench.report import (
     CaseReport,
@@ -25,14 +24,13 @@ from ferrodist.bench.report import (
     case_lines,
     format_bytes,
 )
-from ferrodist.bench.suites import plan_stages
-from ferrodist.bench.targets import Iperf3Target, RankTarget, WrongResultError
+from ferrodist.bench.targets import Iperf3Target, RankTarget
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
+    from ferrodist.bench.cases import BenchOptions, Stage, Suite
     from ferrodist.bench.display import RunDisplay
-    from ferrodist.bench.suites import BenchOptions, Stage, Suite
     from ferrodist.bench.targets import Runner
 
     BenchTarget = RankTarget | Iperf3Target
@@ -70,7 +68,7 @@ class _Run:
         with contextlib.ExitStack() as stack:
             try:
                 hosts = stack.enter_context(EmulatedHosts()) if stage.num_hosts > 1 else None
-            except HostsUnavailableError as error:
+            except PeerFailedError as error:
                 self._skip(f"{title}: {error}")
                 return
             targets = self._start_peers(stage, title, hosts, stack)
@@ -169,7 +167,7 @@ def _record_errors(target: BenchTarget, report: CaseReport) -> Iterator[None]:
         yield
     except UnsupportedError as error:
         report.not_offered[target.peer.value] = str(error)
-    except (PeerFailedError, WrongResultError) as error:
+    except PeerFailedError as error:
         report.failures[target.peer.value] = str(error)
 
 

@@ -9,9 +9,8 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
 
-from ferrodist.bench.cases import Peer, format_ranks
+from ferrodist.bench.cases import Peer, Suite, format_ranks
 from ferrodist.bench.report import format_bytes, format_seconds
-from ferrodist.bench.suites import Suite
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -15,17 +15,16 @@ from typing import TYPE_CHECKING, Any
 
 from ferrodist.bench.adapters.base import UnsupportedError
 from ferrodist.bench.cases import GROUP_CREATIONS, Operation, Peer
-from ferrodist.bench.environments import PeerFailedError, run_command
-from ferrodist.bench.netns import NUM_HOSTS
+from ferrodist.bench.environments import NUM_HOSTS, PeerFailedError, run_command
 from ferrodist.bench.report import format_bytes, format_seconds
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
     from typing_extensions import Self
 
     from ferrodist.bench.cases import Case, DataType
-    from ferrodist.bench.netns import EmulatedHosts
+    from ferrodist.bench.environments import EmulatedHosts
     from ferrodist.bench.processes import RankGroup
 
 _BATCH_SECONDS = 1e-3
@@ -41,21 +40,16 @@ _IPERF3_BATCH_BYTES = 64 << 20
 _IPERF3_TIMEOUT_SECONDS = 30
 
 
-class WrongResultError(Exception):
-    """A result is wrong; the message says where."""
-
-
 class Runner:
-    """One peer in one case: the calls of a batch, the batches' values, and their components by name, in seconds."""
+    """One peer in one case: the calls of a batch, the batches' values, and their components by name, in seconds.
 
-    def __init__(self) -> None:
-        self.num_calls = 1
+    ``run(num_calls)`` runs a batch and returns its value; PeerFailedError: the peer has ended, or its result is wrong.
+    """
+
+    def __init__(self, run: Callable[[int], float], num_calls: int = 1) -> None:
+        self.run, self.num_calls = run, num_calls
         self.values: list[float] = []
         self.parts: dict[str, list[float]] = {}
-
-    def run(self, num_calls: int) -> float:
-        """Run a batch, and return its value; PeerFailedError: the peer has ended, WrongResultError: a wrong result."""
-        raise NotImplementedError
 
 
 class RankTarget:
@@ -107,7 +101,7 @@ class CallRunner(Runner):
     most_calls = 1000
 
     def __init__(self, group: RankGroup, case: Case, max_calls: int) -> None:
-        super().__init__()
+        super().__init__(self.run_batch)
         self._group, self._case, self._max_calls = group, case, min(max_calls, self.most_calls)
         self._num_batches = 0
 
@@ -133,7 +127,7 @@ class CallRunner(Runner):
             seconds = min(seconds, self.run(trial))
         self.num_calls = self._calls_in(_BATCH_SECONDS, seconds)
 
-    def run(self, num_calls: int) -> float:
+    def run_batch(self, num_calls: int) -> float:
         """Run a batch; returns the seconds of a call, those of the slowest rank."""
         operation, more = self._case.operation, {}
         if operation is Operation.INIT:
@@ -157,7 +151,7 @@ class CallRunner(Runner):
         answers = self._group.request(message, _REQUEST_TIMEOUT_SECONDS)
         for answer in answers:
             if answer["wrong"]:
-                raise WrongResultError(f"wrong result: {answer['wrong']}")
+                raise PeerFailedError(f"wrong result: {answer['wrong']}")
         return answers
 
 
@@ -176,7 +170,7 @@ class OverlapRunner(CallRunner):
             self.num_calls = max(1, min(self._max_calls, round(self.num_calls * alone / computing)))
         self.parts.clear()
 
-    def run(self, num_calls: int) -> float:
+    def run_batch(self, num_calls: int) -> float:
         """Run a batch; returns the ratio."""
         answers = self._request(num_calls)
         times = {name: max(answer[name] for answer in answers) / 1e9 for name in ("alone", "computing", "together")}
@@ -191,7 +185,10 @@ def _span(answers: Sequence[dict[str, Any]]) -> float:
 
 
 class Iperf3Target:
-    """The limit of two hosts: iperf3, in one direction or both at once; a context that ends its server."""
+    """The limit of two hosts: iperf3, in one direction or both at once, its time scaled to the case's bytes.
+
+    A context that ends its server.
+    """
 
     peer = Peer.IPERF3
 
@@ -221,33 +218,24 @@ class Iperf3Target:
             raise UnsupportedError("a rate says nothing of small messages")
         if case.num_ranks != NUM_HOSTS:
             raise UnsupportedError("it has one process a host")
-        runner = Iperf3Runner(self._hosts, case)
-        runner.run(runner.num_calls)
-        return runner
+        num_calls = max(1, _IPERF3_BATCH_BYTES // case.size_bytes)
+        command = self.client_command(case, num_calls * case.size_bytes)
+
+        def transfer(_num_calls: int) -> float:
+            done = run_command(command, title="iperf3", timeout=_IPERF3_TIMEOUT_SECONDS, check=False)
+            return case.size_bytes / parse_iperf3_rate(done)
+
+        transfer(num_calls)
+        return Runner(transfer, num_calls)
+
+    def client_command(self, case: Case, size_bytes: int) -> list[str]:
+        """The command of a transfer; an allreduce sends as many bytes as it has, and receives as many meanwhile."""
+        client = ["iperf3", "--client", self._hosts.addresses[1], "--port", str(_IPERF3_PORT), "--json"]
+        directions = ["--bidir"] if case.operation is Operation.ALLREDUCE else []
+        return [*self._hosts.command_prefix(0), *client, "--bytes", str(size_bytes), *directions]
 
     def release(self) -> None:
         """Free nothing."""
-
-
-class Iperf3Runner(Runner):
-    """Transfers of iperf3, whose time is scaled to the case's bytes."""
-
-    def __init__(self, hosts: EmulatedHosts, case: Case) -> None:
-        super().__init__()
-        self.num_calls = max(1, _IPERF3_BATCH_BYTES // case.size_bytes)
-        self._size_bytes = case.size_bytes
-        self._command = [
-            *hosts.command_prefix(0),
-            *("iperf3", "--client", hosts.addresses[1], "--port", str(_IPERF3_PORT), "--json"),
-            *("--bytes", str(self.num_calls * case.size_bytes)),
-        ]
-        if case.operation is Operation.ALLREDUCE:  # sends as many bytes as it has, and receives as many simultaneously
-            self._command.append("--bidir")
-
-    def run(self, num_calls: int) -> float:  # noqa: ARG002 - the command has it
-        """Run a transfer; returns the seconds of the case's bytes."""
-        done = run_command(self._command, title="iperf3", timeout=_IPERF3_TIMEOUT_SECONDS, failure=PeerFailedError)
-        return self._size_bytes / parse_iperf3_rate(done.stdout)
 
 
 def parse_iperf3_rate(text: str) -> float:

@@ -58,7 +58,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     channel.send({"rank": adapter.rank, "num_ranks": adapter.num_ranks, "versions": versions})
     barrier = FileBarrier(options.folder / "groups", adapter.rank, adapter.num_ranks)
     with contextlib.closing(channel), contextlib.closing(barrier), contextlib.suppress(ChannelClosedError):
-        Worker(adapter, barrier).serve(channel)
+        serve(channel, adapter, barrier)
     adapter.close()
 
 
@@ -79,41 +79,30 @@ def open_adapter(peer: Peer, info: RankInfo) -> Adapter:
     return MpiAdapter(peer)
 
 
-class Worker:
-    """The requests of the driver; ``barrier`` is for the time in which the ranks have no group."""
-
-    def __init__(self, adapter: Adapter, barrier: FileBarrier) -> None:
-        self._adapter, self._barrier = adapter, barrier
-        self._timer: CallTimer | GroupTimer | None = None
-
-    def serve(self, channel: Channel) -> None:
-        """Answer every message until the driver sends "end" or leaves."""
-        gc.disable()  # a collection in a timed part would not be the library's; `prepare` makes up for it
-        gc.collect()
-        gc.freeze()  # the library's own objects stay: later collections look only at newer ones
-        while (message := channel.receive())["do"] != "end":
-            try:
-                answer = self._handle(message)
-            except UnsupportedError as error:
-                answer = {"not_offered": str(error)}
-            except Exception as error:
-                channel.send({"failed": f"{type(error).__name__}: {error}"})
-                raise
-            channel.send(answer)
-
-    def _handle(self, message: dict[str, Any]) -> dict[str, Any]:
-        if message["do"] == "batch":
-            assert self._timer is not None, "prepare comes first"
-            return self._timer.run(message)
-        self._timer = None
-        if message["do"] == "release":
-            return {}
-        assert message["do"] == "prepare"
-        gc.collect()
-        fields = message["case"]
-        enums = {"operation": Operation(fields["operation"]), "dtype": DataType(fields["dtype"])}
-        self._timer = open_timer(self._adapter, Case(**{**fields, **enums}), self._barrier)
-        return {"max_calls": self._timer.max_calls}
+def serve(channel: Channel, adapter: Adapter, barrier: FileBarrier) -> None:
+    """Answer every message until the driver sends "end"; ``barrier`` is for the time when the ranks have no group."""
+    gc.disable()  # a collection in a timed part would not be the library's; "prepare" makes up for it
+    gc.collect()
+    gc.freeze()  # the library's own objects stay: later collections look only at newer ones
+    timer: CallTimer | GroupTimer | None = None
+    while (message := channel.receive())["do"] != "end":
+        answer: dict[str, Any] = {}
+        try:
+            if message["do"] == "batch":
+                assert timer is not None, "prepare comes first"
+                answer = timer.run(message)
+            else:
+                timer = None  # "release" does no more
+            if message["do"] == "prepare":
+                gc.collect()
+                timer = open_timer(adapter, Case.from_plain(message["case"]), barrier)
+                answer = {"max_calls": timer.max_calls}
+        except UnsupportedError as error:
+            answer = {"not_offered": str(error)}
+        except Exception as error:
+            channel.send({"failed": f"{type(error).__name__}: {error}"})
+            raise
+        channel.send(answer)
 
 
 def open_timer(adapter: Adapter, case: Case, barrier: FileBarrier) -> CallTimer | GroupTimer:

@@ -213,15 +213,10 @@ class _Search:
         others = [axis for axis, one in enumerate(current) if isinstance(one, Shard) and axis not in axes]
         full = self._bytes / math.prod(self._mesh_shape[axis] for axis in others)
         share = full * (num_ranks - 1) / num_ranks
-        size_bytes = {
-            RedistributeKind.SLICE: 0.0,
-            RedistributeKind.MAKE_PARTIAL: 0.0,
-            RedistributeKind.ALL_GATHER: share,
-            RedistributeKind.ALLREDUCE: 2 * share,
-            RedistributeKind.REDUCE_SCATTER: share,
-            RedistributeKind.ALL_TO_ALL: share / num_ranks,
-        }[move]
-        return _Edge(move, axes, current, after, size_bytes)
+        if move in (RedistributeKind.SLICE, RedistributeKind.MAKE_PARTIAL):
+            share = 0.0
+        other = {RedistributeKind.ALLREDUCE: 2 * share, RedistributeKind.ALL_TO_ALL: share / num_ranks}
+        return _Edge(move, axes, current, after, other.get(move, share))
 
     def _axis_move(self, current: Placements, axis: int, target: Placement) -> RedistributeKind | None:
         """The step that brings one axis to a placement, or None if it takes several steps or is never of use."""

@@ -36,6 +36,7 @@ class DTensorSpec:
 
     __slots__ = (
         "__weakref__",
+        "coordinate",
         "dispatch_cache",
         "dtype",
         "local_shape",
@@ -52,6 +53,7 @@ class DTensorSpec:
     shape: tuple[int, ...]
     stride: tuple[int, ...]
     dtype: torch.dtype
+    coordinate: tuple[int, ...]  # this rank's coordinate in the mesh
     local_shape: tuple[int, ...]  # the shape of this rank's shard
     wrapper_arguments: tuple[Any, ...]
     """The arguments that make a wrapper of this shape, strides and dtype, without memory."""
@@ -73,13 +75,16 @@ class DTensorSpec:
         with _lock:
             found = _specs.get(key)
             if found is None:
+                coordinate = mesh.coordinate
+                assert coordinate is not None, "only ranks of a mesh have tensors on it"
                 found = _specs[key] = DTensorSpec(
                     mesh=mesh,
                     placements=tuple(placements),
                     shape=sizes,
                     stride=steps,
                     dtype=dtype,
-                    local_shape=tuple(local_sizes(sizes, placements, mesh.shape, _own_coordinate(mesh))),
+                    coordinate=coordinate,
+                    local_shape=tuple(local_sizes(sizes, placements, mesh.shape, coordinate)),
                     wrapper_arguments=(sizes, steps, None, None, dtype, torch.strided, torch.device("cpu")),
                     plans={},
                     dispatch_cache=mesh.parent.attachments.setdefault(_DISPATCH_CACHE, {}),
@@ -101,11 +106,6 @@ class DTensorSpec:
         if not any(isinstance(one, Partial) for one in self.placements):
             return self
         return self.with_placements([Replicate() if isinstance(one, Partial) else one for one in self.placements])
-
-    @property
-    def coordinate(self) -> tuple[int, ...]:
-        """This rank's coordinate in the mesh."""
-        return _own_coordinate(self.mesh)
 
     def mesh_along(self, axes: Sequence[int]) -> DeviceMesh:
         """The sub-mesh of the ranks that differ from this one along some axes only."""
@@ -133,12 +133,6 @@ class DTensorSpec:
             f"{name}: {placement}" for name, placement in zip(self.mesh.axis_names, self.placements, strict=True)
         )
         return f"{str(self.dtype).removeprefix('torch.')}{list(self.shape)} over {{{axes}}}"
-
-
-def _own_coordinate(mesh: DeviceMesh) -> tuple[int, ...]:
-    coordinate = mesh.coordinate
-    assert coordinate is not None, "only ranks of a mesh have tensors on it"
-    return coordinate
 
 
 def contiguous_stride(shape: Sequence[int]) -> tuple[int, ...]:

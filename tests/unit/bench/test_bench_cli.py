@@ -14,11 +14,10 @@ pytest.importorskip("rich", reason="the extra 'bench' is not installed")
 from rich.console import Console
 
 from ferrodist.bench import driver
-from ferrodist.bench.cases import BACKENDS, DataType, Operation, Peer, format_ranks
+from ferrodist.bench.cases import BACKENDS, DataType, Operation, Peer, Suite, format_ranks, plan_stages
 from ferrodist.bench.cli import bench_options
 from ferrodist.bench.display import RunDisplay
 from ferrodist.bench.report import CaseReport, Measurement
-from ferrodist.bench.suites import Suite, plan_stages
 from ferrodist.cli.main import build_parser, main
 from ferrodist.installation import how_to_install
 

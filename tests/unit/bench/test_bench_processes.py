@@ -11,13 +11,11 @@ import pytest
 
 from ferrodist.bench import foreign, processes
 from ferrodist.bench.adapters.base import UnsupportedError
-from ferrodist.bench.cases import Case, Operation, Peer
+from ferrodist.bench.cases import BenchOptions, Case, Operation, Peer, Suite
 from ferrodist.bench.channel import MAX_LINE_BYTES, Channel, ChannelClosedError
 from ferrodist.bench.driver import measure_case
-from ferrodist.bench.environments import PeerFailedError, obtain_environment
-from ferrodist.bench.netns import EmulatedHosts
+from ferrodist.bench.environments import EmulatedHosts, PeerFailedError, obtain_environment
 from ferrodist.bench.processes import RankGroup, rank_environment, start_commands
-from ferrodist.bench.suites import BenchOptions, Suite
 from ferrodist.bench.targets import RankTarget
 
 HELLO = """

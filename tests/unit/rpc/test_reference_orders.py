@@ -195,14 +195,14 @@ class Process:
             except (RpcError, ValueError) as error:
                 answer(Failure(FailureKind.UNKNOWN, "", str(error), ""))
 
-    def decode(self, place):
-        peer, content, answer, is_withdrawn = self.undecoded.pop(place)
+    def decode(self, index):
+        peer, content, answer, is_lost = self.undecoded.pop(index)
         try:
             call = unpack_call(content, peer, self.objects.extensions[peer])
         except PeerLostError:
             self.world.seen["a reference that was refused"] += 1
         else:
-            self.references += [] if is_withdrawn else call.arguments[0]
+            self.references += [] if is_lost else call.arguments[0]
         answer(None)
 
 

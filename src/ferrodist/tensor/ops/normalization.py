@@ -122,11 +122,7 @@ def _widen_statistics(call: OpCall) -> LocalFunction | None:
     operator, dtypes = call.operator, [output.dtype for output in call.outputs]
     if len(set(dtypes)) == 1:
         return None
-
-    def forward(*given: Any, **named: Any) -> list[torch.Tensor]:
-        return [one.to(dtype) for one, dtype in zip(operator(*given, **named), dtypes, strict=True)]
-
-    return forward
+    return lambda *given, **named: [one.to(dtype) for one, dtype in zip(operator(*given, **named), dtypes, strict=True)]
 
 
 def _narrow_statistics(call: OpCall) -> LocalFunction | None:
@@ -146,11 +142,7 @@ def _narrow_statistics(call: OpCall) -> LocalFunction | None:
 def _contiguous(call: OpCall) -> LocalFunction:
     """Call torch's kernel with contiguous shards: its callers check the full tensor's stride alone."""
     operator = call.operator
-
-    def compute(*given: Any) -> Any:
-        return operator(*[one.contiguous() if isinstance(one, torch.Tensor) else one for one in given])
-
-    return compute
+    return lambda *given: operator(*[one.contiguous() if isinstance(one, torch.Tensor) else one for one in given])
 
 
 RULES = rule_table(
