@@ -13,7 +13,6 @@ import threading
 import traceback
 import weakref
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from math import prod
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -31,7 +30,6 @@ from ferrodist.errors import DistCheckpointError, DistributedError, describe_err
 if TYPE_CHECKING:
     import os
     from collections.abc import Callable, Mapping, Sequence
-    from types import TracebackType
 
     from typing_extensions import Self
 
@@ -52,19 +50,15 @@ class StagingBuffer:
     @torch.no_grad()
     def fill(self, views: Mapping[Span, torch.Tensor]) -> Callable[[Span], torch.Tensor]:
         """Copy the views, and return a function from a span to its copy."""
-        offsets: dict[Span, int] = {}
-        size = 0
-        for span, view in views.items():
-            offsets[span] = size
-            size += -(-view.numel() * view.itemsize // _ALIGNMENT) * _ALIGNMENT
+        sizes = [-(-view.nbytes // _ALIGNMENT) * _ALIGNMENT for view in views.values()]
+        size = sum(sizes)
         if size > self._memory.numel():
             self._memory = torch.empty(0, dtype=torch.uint8, device="cpu")  # not both at a time
             self._memory = torch.empty(size, dtype=torch.uint8, device="cpu")
         copies = {}
-        for span, view in views.items():
-            length = prod(span.shape) * view.itemsize
-            copy = self._memory[offsets[span] :][:length].view(view.dtype).view(span.shape)
-            copies[span] = copy.copy_(view)
+        slots = torch.split(self._memory[:size], sizes)
+        for (span, view), slot in zip(views.items(), slots, strict=True):
+            copies[span] = slot[: view.nbytes].view(view.dtype).view(span.shape).copy_(view)
         return copies.__getitem__
 
 
@@ -84,7 +78,7 @@ class CheckpointFuture:
         self.path = path
         self._future = future
         self._was_reported = False
-        """Return whether the outcome was asked for."""
+        """True once somebody has asked for the outcome."""
 
     def wait(self, timeout: float | None = None) -> str:
         """Wait until the checkpoint is committed.
@@ -300,9 +294,7 @@ class AsyncCheckpointer:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: object, error: object, trace: object) -> None:
         try:
             self.close()
         except DistributedError as second:

@@ -98,7 +98,7 @@ class Rank0Exchange:
         self._group = group
         self._deadline = deadline
         self.may_be_answered = False
-        """Whether rank 0 may have called ``answer``, as far as this rank knows."""
+        """False if this rank knows that rank 0 has not called ``answer``."""
 
     def run(
         self,

@@ -55,20 +55,15 @@ def read_on_rank0(
             own.setdefault(Span(key, box.offsets, box.shape), []).append(view)
     gathered = gather_object(msgspec.msgpack.encode(list(own)), group=group, timeout=deadline.remaining())
     with all_or_none("make room to read a checkpoint", where, group, deadline):
-        receivers = _receivers(own, gathered or [])
+        # The other ranks that need each box, on rank 0; elsewhere this rank's boxes, without receivers.
+        receivers: dict[Span, list[int]] = {request: [] for request in own}
+        for rank, encoded in enumerate(gathered or ()):
+            for request in msgspec.msgpack.decode(encoded, type=list[Span]) if rank else ():
+                receivers.setdefault(request, []).append(rank)
         buffer = torch.empty(_max_message_bytes(receivers, manifest), dtype=torch.uint8, device="cpu")
     failure = _transfer(reader, manifest, own, receivers, buffer, group=group, deadline=deadline)
     if failure is not None:
         raise failure
-
-
-def _receivers(own: Iterable[Span], gathered: Sequence[bytes]) -> dict[Span, list[int]]:
-    """Return the other ranks that need each box, on rank 0; elsewhere this rank's boxes, without receivers."""
-    receivers: dict[Span, list[int]] = {request: [] for request in own}
-    for rank, encoded in enumerate(gathered):
-        for request in msgspec.msgpack.decode(encoded, type=list[Span]) if rank else ():
-            receivers.setdefault(request, []).append(rank)
-    return receivers
 
 
 def _transfer(
@@ -84,14 +79,16 @@ def _transfer(
     """Read and send the boxes of all ranks on rank 0, receive this rank's elsewhere; return the first error."""
     failure: Exception | None = None
     for request, chunk, inner in _chunks(receivers, manifest):
-        data = _buffer_view(buffer, request, chunk, manifest)
+        dtype = _dtype(request, manifest)
+        data = buffer[: chunk.numel * dtype.itemsize].view(dtype).view(chunk.shape)
         if group.rank == 0:
             failure = failure or _catch(partial(reader.read_box, request.key, chunk, data))
             for rank in receivers[request]:
                 send(data, rank, group=group, timeout=deadline.remaining())
         else:
             recv_into(data, 0, group=group, timeout=deadline.remaining())
-        failure = failure or _catch(partial(_copy_to_targets, request, data, inner, own.get(request, ())))
+        for view in own.get(request, ()):
+            failure = failure or _catch(partial(put_elements, inner.take(view), data, request.key))
     return failure
 
 
@@ -114,27 +111,12 @@ def _dtype(request: Span, manifest: Manifest) -> torch.dtype:
     return dtype_from_name(manifest.tensors[request.key].dtype)
 
 
-def _buffer_view(buffer: torch.Tensor, request: Span, box: Box, manifest: Manifest) -> torch.Tensor:
-    """View the beginning of the buffer as a tensor of a box's shape."""
-    dtype = _dtype(request, manifest)
-    return buffer[: box.numel * dtype.itemsize].view(dtype).view(box.shape)
-
-
-def _copy_to_targets(request: Span, data: torch.Tensor, inner: Box, views: Iterable[torch.Tensor]) -> None:
-    for view in views:
-        put_elements(inner.take(view), data, request.key)
-
-
-def _sorted_requests(requests: Iterable[Span], manifest: Manifest) -> list[Span]:
-    """Sort by position in the files, the same way on all ranks."""
-    return sorted(
-        requests, key=lambda request: (*manifest.position(request.key), request.key, request.offsets, request.shape)
-    )
-
-
 def _chunks(requests: Iterable[Span], manifest: Manifest) -> Iterator[tuple[Span, Box, Box]]:
-    """Split all requests into chunks of some rows: as boxes of the saved tensor, and of the request."""
-    for request in _sorted_requests(requests, manifest):
+    """Split all requests into chunks of some rows: as boxes of the saved tensor, and of the request.
+
+    They come by position in the files, in the same order on all ranks.
+    """
+    for request in sorted(requests, key=lambda each: (manifest.position(each.key), each.key, each.offsets, each.shape)):
         whole = Box(request.offsets, request.shape)
         if not request.shape:
             yield request, whole, whole

@@ -150,33 +150,21 @@ class CheckpointReader:
             if file_index in self._checked:
                 return
         file = self._manifest.files[file_index]
-        found = self._storage.size_bytes(file.name)
+        found, problem = self._storage.size_bytes(file.name), ""
         if found != file.size_bytes:
-            raise DistCheckpointError(
-                f"{self._storage.url}/{file.name}, which has {self._tensors_in(file_index)}, has {found} bytes where"
-                f" {file.size_bytes} were written"
-            )
-        if self._verify:
-            self.check_header(file_index)
+            problem = f"has {found} bytes where {file.size_bytes} were written"
+        elif self._verify:
+            header = bytearray(file.header_bytes)
+            self._storage.read(file.name, 0, memoryview(header))
+            if hash_bytes(header) != file.header_hash:
+                problem = "is damaged: its header doesn't have the hash that it was saved with"
+        if problem:
+            tensors = self._manifest.tensors.items()
+            keys = [key for key, tensor in tensors if any(shard.file == file_index for shard in tensor.shards)]
+            names = f"{', '.join(map(repr, keys[:3]))}{' and others' if len(keys) > 3 else ''}"
+            raise DistCheckpointError(f"{self._storage.url}/{file.name}, which has tensor {names}, {problem}")
         with self._lock:
             self._checked.add(file_index)
-
-    def check_header(self, file_index: int) -> None:
-        """Check the hash of a file's header."""
-        file = self._manifest.files[file_index]
-        header = bytearray(file.header_bytes)
-        self._storage.read(file.name, 0, memoryview(header))
-        if hash_bytes(header) != file.header_hash:
-            raise DistCheckpointError(
-                f"{self._storage.url}/{file.name}, which has {self._tensors_in(file_index)}, is damaged: its header"
-                " doesn't have the hash that it was saved with"
-            )
-
-    def _tensors_in(self, file_index: int) -> str:
-        """The names of a file's tensors, for messages."""
-        tensors = self._manifest.tensors.items()
-        keys = [key for key, tensor in tensors if any(shard.file == file_index for shard in tensor.shards)]
-        return f"tensor {', '.join(map(repr, keys[:3]))}{' and others' if len(keys) > 3 else ''}"
 
     def _error(self, name: str, key: str, what: str) -> DistCheckpointError:
         return DistCheckpointError(f"{self._storage.url}/{name}, which has a part of tensor {key!r}, {what}")
@@ -191,20 +179,17 @@ def put_elements(target: torch.Tensor, elements: torch.Tensor, key: str) -> None
     """Copy elements of a saved tensor into a tensor, which may be an inference tensor."""
     with torch.inference_mode(target.is_inference()):  # such tensors may not be written outside of it
         target.copy_(elements)
-    if _has_smaller_range(target.dtype, elements.dtype) and _has_overflow(elements, target.dtype):
+    if _overflows(elements, target.dtype):
         raise DistCheckpointError(f"tensor {key!r} was saved as {elements.dtype}, with numbers beyond {target.dtype}")
 
 
-def _has_smaller_range(dtype: torch.dtype, other: torch.dtype) -> bool:
-    """Return whether a finite value of ``other`` may overflow ``dtype``."""
-    if dtype is other or dtype.is_complex or not dtype.is_floating_point or not other.is_floating_point:
+def _overflows(elements: torch.Tensor, dtype: torch.dtype) -> bool:
+    """Return whether a finite element becomes infinite or is clamped in another floating-point dtype."""
+    if elements.dtype is dtype or not dtype.is_floating_point or not elements.is_floating_point():
         return False
-    return torch.finfo(dtype).max < torch.finfo(other).max
-
-
-def _has_overflow(elements: torch.Tensor, dtype: torch.dtype) -> bool:
-    """Return whether a finite element becomes infinite or is clamped."""
     limits = torch.finfo(dtype)
+    if limits.max >= torch.finfo(elements.dtype).max:
+        return False
     if elements.itemsize == 1:  # of which torch compares nothing
         elements = elements.float()
     back = elements.to(dtype).to(elements.dtype)

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import time
-from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ferrodist.checkpoint.format.manifest import (
     INDEX_NAME,
@@ -177,8 +177,7 @@ def remove_dead_saves(storage: Storage, save_id: str) -> bool:
     return True
 
 
-@dataclass(frozen=True, slots=True)
-class _Checkpoint:
+class _Checkpoint(NamedTuple):
     """A checkpoint whose manifest and file sizes are right."""
 
     path: str
@@ -252,15 +251,10 @@ def _remove(found: _Checkpoint) -> None:
     except (TimeoutError, FileNotFoundError):
         pass  # another job removes it or saves there
     except (OSError, DistCheckpointError) as error:
-        if _may_exist(found):
-            _logger.warning("the old checkpoint %s can't be removed: %s", found.path, error)
-
-
-def _may_exist(found: _Checkpoint) -> bool:
-    try:
-        return MANIFEST_NAME in found.storage.list_names()
-    except OSError:
-        return True
+        with contextlib.suppress(OSError):
+            if MANIFEST_NAME not in found.storage.list_names():
+                return
+        _logger.warning("the old checkpoint %s can't be removed: %s", found.path, error)
 
 
 def _scan(dir: str, storage_options: Mapping[str, Any] | None) -> list[_Checkpoint]:  # noqa: A002

@@ -224,15 +224,10 @@ def collect_state(value: Any, partials: PartialSums, path: tuple[object, ...] = 
         return collect_state(value.state_dict(), partials, (*path, "state_dict()"))
     elif isinstance(value, DTensor):
         return partials.copy(value)
-    return map_members(value, lambda key, each: collect_state(each, partials, (*path, key)))
-
-
-def map_members(value: Any, function: Callable[[Any, Any], Any]) -> Any:
-    """Return a dict, list or tuple with the function's results for each key and member; other values as they are."""
     if isinstance(value, Mapping) and not isinstance(value, Counter):
-        return {key: function(key, each) for key, each in value.items()}
+        return {key: collect_state(each, partials, (*path, key)) for key, each in value.items()}
     if isinstance(value, (list, tuple)) and not isinstance(value, torch.Size):
-        members = [function(index, each) for index, each in enumerate(value)]
+        members = [collect_state(each, partials, (*path, index)) for index, each in enumerate(value)]
         return members if isinstance(value, list) else tuple(members)
     return value
 

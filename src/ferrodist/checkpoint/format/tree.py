@@ -110,7 +110,7 @@ class Encoder:
     _keys_by_identity: dict[object, str] = field(default_factory=dict)
     _keep_alive: list[torch.Tensor] = field(default_factory=list)
     _in_per_rank: bool = False
-    """Return whether the current value is within a `PerRank`."""
+    """True while a value within a `PerRank` is encoded."""
 
     def encode(self, value: Any, path: tuple[object, ...] = ()) -> Node:
         """Encode a value."""

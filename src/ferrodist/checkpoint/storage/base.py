@@ -77,7 +77,7 @@ class Storage(Protocol):
     """The largest useful size of a read."""
 
     is_staged: bool
-    """Return whether files move into the folder on `publish` only; see [Note: staged or not]."""
+    """True if files move into the folder on `publish` only; see [Note: staged or not]."""
 
     def begin(self, save_id: str) -> None:
         """Create the folder and space for a save; the caller is the one to commit or discard it."""

@@ -132,30 +132,6 @@ class RemoteWriter(FileWriter):
             self._fs.rm_file(self._path)
 
 
-def list_uploads(fs: Any, folder: str) -> Iterator[tuple[str, str]]:
-    """Yield the unfinished uploads in a folder as file name and upload id; none if the file system can't list them."""
-    if not hasattr(fs, "abort_mpu"):
-        return
-    bucket, key, _ = fs.split_path(folder)
-    prefix = f"{key}/" if key else ""
-    after: dict[str, str] = {}
-    while True:
-        page = fs.call_s3("list_multipart_uploads", Bucket=bucket, Prefix=prefix, **after)
-        for upload in page.get("Uploads", ()):
-            if upload["Key"].startswith(prefix):
-                yield upload["Key"].removeprefix(prefix), upload["UploadId"]
-        if not page.get("IsTruncated"):
-            return
-        after = {"KeyMarker": page["NextKeyMarker"], "UploadIdMarker": page["NextUploadIdMarker"]}
-
-
-def abort_upload(fs: Any, path: str, upload: str) -> None:
-    """Drop the parts of an upload."""
-    bucket, key, _ = fs.split_path(path)
-    with contextlib.suppress(FileNotFoundError):  # somebody else did
-        fs.abort_mpu(bucket, key, upload)
-
-
 _PART_BYTES = 16 << 20
 """Kept in memory, twice while it is sent. Larger files have larger parts:"""
 
@@ -199,7 +175,7 @@ class RemoteStorage(Storage):
         self._fs: Any = fs  # fsspec has no types
         self._folder = folder.rstrip("/")
         self._is_new = False
-        """Return whether `begin` created the folder."""
+        """True if `begin` created the folder."""
         self._uncommitted: str | None = None
         """The save that was begun here and that no manifest can name yet."""
         protocols = {fs.protocol} if isinstance(fs.protocol, str) else set(fs.protocol)
@@ -434,21 +410,36 @@ class RemoteStorage(Storage):
         """Abort the uploads of saves."""
         for name, upload in self._uploads():
             if save_id_of(name) in save_ids:
-                with as_os_errors(self._where(name)):
-                    abort_upload(self._fs, self._path(name), upload)
+                bucket, key, _ = self._fs.split_path(self._path(name))
+                with as_os_errors(self._where(name)), contextlib.suppress(FileNotFoundError):  # somebody else did
+                    self._fs.abort_mpu(bucket, key, upload)
 
     def _uploads(self) -> list[tuple[str, str]]:
-        """The names and ids of unfinished uploads of all saves."""
+        """The names and ids of unfinished uploads of all saves; none if the file system can't list them."""
+        found: list[tuple[str, str]] = []
+        if not hasattr(self._fs, "abort_mpu"):
+            return found
+        bucket, key, _ = self._fs.split_path(self._folder)
+        prefix = f"{key}/" if key else ""
+        after: dict[str, str] | None = {}
         try:
             with as_os_errors(self.url):
-                found = list(list_uploads(self._fs, self._folder))
+                while after is not None:
+                    page = self._fs.call_s3("list_multipart_uploads", Bucket=bucket, Prefix=prefix, **after)
+                    for upload in page.get("Uploads", ()):
+                        name = upload["Key"].removeprefix(prefix)
+                        if upload["Key"].startswith(prefix) and save_id_of(name) is not None:
+                            found.append((name, upload["UploadId"]))
+                    after = None
+                    if page.get("IsTruncated"):
+                        after = {"KeyMarker": page["NextKeyMarker"], "UploadIdMarker": page["NextUploadIdMarker"]}
         except OSError as error:
             if not is_refusal(error):
                 raise
             # Listing uploads needs another permission, and not all stores support it.
             _logger.debug("uploads to %s that were not completed can't be looked for: %s", self.url, error)
             return []
-        return [(name, upload) for name, upload in found if save_id_of(name) is not None]
+        return found
 
     def _read_chunk(self, name: str, start: int, into: memoryview) -> int:
         """Fill the beginning of ``into`` with several concurrent requests; return the number of bytes."""
