@@ -30,8 +30,8 @@ from ferrodist.checkpoint.convert.common import (
 )
 from ferrodist.checkpoint.convert.pickle_reader import Global, PickledCall, PickledDict, check_expansion, read_pickle
 from ferrodist.checkpoint.convert.torch_pickle import load_checked
-from ferrodist.checkpoint.format.dtypes import dtype_name
 from ferrodist.checkpoint.format.manifest import MAX_DIMS
+from ferrodist.checkpoint.format.safetensors import dtype_name
 from ferrodist.checkpoint.format.tree import check_collisions
 from ferrodist.checkpoint.retention import DCP_METADATA_NAME as METADATA_NAME
 from ferrodist.checkpoint.retention import describe_foreign_format
