@@ -222,10 +222,6 @@ class _View(io.RawIOBase):
         return self._position
 
     @override
-    def tell(self) -> int:
-        return self._position
-
-    @override
     def readinto(self, buffer: Buffer) -> int:
         into = memoryview(buffer).cast("B")
         into = into[: max(0, self._size_bytes - self._position)]
