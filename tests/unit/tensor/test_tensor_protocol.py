@@ -167,7 +167,7 @@ def test_item():
 
 
 def test_equal_and_allclose():
-    """They return the same on all ranks, also if only one rank has a difference."""
+    """Comparisons return the same on all ranks, also if only one rank has a difference."""
 
     def check(mesh):
         one, other = make(4, 5), make(4, 5)
