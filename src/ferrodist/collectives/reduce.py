@@ -190,12 +190,7 @@ def reduce(
         )
 
     call = CollectiveOp(
-        kind=CollectiveKind.REDUCE,
-        source=source,
-        out=target.flat if is_root else None,
-        op=op,
-        root=dst,
-        timeout=limit,
+        kind=CollectiveKind.REDUCE, source=source, out=target.flat if is_root else None, op=op, root=dst, timeout=limit
     )
     return execute(PreparedCall(op=call, group=chosen, engine=engine, finish=finish))
 

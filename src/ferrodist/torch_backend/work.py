@@ -246,11 +246,7 @@ class CallbackStream:
         limit = seconds_of(opts.timeout)
         seconds = group.timeout if limit is None else limit
         prepared: PreparedCall[None] = PreparedCall(
-            op=call.op,
-            group=group,
-            engine=engine,
-            run=partial(self._run_at, call, engine, seconds),
-            finish=call.finish,
+            op=call.op, group=group, engine=engine, run=partial(self._run_at, call, engine, seconds), finish=call.finish
         )
         if opts.asyncOp:
             return self.work_of(submit(prepared), call.results)
@@ -300,10 +296,12 @@ class CallbackStreams:
 
 _DRAIN_SECONDS = 10.0  # how long leaving a group waits for its messages to be received
 
-_SHUTDOWN_FUNCTIONS = {"shutdown", "_leave_at_exit", "run_at_exit", "_run_stages_before", "_run_exit_stage"}
-
+_SHUTDOWN_FUNCTIONS = {"shutdown", "_leave_at_exit"}
 _CALLING = ("ferrodist.backends.", "ferrodist.collectives.", "ferrodist.torch_backend.")
-_CALLED_BACK = "ferrodist.torch_backend.futures"
+_CALLED_BACK = {
+    "ferrodist.torch_backend.futures",
+    "ferrodist.backends.lifecycle",
+}  # which run callbacks and exit handlers
 
 
 def can_drain() -> bool:
@@ -318,7 +316,7 @@ def can_drain() -> bool:
         frame = frame.f_back
     while frame is not None:
         module = frame.f_globals.get("__name__", "")
-        if module.startswith(_CALLING) and module != _CALLED_BACK:
+        if module.startswith(_CALLING) and module not in _CALLED_BACK:
             return False
         frame = frame.f_back
     return True
@@ -392,8 +390,7 @@ class MessageWork(FerrodistWork):
         """The sender's rank, when the message has arrived."""
         return self._request.peer
 
-    def _source_rank(self) -> int:
-        return self.source_rank()
+    _source_rank = source_rank
 
     @override
     def has_ended(self) -> bool:

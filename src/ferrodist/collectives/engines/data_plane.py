@@ -21,7 +21,6 @@ from __future__ import annotations
 import math
 import struct
 from contextlib import contextmanager
-from itertools import accumulate
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -95,7 +94,7 @@ class _DataPlaneRun(CollectiveRun):
 
     @property
     def _data_plane(self) -> DataPlane:
-        return _data_plane_of(self._group)
+        return _data_plane_of(self.group)
 
     def move(self, start: Callable[[DataPlane], list[Any]]) -> None:
         """Run one step, which ``start(data_plane)`` starts."""
@@ -105,9 +104,9 @@ class _DataPlaneRun(CollectiveRun):
     def _wait(self, requests: list[Any]) -> None:
         def wait() -> None:
             if not self._data_plane.wait_for(requests, self.deadline):
-                if self._group.failure is not None:
-                    raise self._group.failure.fresh()
-                stragglers = self._group.find_stragglers(
+                if self.group.failure is not None:
+                    raise self.group.failure.fresh()
+                stragglers = self.group.find_stragglers(
                     tuple(sorted(self.peers)), answer_seconds(self.deadline.timeout)
                 )
                 error = DistributedTimeoutError("the data did not come", ranks=stragglers.ranks)
@@ -126,8 +125,8 @@ class _DataPlaneRun(CollectiveRun):
     def blocks(self, counts: Sequence[int], tensor: torch.Tensor) -> list[Block]:
         """Offset and size of each rank's part of a tensor, in bytes; the size of this rank's is 0."""
         sizes = _in_bytes(counts, tensor)
-        offsets = [0, *accumulate(sizes)]
-        return [(offsets[rank], size if rank != self.rank else 0) for rank, size in enumerate(sizes)]
+        pairs = zip(offsets_of(sizes), sizes, strict=False)
+        return [(offset, size if rank != self.rank else 0) for rank, (offset, size) in enumerate(pairs)]
 
     def check_counts(self) -> None:
         """Raise if a rank sends another number of elements than this one expects."""
@@ -144,8 +143,8 @@ class _DataPlaneRun(CollectiveRun):
         for peer in self.peers:
             if incoming[peer] != op.recv_counts[peer]:
                 error = self.unmet(peer, op.recv_counts[peer] // op.unit)
-                self._group.abort(error)
-                raise (self._group.failure or error).fresh()
+                self.group.abort(error)
+                raise (self.group.failure or error).fresh()
 
     def fold_chunks(self, out: torch.Tensor, counts: Sequence[int]) -> None:
         """Fold chunk ``rank`` of every rank's ``source`` into ``out``, segment by segment.
@@ -208,18 +207,9 @@ def _encode_counts(counts: Sequence[int]) -> bytes:
     return b"".join(map(_COUNT.pack, counts))
 
 
-def _allreduce(run: _DataPlaneRun) -> None:
-    out, source = run.op.out, run.op.source
-    if source.nbytes <= _ONE_STEP_BYTES or run.world_size == 1:
-        out.copy_(run.fold(run.collect(source)))
-        return
-    counts = compute_shard_sizes(source.numel(), run.world_size)
-    run.fold_chunks(torch.split(out, counts)[run.rank], counts)
-    run.move(lambda plane: plane.all_gather(bytes_of(out), _in_bytes(counts, out)))
-
-
-def _reduce(run: _DataPlaneRun) -> None:
-    out, source, root = run.op.out, run.op.source, run.op.root
+def _fold(run: _DataPlaneRun) -> None:
+    """Allreduce and reduce."""
+    op, out, source = run.op, run.op.out, run.op.source
     if source.nbytes <= _ONE_STEP_BYTES or run.world_size == 1:
         inputs = run.collect(source)
         if out is not None:
@@ -228,8 +218,11 @@ def _reduce(run: _DataPlaneRun) -> None:
     counts = compute_shard_sizes(source.numel(), run.world_size)
     own = source.new_empty(counts[run.rank]) if out is None else torch.split(out, counts)[run.rank]
     run.fold_chunks(own, counts)
-    data = own if out is None else out
-    run.move(lambda plane: plane.gather(bytes_of(data), _in_bytes(counts, data), root))
+    data, sizes = own if out is None else out, _in_bytes(counts, source)
+    if op.kind is CollectiveKind.ALLREDUCE:
+        run.move(lambda plane: plane.all_gather(bytes_of(data), sizes))
+    else:
+        run.move(lambda plane: plane.gather(bytes_of(data), sizes, op.root))
 
 
 def _broadcast(run: _DataPlaneRun) -> None:
@@ -268,8 +261,8 @@ def _all_to_all(run: _DataPlaneRun) -> None:
 
 
 _ALGORITHMS: dict[CollectiveKind, Callable[[_DataPlaneRun], None]] = {
-    CollectiveKind.ALLREDUCE: _allreduce,
-    CollectiveKind.REDUCE: _reduce,
+    CollectiveKind.ALLREDUCE: _fold,
+    CollectiveKind.REDUCE: _fold,
     CollectiveKind.BROADCAST: _broadcast,
     CollectiveKind.ALL_GATHER: _all_gather,
     CollectiveKind.GATHER: _gather,
