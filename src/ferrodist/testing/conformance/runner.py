@@ -23,7 +23,7 @@ def public_functions(module: str) -> tuple[Callable[..., None], ...]:
 
 
 def run_checks(suite: str, checks: Iterable[tuple[str, Callable[..., object], Callable[[], object]]]) -> None:
-    """Make checks, each a name, a function whose docstring is the rule, and a call; AssertionError lists what failed."""
+    """Make checks, each a name, a function whose docstring is the rule, and a call; AssertionError lists the failed."""
     failures: list[tuple[str, Exception]] = []
     num_checks = 0
     for name, check, call in checks:
