@@ -17,12 +17,14 @@ from abc import ABC, abstractmethod
 from typing import TYPE_CHECKING, Any, Literal, overload
 from weakref import WeakSet
 
-from typing_extensions import override
+from typing_extensions import Buffer, Self, override
 
 from ferrodist.backends.collective_op import CollectiveKind, CollectiveOp
 from ferrodist.backends.lifecycle import snapshot_weak
 from ferrodist.backends.request import (
     LockWaitEvent,
+    OnEnd,
+    OnMessages,
     PersistentRecv,
     PostedPersistentRecv,
     Request,
@@ -46,10 +48,7 @@ from ferrodist.errors import (
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from typing_extensions import Buffer, Self
-
     from ferrodist.backends.engine import CollectiveEngine, DataPlane, DeviceP2P, FastPath, HostEngine
-    from ferrodist.backends.request import OnEnd, OnMessages
 
 
 class Backend(ABC):

@@ -12,39 +12,42 @@ from ferrodist.backends.base import Backend, NonBlockingBackend
 from ferrodist.backends.non_member import NonMemberGroup, check_group
 
 
-class _FromControlGroup:
-    """An attribute whose value, or bound method, is the control group's."""
+class Delegated:
+    """An attribute of a group that is that of another object, the control group unless ``owner`` names another."""
 
-    def __set_name__(self, owner: type, name: str) -> None:
+    def __init__(self, owner: str = "_control") -> None:
+        self._owner = owner
+
+    def __set_name__(self, _: type, name: str) -> None:
         self._name = name
 
-    def __get__(self, group: ControlPlaneBackend | None, owner: type) -> Any:
-        return self if group is None else getattr(group._control, self._name)  # noqa: SLF001 - one mechanism
+    def __get__(self, group: ControlPlaneBackend | None, _: type) -> Any:
+        return self if group is None else getattr(getattr(group, self._owner), self._name)
 
 
 class ControlPlaneBackend(NonBlockingBackend):
     """A group over a control group of another backend, which it closes with itself and which has no other user."""
 
-    failure: Any = _FromControlGroup()
-    abort: Any = _FromControlGroup()
-    find_stragglers: Any = _FromControlGroup()
+    failure: Any = Delegated()
+    abort: Any = Delegated()
+    find_stragglers: Any = Delegated()
 
     # Bytes.
-    send: Any = _FromControlGroup()
-    recv: Any = _FromControlGroup()
-    isend: Any = _FromControlGroup()
-    irecv: Any = _FromControlGroup()
-    try_send: Any = _FromControlGroup()
-    listen: Any = _FromControlGroup()
-    signal: Any = _FromControlGroup()
+    send: Any = Delegated()
+    recv: Any = Delegated()
+    isend: Any = Delegated()
+    irecv: Any = Delegated()
+    try_send: Any = Delegated()
+    listen: Any = Delegated()
+    signal: Any = Delegated()
 
     # Sub-groups.
-    abort_subgroup: Any = _FromControlGroup()
-    subgroup_failure: Any = _FromControlGroup()
-    fail_with: Any = _FromControlGroup()
-    open_subgroup: Any = _FromControlGroup()
-    close_subgroup: Any = _FromControlGroup()
-    equip_subgroup: Any = _FromControlGroup()
+    abort_subgroup: Any = Delegated()
+    subgroup_failure: Any = Delegated()
+    fail_with: Any = Delegated()
+    open_subgroup: Any = Delegated()
+    close_subgroup: Any = Delegated()
+    equip_subgroup: Any = Delegated()
 
     def __init__(self, control: Backend) -> None:
         if not isinstance(control, Backend | NonMemberGroup):

@@ -8,7 +8,7 @@ from abc import abstractmethod
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from typing_extensions import override
+from typing_extensions import Buffer, override
 
 from ferrodist.backends.abort_reason import pack_reason, unpack_reason
 from ferrodist.backends.frame_type import FrameType
@@ -19,8 +19,6 @@ from ferrodist.errors import DistributedError, ProtocolError
 
 if TYPE_CHECKING:
     from collections.abc import Callable
-
-    from typing_extensions import Buffer
 
 
 class FramedBackend(MailboxBackend):

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, TypeVar
 
 import numpy as np
 
-from ferrodist.backends.request import BaseRequest
+from ferrodist.backends.request import BaseRequest, Stragglers
 from ferrodist.backends.tags import ANY_SOURCE
 from ferrodist.errors import DistributedError, DistributedTimeoutError, SizeMismatchError
 from ferrodist.wording import counted
@@ -31,9 +31,7 @@ if TYPE_CHECKING:
 
     from typing_extensions import Buffer
 
-EAGER_LIMIT = 256 * 1024
-"""Size in bytes up to which a message is sent before a receive is posted for it."""
-
+EAGER_LIMIT = 256 * 1024  # size in bytes up to which a message is sent before a receive is posted for it
 MAX_UNEXPECTED_BYTES = 1 << 30
 """Bytes of unexpected messages that a mailbox keeps; more means that a rank sends messages that nobody receives."""
 
@@ -89,6 +87,10 @@ class Receive(BaseRequest):
         """Cancel the receive; see `Request.cancel`."""
         return self._mailbox.cancel(self)
 
+    def find_stragglers(self, peers: tuple[int, ...], within: float) -> Stragglers:
+        """Ask the group; see `Backend.find_stragglers`."""
+        return self._mailbox.find_stragglers(peers, within)
+
 
 class Message:
     """A message that has been announced, has partly arrived, or waits for a receive.
@@ -127,13 +129,17 @@ def size_error(rank: int, sender: str, size_bytes: int, room_bytes: int) -> Size
 class Mailbox:
     """Messages and receives of one rank, matched by tag and source in order of arrival.
 
-    ``describe(tag, source)`` returns the rank and the words by which errors name the sender of a message.
+    ``describe(tag, source)`` returns the rank and the words by which errors name the sender of a message;
+    ``find_stragglers`` is the group's.
     """
 
     def __init__(
-        self, describe: Callable[[int, int], tuple[int, str]] = lambda _, source: (source, f"rank {source}")
+        self,
+        describe: Callable[[int, int], tuple[int, str]] = lambda _, source: (source, f"rank {source}"),
+        find_stragglers: Callable[[tuple[int, ...], float], Stragglers] = lambda peers, _: Stragglers(ranks=peers),
     ) -> None:
         self._describe = describe
+        self.find_stragglers = find_stragglers
         self._lock = threading.Lock()
         self._receives: dict[int, dict[int, Receive]] = {}  # by tag, then by order, ascending
         self._messages: dict[int, dict[int, Message]] = {}  # by tag, then by arrival, ascending

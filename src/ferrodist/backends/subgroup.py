@@ -9,10 +9,10 @@ import weakref
 from collections import Counter
 from typing import TYPE_CHECKING
 
-from typing_extensions import override
+from typing_extensions import Buffer, override
 
 from ferrodist.backends.base import Backend, NonBlockingBackend, as_abort_error, check_peer, check_rank
-from ferrodist.backends.request import Stragglers
+from ferrodist.backends.request import OnEnd, OnMessages, PersistentRecv, Request, Stragglers, WaitEvent
 from ferrodist.backends.tags import ANY_SOURCE, check_tag, group_tag
 from ferrodist.backends.verification import CollectiveVerifier
 from ferrodist.errors import DistributedError, DistributedTimeoutError, GroupClosedError, InvalidRankError, ranks_text
@@ -20,9 +20,6 @@ from ferrodist.errors import DistributedError, DistributedTimeoutError, GroupClo
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from typing_extensions import Buffer
-
-    from ferrodist.backends.request import OnEnd, OnMessages, PersistentRecv, Request, WaitEvent
 
 _TAG_BITS = 64
 
@@ -85,7 +82,10 @@ class SubBackend(NonBlockingBackend):
         self.verifier = CollectiveVerifier(self, doubt=_DOUBT)
         self._parent = parent
         self._members = members
-        self._root, self._root_ranks = _outermost(parent, members)
+        self._root, self._root_ranks = parent, members
+        if isinstance(parent, SubBackend):
+            self._root = parent._root  # noqa: SLF001 - the same class
+            self._root_ranks = tuple(parent.root_ranks[rank] for rank in members)
         self.verification_key = self._root.verification_key
         self._index = {rank: i for i, rank in enumerate(self._root_ranks)}
         self._closed: DistributedError | None = None
@@ -248,12 +248,6 @@ class _SubRequest:
 
     def add_done_callback(self, callback: Callable[[], None]) -> None:
         self._request.add_done_callback(callback)
-
-
-def _outermost(parent: Backend, members: tuple[int, ...]) -> tuple[Backend, tuple[int, ...]]:
-    if isinstance(parent, SubBackend):
-        return parent._root, tuple(parent._root_ranks[rank] for rank in members)  # noqa: SLF001 - the same class
-    return parent, members
 
 
 def _next_id(parent: Backend, ranks: tuple[int, ...], label: str) -> int:

@@ -186,8 +186,7 @@ def _plain(text: str) -> str:
 
 
 def _error(failure: _Failure) -> DistCheckpointError:
-    message, ranks = failure
-    return DistCheckpointError(message, ranks=tuple(ranks))
+    return DistCheckpointError(failure[0], ranks=tuple(failure[1]))
 
 
 def _as_raised_here(error: Exception, phase: Phase, rank: int, *, about_arguments: bool = True) -> Exception:

@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from ferrodist.checkpoint.format.dtypes import dtype_from_name
 from ferrodist.checkpoint.format.manifest import hash_bytes
+from ferrodist.checkpoint.format.safetensors import dtype_from_name
 from ferrodist.errors import DistCheckpointError
 from ferrodist.tensor.local_shards import Box
 from ferrodist.wording import counted

@@ -39,7 +39,6 @@ import msgspec
 
 from ferrodist.arguments import check_int
 from ferrodist.checkpoint.consensus import Phase, Rank0Exchange, call_on_all
-from ferrodist.checkpoint.format.dtypes import dtype_name
 from ferrodist.checkpoint.format.manifest import (
     INDEX_NAME,
     MANIFEST_NAME,
@@ -51,6 +50,7 @@ from ferrodist.checkpoint.format.manifest import (
     encode_manifest,
     hash_bytes,
 )
+from ferrodist.checkpoint.format.safetensors import dtype_name
 from ferrodist.checkpoint.format.tree import Encoder
 from ferrodist.checkpoint.retention import (
     check_owned,

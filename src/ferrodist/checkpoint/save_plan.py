@@ -11,9 +11,8 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from ferrodist.checkpoint.format.dtypes import dtype_from_name
-from ferrodist.checkpoint.format.manifest import MAX_HEADER_BYTES, covers_once
-from ferrodist.checkpoint.format.safetensors import max_entry_bytes
+from ferrodist.checkpoint.format.manifest import covers_once
+from ferrodist.checkpoint.format.safetensors import MAX_HEADER_BYTES, dtype_from_name, max_entry_bytes
 from ferrodist.checkpoint.format.tree import (
     decode_leaf,
     is_leaf_node,

@@ -16,9 +16,7 @@ if TYPE_CHECKING:
 DEFAULT_STORE_TIMEOUT = 60.0
 """The default timeout of store operations in seconds. Groups pass the rest of the rendezvous timeout."""
 
-MAX_VALUE_BYTES = 64 * 1024 * 1024
-"""The size limit of a value."""
-
+MAX_VALUE_BYTES = 64 * 1024 * 1024  # the size limit of a value
 _MAX_KEY_BYTES = 4096
 _MAX_NAMED_KEYS = 8
 _INT64_MIN, _INT64_MAX = -(2**63), 2**63 - 1

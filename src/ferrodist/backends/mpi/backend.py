@@ -15,7 +15,7 @@ from ferrodist.backends.framed_backend import FramedBackend
 from ferrodist.backends.group_observer import PeerExit
 from ferrodist.backends.lifecycle import track
 from ferrodist.backends.liveness import LivenessProbe
-from ferrodist.backends.mailbox_backend import GroupReceive, Send
+from ferrodist.backends.mailbox import Receive
 from ferrodist.backends.mpi import runtime
 from ferrodist.backends.mpi.collectives import MpiDataPlane
 from ferrodist.backends.mpi.progress import ProgressThread
@@ -23,7 +23,7 @@ from ferrodist.backends.mpi.runtime import check_job, library_version
 from ferrodist.backends.mpi.transport import FrameTransport, QueuedFrame
 from ferrodist.backends.mpi.verification import MpiVerifier
 from ferrodist.backends.mpi.wire import MAX_PAYLOAD, Frame
-from ferrodist.backends.request import Stragglers, answer_seconds
+from ferrodist.backends.request import Request, Stragglers, answer_seconds
 from ferrodist.backends.tags import group_of_tag
 from ferrodist.deadline import Deadline, check_timeout, resolve_timeout
 from ferrodist.errors import (
@@ -37,7 +37,7 @@ from ferrodist.errors import (
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from ferrodist.backends.request import Request
+    from ferrodist.backends.mailbox_backend import Send
 
 _WORLD = 0
 _LOW_64 = (1 << 64) - 1
@@ -60,16 +60,16 @@ class _DeferredAbort:
     deadline: Deadline
 
 
-class _Receive(GroupReceive):
+class _Receive(Receive):
     """A receive whose wait moves the group's frames."""
 
-    __slots__ = ()
+    __slots__ = ("backend",)
+
+    backend: MpiBackend
 
     @override
     def ended_within(self, timeout: float) -> bool:
-        backend = self._backend
-        assert isinstance(backend, MpiBackend)
-        return self._done or backend.progress_until(self.done, timeout)
+        return self._done or self.backend.progress_until(self.done, timeout)
 
 
 class MpiBackend(FramedBackend):
@@ -119,7 +119,10 @@ class MpiBackend(FramedBackend):
         self._communicators = runtime.duplicate(mpi, parent, name, deadline)
         self._message_communicator, collective_communicator = self._communicators
         self._transport = FrameTransport(mpi, self._message_communicator, self._on_frame)
-        self._liveness = LivenessProbe(self._ping, self._progress_while_alive)
+        self._liveness = LivenessProbe(
+            self._ping,
+            lambda done, timeout: self.progress_until(lambda: done() or self.failure is not None, timeout),
+        )
         self._deferred_aborts: list[_DeferredAbort] = []
         self._gone: set[int] = set()  # ranks that have left the world, or died
         self._announced_leaving = False
@@ -132,7 +135,7 @@ class MpiBackend(FramedBackend):
             FrameType.WITHDRAW: self._on_withdraw,
             FrameType.ABORT: self._on_abort,
             FrameType.LEFT: self._on_left,
-            FrameType.PING: self._on_ping,
+            FrameType.PING: lambda source, *_: self._push_frame(FrameType.PONG, source, self.verifier.num_entered),
             FrameType.PONG: self._on_pong,
         }
         self.data_plane: MpiDataPlane = MpiDataPlane(
@@ -186,9 +189,10 @@ class MpiBackend(FramedBackend):
         payload: memoryview | bytes = b"",
         on_sent: Callable[[], object] | None = None,
     ) -> None:
-        frame = Frame(kind, message, group)
+        tag = size_bytes = 0
         if send is not None:
-            frame = Frame(kind, message, group_of_tag(send.tag), send.tag & _LOW_64, len(send.data), offset)
+            group, tag, size_bytes = group_of_tag(send.tag), send.tag & _LOW_64, len(send.data)
+        frame = Frame(kind, message, group, tag, size_bytes, offset)
         try:
             self._transport.push(rank, QueuedFrame(frame, payload, send, on_sent))
         except self._mpi.Exception as error:
@@ -202,17 +206,14 @@ class MpiBackend(FramedBackend):
     # Receiving.
 
     def _post(self, buffer: memoryview, source: int, tag: int) -> Request:
-        receive = _Receive(self, self._mailbox, buffer, source, tag)
+        receive = _Receive(self._mailbox, buffer, source, tag)
+        receive.backend = self
         self._mailbox.post(receive, partial(self.refusal, tag, source))
         return receive
 
     def progress_until(self, done: Callable[[], bool], timeout: float) -> bool:
         """Move frames until ``done()``; False after ``timeout`` seconds."""
         return self._progress.wait_until(done, timeout)
-
-    def _progress_while_alive(self, done: Callable[[], bool], timeout: float) -> None:
-        """Move frames until ``done()`` or the group has failed, for at most ``timeout`` seconds."""
-        self.progress_until(lambda: done() or self.failure is not None, timeout)
 
     def _poll(self, patience: float = 0) -> bool:
         """Move the frames that can be moved; whether there were any."""
@@ -273,9 +274,6 @@ class MpiBackend(FramedBackend):
             self._liveness.note_progress(source, frame.message)
             self._gone.add(source)
 
-    def _on_ping(self, source: int, _frame: Frame, _payload: memoryview) -> None:
-        self._push_frame(FrameType.PONG, source, self.verifier.num_entered)
-
     def _on_pong(self, source: int, frame: Frame, _payload: memoryview) -> None:
         self._liveness.note_progress(source, frame.message)
         self._liveness.on_answer(source)
@@ -323,14 +321,11 @@ class MpiBackend(FramedBackend):
             return
         ranks = failed.Translate_ranks(list(range(failed.Get_size())), communicator.Get_group())
         for rank in set(ranks) - self._gone:
-            self._lose(rank)
+            self._gone.add(rank)
+            self._transport.lose(rank)
+            self._withdraw_from(rank)
+            self.peer_died(rank, _DIED)
         runtime.call_safely(mpi, communicator.Ack_failed)  # or receives from any rank are refused
-
-    def _lose(self, rank: int) -> None:
-        self._gone.add(rank)
-        self._transport.lose(rank)
-        self._withdraw_from(rank)
-        self.peer_died(rank, _DIED)
 
     def _abort_for(self, error: Exception) -> None:
         """Abort the group for an exception of MPI's, or for the deaths that are its reason."""

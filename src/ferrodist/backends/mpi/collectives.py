@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from typing_extensions import override
 
-from ferrodist.backends.engine import DataPlane
+from ferrodist.backends.engine import Block, DataPlane
 from ferrodist.backends.mpi.runtime import leak_request
 from ferrodist.backends.polling import wait_until
 from ferrodist.backends.sequencer import Sequencer
@@ -24,12 +24,8 @@ from ferrodist.deadline import Deadline
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from ferrodist.backends.engine import Block
 
-
-MAX_COLLECTIVE_BYTES = (1 << 31) - 1
-"""The largest count of one MPI collective."""
-
+MAX_COLLECTIVE_BYTES = (1 << 31) - 1  # the largest count of one MPI collective
 MAX_MESSAGE_BYTES = 1 << 30
 
 

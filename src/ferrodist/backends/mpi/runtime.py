@@ -16,7 +16,7 @@ import importlib
 import os
 import threading
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
@@ -36,7 +36,6 @@ from ferrodist.rendezvous.environment import read_environment
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
-    from typing import Protocol
 
     class Group(Protocol):
         """A group that uses MPI."""

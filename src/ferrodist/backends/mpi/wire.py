@@ -12,8 +12,7 @@ from ferrodist.backends.frame_type import FrameType
 from ferrodist.backends.mailbox import EAGER_LIMIT
 from ferrodist.errors import ProtocolError
 
-MAX_PAYLOAD = 1 << 20
-"""Bytes of a message in one frame: they are copied, so that neither side's buffer is MPI's."""
+MAX_PAYLOAD = 1 << 20  # bytes of a message in one frame: they are copied, so that neither side's buffer is MPI's
 
 # magic, type, message, group, tag, message size, offset
 _HEADER = struct.Struct("<2sB5xQQQQQ")

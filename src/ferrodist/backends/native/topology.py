@@ -22,9 +22,7 @@ if TYPE_CHECKING:
     from ferrodist.backends.base import Backend
     from ferrodist.deadline import Deadline
 
-MAX_TEXT_BYTES = 100
-"""Bytes of an error, or of an address, that travel with a collective call."""
-
+MAX_TEXT_BYTES = 100  # bytes of an error, or of an address, that travel with a collective call
 _SIOCGIFADDR = 0x8915  # of Linux
 
 

@@ -9,14 +9,14 @@ from __future__ import annotations
 import weakref
 from typing import TYPE_CHECKING, Any
 
-from typing_extensions import override
+from typing_extensions import Buffer, Self, override
 
 from ferrodist.backends.control_plane import ControlPlaneBackend
-from ferrodist.backends.cuda import allow_queries_during_capture, streams_of
+from ferrodist.backends.cuda import Streams, allow_queries_during_capture, streams_of
 from ferrodist.backends.lifecycle import snapshot_weak
 from ferrodist.backends.native.backend import open_host_group
 from ferrodist.backends.nccl.collectives import NcclEngine
-from ferrodist.backends.nccl.communicator import load_nccl, why_no_nccl
+from ferrodist.backends.nccl.communicator import Library, load_nccl, why_no_nccl
 from ferrodist.backends.nccl.p2p import NcclP2P
 from ferrodist.backends.nccl.stream_executor import StreamExecutor
 from ferrodist.backends.nccl.watchdog import Watchdog
@@ -29,11 +29,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     import torch
-    from typing_extensions import Buffer, Self
 
     from ferrodist.backends.base import Backend
-    from ferrodist.backends.cuda import Streams
-    from ferrodist.backends.nccl.communicator import Library
     from ferrodist.backends.request import Request
     from ferrodist.deadline import Deadline
     from ferrodist.rendezvous import Membership

@@ -13,8 +13,7 @@ if TYPE_CHECKING:
     from ferrodist.backends.cuda import Streams
     from ferrodist.errors import DistributedError
 
-NO_SEQUENCE = -1
-"""The sequence number of messages, which have none."""
+NO_SEQUENCE = -1  # the sequence number of messages, which have none
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
+from ferrodist.backends.collective_op import dtype_name
 from ferrodist.backends.nccl.control_messages import listen, post
 from ferrodist.backends.subgroup import SubBackend
 from ferrodist.backends.tags import ANY_SOURCE, Channel, channel_tag
@@ -54,7 +55,7 @@ class _Header(NamedTuple):
 
     @classmethod
     def from_tensor(cls, tensor: torch.Tensor, tag: int) -> _Header:
-        return cls(tag, str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape))
+        return cls(tag, dtype_name(tensor.dtype), tuple(tensor.shape))
 
     def pack(self) -> bytes:
         padding = [0] * (_MAX_DIMS - len(self.shape))

@@ -23,10 +23,11 @@ from collections import deque
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from ferrodist.backends.nccl.communicator import CommunicatorHandle, NcclError
+from ferrodist.backends.lifecycle import weak_method
+from ferrodist.backends.nccl.communicator import Communicator, CommunicatorHandle, Library, NcclError
 from ferrodist.backends.nccl.in_flight import EnqueuedOp, InFlightOp, OpInfo
 from ferrodist.backends.nccl.verification import RingVerifier
-from ferrodist.backends.nccl.watchdog import NcclLivenessProbe
+from ferrodist.backends.nccl.watchdog import NcclLivenessProbe, Watchdog
 from ferrodist.backends.polling import Backoff
 from ferrodist.backends.sequencer import Sequencer
 from ferrodist.backends.signature import CollectiveSignature
@@ -47,8 +48,6 @@ if TYPE_CHECKING:
 
     from ferrodist.backends.base import Backend
     from ferrodist.backends.cuda import Streams
-    from ferrodist.backends.nccl.communicator import Communicator, Library
-    from ferrodist.backends.nccl.watchdog import Watchdog
 
     Work = Callable[["StreamContext"], None]
 
@@ -103,12 +102,13 @@ class StreamExecutor:
         self._local = threading.local()
         # The group's listeners hold these for as long as it lasts, so they must not keep a dropped group alive.
         self._verifier = RingVerifier(group, self.reporter())
-        self._liveness = NcclLivenessProbe(group, partial(_num_called_by, weakref.ref(self)))
+        executor = weakref.ref(self)
+        self._liveness = NcclLivenessProbe(group, lambda: getattr(executor(), "num_called", 0))
         self._mismatch: DistributedError | None = None  # found by a verifier, not yet handled by the watchdog
 
     def reporter(self) -> Callable[[DistributedError], None]:
         """A callback for errors that end the group; it may be called in any thread and does not block."""
-        return partial(_report, weakref.ref(self))
+        return weak_method(self.report)
 
     # Launching.
 
@@ -362,14 +362,3 @@ class StreamExecutor:
             self._group.abort(left_reason(self._group.rank, call, error))
             self.abort()
             raise
-
-
-def _report(executor: Callable[[], StreamExecutor | None], error: DistributedError) -> None:
-    found = executor()
-    if found is not None:
-        found.report(error)
-
-
-def _num_called_by(executor: Callable[[], StreamExecutor | None]) -> int:
-    found = executor()
-    return 0 if found is None else found.num_called

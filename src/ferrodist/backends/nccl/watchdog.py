@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Protocol
 
 from ferrodist.backends.lifecycle import ExitStage, close_at_exit
 from ferrodist.backends.nccl.control_messages import listen, post
-from ferrodist.backends.nccl.in_flight import NO_SEQUENCE
+from ferrodist.backends.nccl.in_flight import NO_SEQUENCE, OpInfo
 from ferrodist.backends.tags import Channel, channel_tag
 from ferrodist.deadline import Deadline
 from ferrodist.errors import DistributedError, DistributedTimeoutError, describe_error, ranks_text
@@ -25,7 +25,6 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from ferrodist.backends.base import Backend
-    from ferrodist.backends.nccl.in_flight import OpInfo
     from ferrodist.backends.request import PersistentRecv
 
 _MESSAGE = struct.Struct("<BQQ")  # message type, id of the question, operations called

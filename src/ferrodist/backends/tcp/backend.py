@@ -12,7 +12,7 @@ import threading
 from functools import partial
 from typing import TYPE_CHECKING
 
-from typing_extensions import override
+from typing_extensions import Self, override
 
 from ferrodist.backends.frame_type import FrameType
 from ferrodist.backends.framed_backend import FramedBackend
@@ -27,14 +27,13 @@ from ferrodist.backends.tcp.io_loop import BLOCK_BYTES, IoLoop
 from ferrodist.backends.tcp.wire import MAX_PAYLOAD, Frame
 from ferrodist.deadline import Deadline, check_timeout
 from ferrodist.errors import DistributedError, ProtocolError, RendezvousError
+from ferrodist.rendezvous.auth import Hello
 from ferrodist.rendezvous.secret import resolve_secret
 from ferrodist.resource_limits import naming_limits
 
 if TYPE_CHECKING:
     import socket
     from collections.abc import Callable
-
-    from typing_extensions import Self
 
     from ferrodist.backends.mailbox import Message
     from ferrodist.backends.mailbox_backend import Send
@@ -152,22 +151,12 @@ class TcpBackend(FramedBackend):
     def _connect(
         self, address: str, secret: bytes, job: str, listener: socket.socket | None, deadline: Deadline
     ) -> None:
+        hello = Hello(purpose="group", job=job, rank=self.rank, world_size=self.world_size, group=self.name)
         if self.rank != _HUB:
-            sock = dial_hub(
-                self.rank, self.world_size, address, secret=secret, job=job, group=self.name, deadline=deadline
-            )
-            self._begin({_HUB: sock})
+            self._begin({_HUB: dial_hub(hello, address, secret, deadline)})
             self._await_ready(deadline)
             return
-        connections, error = gather_links(
-            self.world_size,
-            address,
-            secret=secret,
-            job=job,
-            group=self.name,
-            listener=listener,
-            deadline=deadline,
-        )
+        connections, error = gather_links(hello, address, secret, listener, deadline)
         self._begin(connections)
         if error is not None:
             self.abort(error)
@@ -213,10 +202,10 @@ class TcpBackend(FramedBackend):
         payload: memoryview | bytes = b"",
         on_sent: Callable[[], object] | None = None,
     ) -> None:
-        frame = Frame(kind=kind, source=self.rank, destination=rank, length=len(payload), message=message, group=group)
+        tag = size_bytes = 0
         if send is not None:
-            frame.group, frame.tag = group_of_tag(send.tag), send.tag & _LOW_64
-            frame.size_bytes, frame.offset = len(send.data), offset
+            group, tag, size_bytes = group_of_tag(send.tag), send.tag & _LOW_64, len(send.data)
+        frame = Frame(kind, len(payload), self.rank, rank, message, group, tag, size_bytes, offset)
         self._push(QueuedFrame(frame, payload, owner=send, on_written=on_sent))
 
     @override

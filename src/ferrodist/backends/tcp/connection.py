@@ -11,12 +11,11 @@ from typing import TYPE_CHECKING, Protocol
 from ferrodist.backends.frame_type import URGENT
 from ferrodist.backends.tcp.wire import HEADER_SIZE, Frame
 from ferrodist.errors import AuthenticationError, ProtocolError
-from ferrodist.rendezvous.session import TAG_BYTES
+from ferrodist.rendezvous.session import TAG_BYTES, Session
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from ferrodist.rendezvous.session import Session
 
 _READ_AHEAD = 64 * 1024
 _FRAME_COST = 512  # bytes that a waiting frame counts for beside its payload, so that empty ones are bounded, too
@@ -77,13 +76,13 @@ class FramedConnection:
         self._urgent: deque[QueuedFrame] = deque()
         self._queue: deque[QueuedFrame] = deque()
         self._current: QueuedFrame | None = None
-        self._closed = False
+        self.closed = False
         sock.setblocking(False)
 
     def push(self, outgoing: QueuedFrame) -> bool:
         """Write a frame, or queue it. True if frames wait to be written: then the caller must have `flush` called."""
         with self._lock:
-            if self._closed:
+            if self.closed:
                 return False
             was_waiting = self._waiting()
             (self._urgent if outgoing.frame.kind in URGENT else self._queue).append(outgoing)
@@ -114,11 +113,6 @@ class FramedConnection:
     def has_read_ahead(self) -> bool:
         """Return whether bytes have been read that `read_into` has not returned."""
         return self._ahead_start < self._ahead_stop
-
-    @property
-    def closed(self) -> bool:
-        """Return whether `close` has been called."""
-        return self._closed
 
     def drop(self, owner: object) -> bool:
         """Take a message back: drop an owner's frames that are not begun, and finish one that is from a copy.
@@ -164,7 +158,7 @@ class FramedConnection:
     def close(self) -> None:
         """Close the connection; frames that wait to be written are dropped."""
         with self._lock:
-            self._closed = True
+            self.closed = True
             self._forget_queued()
             self.sock.close()
 

@@ -9,7 +9,7 @@ messages are described in [Note: message frames].
 from __future__ import annotations
 
 import struct
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from ferrodist.backends.frame_type import FrameType
 from ferrodist.backends.mailbox import EAGER_LIMIT
@@ -27,8 +27,7 @@ would take several times as long as the transfer."""
 
 _USERS_CHANNELS = frozenset({Channel.BYTES, Channel.DATA, Channel.TENSOR_BODY})
 
-MAX_MESSAGE = 1 << 48
-"""Maximum size of a message in bytes."""
+MAX_MESSAGE = 1 << 48  # maximum size of a message in bytes
 
 # magic, version, kind, padding, payload length, source, destination, message, group, tag, message size, offset
 _HEADER = struct.Struct("<2sBBIIIIQQQQQ")
@@ -40,14 +39,13 @@ _OF_MESSAGES = frozenset({FrameType.EAGER, FrameType.DATA})
 _WITH_PAYLOAD = frozenset({FrameType.EAGER, FrameType.DATA, FrameType.ABORT})
 
 
-@dataclass(slots=True, kw_only=True)
-class Frame:
-    """A frame's header."""
+class Frame(NamedTuple):
+    """A frame's header; the fields are in the order of the wire."""
 
     kind: FrameType
-    source: int
-    destination: int  # rank 0 relays frames for other ranks
     length: int = 0  # size of the payload in bytes
+    source: int = 0
+    destination: int = 0  # rank 0 relays frames for other ranks
     message: int = 0  # the source's id of the message
     group: int = 0  # upper half of the message's tag
     tag: int = 0  # lower half of the message's tag
@@ -62,27 +60,13 @@ class Frame:
 
     def pack(self) -> bytes:
         """Encode the header."""
-        return _HEADER.pack(
-            _MAGIC,
-            WIRE_VERSION,
-            self.kind,
-            0,
-            self.length,
-            self.source,
-            self.destination,
-            self.message,
-            self.group,
-            self.tag,
-            self.size_bytes,
-            self.offset,
-        )
+        return _HEADER.pack(_MAGIC, WIRE_VERSION, self.kind, 0, *self[1:])
 
     @staticmethod
     def unpack(data: memoryview, world_size: int) -> Frame:
         """Decode a header; ProtocolError if no rank of this version, in a group of this size, writes such a one."""
-        magic, version, kind, zero, length, source, destination, message, group, tag, size, offset = _HEADER.unpack(
-            data
-        )
+        magic, version, kind, zero, *fields = _HEADER.unpack(data)
+        length, source, destination, *_, size, offset = fields
         if magic != _MAGIC or zero != 0:
             raise ProtocolError("bytes that are not a frame")
         if version != WIRE_VERSION:
@@ -99,14 +83,4 @@ class Frame:
             raise ProtocolError(f"an EAGER frame with {length} bytes of a message of {size}")
         if known is FrameType.DATA and not (length > 0 and offset + length <= size):
             raise ProtocolError(f"a DATA frame with bytes {offset} to {offset + length} of a message of {size}")
-        return Frame(
-            kind=known,
-            source=source,
-            destination=destination,
-            length=length,
-            message=message,
-            group=group,
-            tag=tag,
-            size_bytes=size,
-            offset=offset,
-        )
+        return Frame(known, *fields)

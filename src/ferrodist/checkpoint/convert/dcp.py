@@ -30,8 +30,8 @@ from ferrodist.checkpoint.convert.common import (
 )
 from ferrodist.checkpoint.convert.pickle_reader import Global, PickledCall, PickledDict, check_expansion, read_pickle
 from ferrodist.checkpoint.convert.torch_pickle import load_checked
-from ferrodist.checkpoint.format.dtypes import dtype_name
 from ferrodist.checkpoint.format.manifest import MAX_DIMS
+from ferrodist.checkpoint.format.safetensors import dtype_name
 from ferrodist.checkpoint.format.tree import check_collisions
 from ferrodist.checkpoint.retention import DCP_METADATA_NAME as METADATA_NAME
 from ferrodist.checkpoint.retention import describe_foreign_format
@@ -219,10 +219,6 @@ class _View(io.RawIOBase):
         if base + offset < 0:
             raise OSError("a position before the beginning of a file")
         self._position = base + offset
-        return self._position
-
-    @override
-    def tell(self) -> int:
         return self._position
 
     @override

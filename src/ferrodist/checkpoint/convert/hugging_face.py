@@ -8,9 +8,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import msgspec
 
 from ferrodist.checkpoint.convert.common import ExternalTensor, FileShard, conversion_errors, import_folder
-from ferrodist.checkpoint.format.dtypes import from_safetensors
-from ferrodist.checkpoint.format.manifest import INDEX_NAME, LENGTH_BYTES, MANIFEST_NAME, MAX_HEADER_BYTES, SINGLE_NAME
-from ferrodist.checkpoint.format.safetensors import parse_header
+from ferrodist.checkpoint.format.manifest import INDEX_NAME, MANIFEST_NAME, SINGLE_NAME
+from ferrodist.checkpoint.format.safetensors import LENGTH_BYTES, MAX_HEADER_BYTES, from_safetensors, parse_header
 from ferrodist.checkpoint.format.tree import map_children, split_node, tensor_key
 from ferrodist.checkpoint.reader import CheckpointReader
 from ferrodist.checkpoint.retention import describe_foreign_format, read_manifest

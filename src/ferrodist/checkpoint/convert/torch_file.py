@@ -66,17 +66,14 @@ def _load(file: Path) -> Any:
     except OSError:
         raise
     except Exception as error:  # unpickling any bytes may end in any way
+        # The sentence in torch's long explanation that names the class.
+        lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+        named = [line for line in lines if "GLOBAL" in line or "Unsupported" in line]
+        reason = [*named, *lines, type(error).__name__][0]
         raise DistCheckpointError(
             f"{file} is no file of torch.save, or has more than tensors and plain values, which is not loaded, for it"
-            f" could run code: {_reason(error)}"
+            f" could run code: {reason}"
         ) from error
-
-
-def _reason(error: Exception) -> str:
-    """Return the sentence in torch's long explanation that names the class."""
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    named = [line for line in lines if "GLOBAL" in line or "Unsupported" in line]
-    return [*named, *lines, type(error).__name__][0]
 
 
 def export_torch_file(

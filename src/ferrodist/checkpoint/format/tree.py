@@ -31,7 +31,7 @@ import msgspec
 import numpy as np
 import torch
 
-from ferrodist.checkpoint.format.dtypes import dtype_from_name, dtype_name
+from ferrodist.checkpoint.format.safetensors import dtype_from_name, dtype_name
 from ferrodist.tensor.local_shards import flat_shard_of
 from ferrodist.wording import with_article
 

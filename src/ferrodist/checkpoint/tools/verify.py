@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from ferrodist.checkpoint.format.manifest import INDEX_NAME, MANIFEST_NAME, hash_bytes
-from ferrodist.checkpoint.format.safetensors import expected_entries, parse_header
+from ferrodist.checkpoint.format.safetensors import HeaderEntry, name_in_file, parse_header, to_safetensors
 from ferrodist.checkpoint.format.tree import referenced_keys
 from ferrodist.checkpoint.retention import read_manifest
 from ferrodist.checkpoint.save import make_index
@@ -189,7 +189,12 @@ class _Verifier:
         except ValueError as error:
             yield Problem(file=file.name, what=str(error))
             return
-        expected = expected_entries(self._manifest, file_index)
+        expected = {}
+        for key, shard in self._shards[file_index]:
+            tensor = self._manifest.tensors[key]
+            dtype, shape = to_safetensors(tensor.dtype, shard.shape)
+            entry = HeaderEntry(dtype, shape, (shard.start - file.header_bytes, shard.stop - file.header_bytes))
+            expected[name_in_file(key, shard.offsets, shard.shape, tensor.shape)] = key, entry
         for name, (key, entry) in expected.items():
             if found.get(name) != entry:
                 what = "lacks it" if name not in found else f"says {found[name]} of it"
