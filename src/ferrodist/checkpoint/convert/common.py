@@ -24,9 +24,10 @@ from ferrodist.checkpoint.load_plan import LoadPlanner
 from ferrodist.checkpoint.reader import CheckpointReader
 from ferrodist.checkpoint.retention import read_manifest
 from ferrodist.checkpoint.shard_metadata import ShardMetadata
-from ferrodist.checkpoint.storage import open_storage
+from ferrodist.checkpoint.storage import Storage, open_storage
 from ferrodist.checkpoint.tools.reshard import (
     ROW_BLOCK_BYTES,
+    ProgressCallback,
     ProgressCounter,
     RewriteOptions,
     RewriteSource,
@@ -40,9 +41,6 @@ from ferrodist.wording import counted
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
-
-    from ferrodist.checkpoint.storage.base import Storage
-    from ferrodist.checkpoint.tools.reshard import ProgressCallback
 
 
 class FileShard(NamedTuple):

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict_saver import save
-from typing_extensions import override
+from typing_extensions import Buffer, override
 
 from ferrodist.checkpoint.convert.common import (
     ExternalTensor,
@@ -35,7 +35,7 @@ from ferrodist.checkpoint.format.safetensors import dtype_name
 from ferrodist.checkpoint.format.tree import check_collisions
 from ferrodist.checkpoint.retention import DCP_METADATA_NAME as METADATA_NAME
 from ferrodist.checkpoint.retention import describe_foreign_format
-from ferrodist.checkpoint.storage import open_storage
+from ferrodist.checkpoint.storage import Storage, open_storage
 from ferrodist.errors import DistCheckpointError
 from ferrodist.tensor.local_shards import Box
 from ferrodist.torch_private.tensors import checkpoint_offset
@@ -44,9 +44,6 @@ from ferrodist.wording import with_article
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from typing_extensions import Buffer
-
-    from ferrodist.checkpoint.storage.base import Storage
     from ferrodist.checkpoint.tools.reshard import ProgressCallback, RewriteOptions
 
 _METADATA = "torch.distributed.checkpoint.metadata"
