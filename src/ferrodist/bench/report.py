@@ -75,7 +75,7 @@ class Measurement(msgspec.Struct, frozen=True):
     p99: float  # a hundredth of the batches were above
     calls_per_batch: int
     batches: list[float]
-    parts: dict[str, list[float]] = msgspec.field(default_factory=dict)
+    parts: dict[str, list[float]] = {}
 
     @classmethod
     def from_batches(
@@ -104,9 +104,9 @@ class CaseReport(msgspec.Struct, kw_only=True):
     num_hosts: int
     size_bytes: int
     num_elements: int
-    measurements: list[Measurement] = msgspec.field(default_factory=list)
-    not_offered: dict[str, str] = msgspec.field(default_factory=dict)
-    failures: dict[str, str] = msgspec.field(default_factory=dict)
+    measurements: list[Measurement] = []
+    not_offered: dict[str, str] = {}
+    failures: dict[str, str] = {}
 
     def measurement(self, *peers: Peer) -> Measurement | None:
         """The figures of the first of some peers that was measured."""
@@ -141,18 +141,14 @@ class CaseReport(msgspec.Struct, kw_only=True):
 
 
 class PeerReport(msgspec.Struct, kw_only=True):
-    """A peer on a number of ranks, and why it was not measured, if it was not.
-
-    ``command`` started it, or its first rank; the paths and options of the run are left out.
-    """
+    """A peer on a number of ranks."""
 
     peer: str  # the name on the command line
     num_ranks: int
     num_hosts: int = 1
-    # of its components, and the thread level that an MPI gave
-    versions: dict[str, str] = msgspec.field(default_factory=dict)
-    command: str = ""
-    reason: str | None = None
+    versions: dict[str, str] = {}  # of its components, and the thread level that an MPI gave
+    command: str = ""  # that started it, or its first rank, without the paths and options of the run
+    reason: str | None = None  # why it was not measured
 
 
 class Report(msgspec.Struct, kw_only=True):
@@ -162,9 +158,9 @@ class Report(msgspec.Struct, kw_only=True):
     machine: Machine = msgspec.field(default_factory=describe_machine)
     settings: dict[str, str]
     ferrodist: str = msgspec.field(default_factory=lambda: version("ferrodist"))  # the measured version
-    peers: list[PeerReport] = msgspec.field(default_factory=list)
-    cases: list[CaseReport] = msgspec.field(default_factory=list)
-    left_out: list[str] = msgspec.field(default_factory=list)  # the cases that were not measured, with the reasons
+    peers: list[PeerReport] = []
+    cases: list[CaseReport] = []
+    left_out: list[str] = []  # the cases that were not measured, with the reasons
     seconds: float = 0.0
     is_complete: bool = False  # whether the run was not interrupted
     format: int = FORMAT
