@@ -18,9 +18,8 @@ from ferrodist.backends.liveness import LivenessProbe
 from ferrodist.backends.mailbox import Receive
 from ferrodist.backends.mpi import runtime
 from ferrodist.backends.mpi.collectives import MpiDataPlane
-from ferrodist.backends.mpi.progress import ProgressThread
 from ferrodist.backends.mpi.runtime import check_job, library_version
-from ferrodist.backends.mpi.transport import FrameTransport, QueuedFrame
+from ferrodist.backends.mpi.transport import FrameTransport, ProgressThread, QueuedFrame
 from ferrodist.backends.mpi.verification import MpiVerifier
 from ferrodist.backends.mpi.wire import MAX_PAYLOAD, Frame
 from ferrodist.backends.request import Request, Stragglers, answer_seconds
