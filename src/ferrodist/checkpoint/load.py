@@ -15,8 +15,8 @@ import msgspec
 import torch
 
 from ferrodist.checkpoint.consensus import all_or_none, run_on_rank0
-from ferrodist.checkpoint.format.dtypes import dtype_from_name
 from ferrodist.checkpoint.format.manifest import MANIFEST_NAME, Manifest, decode_manifest, encode_manifest
+from ferrodist.checkpoint.format.safetensors import dtype_from_name
 from ferrodist.checkpoint.load_plan import LoadPlanner
 from ferrodist.checkpoint.reader import CheckpointReader, put_elements
 from ferrodist.checkpoint.retention import read_manifest

@@ -13,14 +13,13 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from ferrodist.checkpoint.format.dtypes import dtype_from_name
-from ferrodist.checkpoint.format.manifest import hash_bytes
+from ferrodist.checkpoint.format.manifest import Manifest, ShardEntry, hash_bytes
+from ferrodist.checkpoint.format.safetensors import dtype_from_name
 from ferrodist.errors import DistCheckpointError
 from ferrodist.tensor.local_shards import Box
 from ferrodist.wording import counted
 
 if TYPE_CHECKING:
-    from ferrodist.checkpoint.format.manifest import Manifest, ShardEntry
     from ferrodist.checkpoint.storage.base import Storage
 
 _READ_BYTES = 32 << 20

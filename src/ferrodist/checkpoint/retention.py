@@ -19,7 +19,7 @@ from ferrodist.checkpoint.format.manifest import (
     is_time,
 )
 from ferrodist.checkpoint.storage import join_path, open_storage, parent_path
-from ferrodist.checkpoint.storage.base import save_id_of
+from ferrodist.checkpoint.storage.base import Storage, save_id_of
 from ferrodist.deadline import Deadline
 from ferrodist.errors import DistCheckpointError
 
@@ -28,7 +28,6 @@ if TYPE_CHECKING:
     import re
     from collections.abc import Mapping
 
-    from ferrodist.checkpoint.storage.base import Storage
 
 DCP_METADATA_NAME = ".metadata"
 """The manifest's name in torch.distributed.checkpoint."""

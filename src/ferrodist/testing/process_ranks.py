@@ -68,7 +68,7 @@ def fork_rank(
     try:
         close_inherited()
         _reset_after_fork(stack_file, libc, parent)
-        program.run(rank, _PipeChannel(connection))
+        program.run(rank, partial(_report, connection), connection.recv_bytes)
         status = 0
     except BaseException:  # noqa: BLE001 - nothing may pass: the frames above belong to the parent's program
         traceback.print_exc()
@@ -111,23 +111,11 @@ def _text_stream(descriptor: int) -> IO[str]:
         return Path(os.devnull).open("w", encoding="utf-8")
 
 
-class _PipeChannel:
-    """A `Channel` over a pipe."""
-
-    def __init__(self, connection: Connection) -> None:
-        self._connection = connection
-
-    def ended(self, outcome: Outcome) -> None:
-        # Before the outcome: the parent may print its own text as soon as it has that.
-        sys.stdout.flush()
-        sys.stderr.flush()
-        self._connection.send_bytes(_pack(Stage.ENDED, outcome))
-
-    def await_close(self) -> None:
-        self._connection.recv_bytes()
-
-    def closed(self, outcome: Outcome | None) -> None:
-        self._connection.send_bytes(_pack(Stage.CLOSED, outcome))
+def _report(connection: Connection, stage: Stage, outcome: Outcome | None) -> None:
+    # Before the outcome: the parent may print its own text as soon as it has that.
+    sys.stdout.flush()
+    sys.stderr.flush()
+    connection.send_bytes(_pack(stage, outcome))
 
 
 def _pack(stage: Stage, outcome: Outcome | None) -> bytes:

@@ -17,16 +17,17 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
-from ferrodist.checkpoint.format.dtypes import dtype_from_name, dtype_name
 from ferrodist.checkpoint.format.manifest import MAX_DIMS, FileEntry, Manifest, ShardEntry, TensorEntry, covers_once
+from ferrodist.checkpoint.format.safetensors import dtype_from_name, dtype_name
 from ferrodist.checkpoint.format.tree import Encoder, map_children, split_node
 from ferrodist.checkpoint.load_plan import LoadPlanner
 from ferrodist.checkpoint.reader import CheckpointReader
 from ferrodist.checkpoint.retention import read_manifest
 from ferrodist.checkpoint.shard_metadata import ShardMetadata
-from ferrodist.checkpoint.storage import open_storage
+from ferrodist.checkpoint.storage import Storage, open_storage
 from ferrodist.checkpoint.tools.reshard import (
     ROW_BLOCK_BYTES,
+    ProgressCallback,
     ProgressCounter,
     RewriteOptions,
     RewriteSource,
@@ -40,9 +41,6 @@ from ferrodist.wording import counted
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
-
-    from ferrodist.checkpoint.storage.base import Storage
-    from ferrodist.checkpoint.tools.reshard import ProgressCallback
 
 
 class FileShard(NamedTuple):

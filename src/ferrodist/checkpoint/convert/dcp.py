@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict_saver import save
-from typing_extensions import override
+from typing_extensions import Buffer, override
 
 from ferrodist.checkpoint.convert.common import (
     ExternalTensor,
@@ -30,12 +30,12 @@ from ferrodist.checkpoint.convert.common import (
 )
 from ferrodist.checkpoint.convert.pickle_reader import Global, PickledCall, PickledDict, check_expansion, read_pickle
 from ferrodist.checkpoint.convert.torch_pickle import load_checked
-from ferrodist.checkpoint.format.dtypes import dtype_name
 from ferrodist.checkpoint.format.manifest import MAX_DIMS
+from ferrodist.checkpoint.format.safetensors import dtype_name
 from ferrodist.checkpoint.format.tree import check_collisions
 from ferrodist.checkpoint.retention import DCP_METADATA_NAME as METADATA_NAME
 from ferrodist.checkpoint.retention import describe_foreign_format
-from ferrodist.checkpoint.storage import open_storage
+from ferrodist.checkpoint.storage import Storage, open_storage
 from ferrodist.errors import DistCheckpointError
 from ferrodist.tensor.local_shards import Box
 from ferrodist.torch_private.tensors import checkpoint_offset
@@ -44,9 +44,6 @@ from ferrodist.wording import with_article
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from typing_extensions import Buffer
-
-    from ferrodist.checkpoint.storage.base import Storage
     from ferrodist.checkpoint.tools.reshard import ProgressCallback, RewriteOptions
 
 _METADATA = "torch.distributed.checkpoint.metadata"
@@ -219,10 +216,6 @@ class _View(io.RawIOBase):
         if base + offset < 0:
             raise OSError("a position before the beginning of a file")
         self._position = base + offset
-        return self._position
-
-    @override
-    def tell(self) -> int:
         return self._position
 
     @override

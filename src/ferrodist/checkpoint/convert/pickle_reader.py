@@ -15,13 +15,12 @@ from __future__ import annotations
 
 import struct
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
+from typing import IO, TYPE_CHECKING, Any, NamedTuple, NoReturn
 
 from ferrodist.checkpoint.storage.base import MAX_SMALL_FILE_BYTES
 
 if TYPE_CHECKING:
     from collections.abc import Callable
-    from typing import IO
 
 _MAX_PROTOCOL = 5
 _BYTE, _SHORT, _INT, _WORD, _LONG, _FLOAT = map(struct.Struct, ("<B", "<H", "<i", "<I", "<Q", ">d"))

@@ -11,12 +11,12 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ferrodist.checkpoint.format.dtypes import dtype_from_name
+from ferrodist.checkpoint.format.safetensors import dtype_from_name
 from ferrodist.checkpoint.format.tree import child_nodes, decode_leaf, leaf_text, path_text, split_node
 from ferrodist.checkpoint.reader import CheckpointReader
 from ferrodist.checkpoint.retention import read_manifest
 from ferrodist.checkpoint.storage import open_storage
-from ferrodist.checkpoint.tools.reshard import ROW_BLOCK_BYTES, ProgressCounter, row_blocks
+from ferrodist.checkpoint.tools.reshard import ROW_BLOCK_BYTES, ProgressCallback, ProgressCounter, row_blocks
 from ferrodist.wording import counted, with_article
 
 if TYPE_CHECKING:
@@ -24,7 +24,6 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
 
     from ferrodist.checkpoint.format.manifest import Manifest
-    from ferrodist.checkpoint.tools.reshard import ProgressCallback
 
     Path = tuple[object, ...]
     Pair = tuple[str, str]

@@ -237,7 +237,14 @@ class GradientBucket:
             self.absent += self.names
             self._memory[: len(self._memory) - len(self._full_trailer) + 2 * len(self.parameters)].zero_()
         else:
-            self._copy_gradients()
+            for slot, parameter in enumerate(self.parameters):
+                if parameter.grad is None:
+                    self.absent.append(self.names[slot])
+                    self.gradients[slot].zero_()
+                    self._trailer[slot] = 0
+                    self._trailer[len(self.parameters) + slot] = 1
+                else:
+                    self._copy_gradient(slot, parameter.grad)
         if hook is None:
             self._pending = [
                 async_allreduce(self._memory, ReduceOp.MEAN, group=self.group, out=self._memory, timeout=timeout)
@@ -251,17 +258,6 @@ class GradientBucket:
         trailer = async_allreduce(self._trailer, ReduceOp.MEAN, group=self.group, out=self._trailer, timeout=timeout)
         self._pending = [pending, trailer]
 
-    def _copy_gradients(self) -> None:
-        count = len(self.parameters)
-        for slot, parameter in enumerate(self.parameters):
-            if parameter.grad is None:
-                self.absent.append(self.names[slot])
-                self.gradients[slot].zero_()
-                self._trailer[slot] = 0
-                self._trailer[count + slot] = 1
-            else:
-                self._copy_gradient(slot, parameter.grad)
-
     def wait(self) -> None:
         """Wait for the averages and check that all ranks averaged the same bucket; see [Note: fingerprints]."""
         assert self._pending
@@ -269,27 +265,23 @@ class GradientBucket:
         if len(pending) == 1:
             pending[0].wait()
         else:
-            result = pending[0].wait(self._timeout)  # the hook started its collective without this timeout
+            result: object = pending[0].wait(self._timeout)  # the hook started its collective without this timeout
             pending[1].wait()
-            self._store_result(result)
+            if not isinstance(result, torch.Tensor) or result.numel() != self.tensor.numel():
+                what = f"shape {tuple(result.shape)}" if isinstance(result, torch.Tensor) else type(result).__name__
+                raise TypeError(
+                    f"a communication hook's collective gave {what} for a bucket of"
+                    f" {counted(self.tensor.numel(), 'element')}: wait() must return one average for each element of"
+                    " bucket.tensor"
+                )
+            if result.data_ptr() != self.tensor.data_ptr() or result.dtype is not self.tensor.dtype:
+                with torch.no_grad():
+                    self.tensor.copy_(result.reshape(-1))
         trailer: list[complex] = self._trailer.tolist()
         if self.group.failure is not None:  # on a GPU, where wait() may return before the work has ended
             raise self.group.failure.fresh()
         self._grad_mask = trailer[: 2 * len(self.parameters)]
         verify_fingerprints(trailer[2 * len(self.parameters) :], self.group)
-
-    def _store_result(self, result: torch.Tensor) -> None:
-        """Copy the result of a communication hook into the bucket, unless it is there already."""
-        if not isinstance(result, torch.Tensor) or result.numel() != self.tensor.numel():
-            what = f"shape {tuple(result.shape)}" if isinstance(result, torch.Tensor) else type(result).__name__
-            raise TypeError(
-                f"a communication hook's collective gave {what} for a bucket of"
-                f" {counted(self.tensor.numel(), 'element')}: wait() must return one average for each element of"
-                " bucket.tensor"
-            )
-        if result.data_ptr() != self.tensor.data_ptr() or result.dtype is not self.tensor.dtype:
-            with torch.no_grad():
-                self.tensor.copy_(result.reshape(-1))
 
     def find_uneven(self) -> list[str]:
         """Names of the parameters that only some ranks have a gradient for; equal on all ranks."""

@@ -42,28 +42,18 @@ def verify_module(
     """
     options_lines = [f"the option {line}" for line in (options.describe() if options else ())]
     lines = describe_tensors(module.named_parameters(), module.named_buffers(), _describe_tensor)
-    verify_across_ranks(
-        [*options_lines, *lines],
-        group,
-        deadline,
-        maker=maker,
-        module=type(module).__name__,
-        refusal=describe_owner(module.named_parameters())
-        or _find_dtensor(module, maker)
-        or find_unsynchronised_batch_norm(module, group),
-    )
+    refusal = describe_owner(module.named_parameters())
+    named = (*module.named_parameters(), *module.named_buffers())
+    dtensor = next((name for name, tensor in named if isinstance(tensor, DTensor)), None)
+    if refusal is None and dtensor is not None:
+        refusal = (
+            f"{dtensor!r} is a DTensor, as parallelize() makes them, and {maker} takes plain tensors: use FSDP with"
+            " strategy=ShardingStrategy.NO_SHARD over another axis of the mesh"
+        )
+    refusal = refusal or find_unsynchronised_batch_norm(module, group)
+    name = type(module).__name__
+    verify_across_ranks([*options_lines, *lines], group, deadline, maker=maker, module=name, refusal=refusal)
     check_supported(module, group, maker=maker)
-
-
-def _find_dtensor(module: torch.nn.Module, maker: str) -> str | None:
-    """A sentence about the first parameter or buffer that is a DTensor, or None."""
-    for name, tensor in [*module.named_parameters(), *module.named_buffers()]:
-        if isinstance(tensor, DTensor):
-            return (
-                f"{name!r} is a DTensor, as parallelize() makes them, and {maker} takes"
-                " plain tensors: use FSDP with strategy=ShardingStrategy.NO_SHARD over another axis of the mesh"
-            )
-    return None
 
 
 def _describe_tensor(name: str, tensor: torch.Tensor) -> str:

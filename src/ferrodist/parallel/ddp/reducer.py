@@ -122,7 +122,14 @@ class Reducer:
                 self._start_buckets(index + 1, timeout, is_idle=is_idle)
                 with add_error_context(lambda index=index: self._describe_bucket(index), _ADVICE):  # type: ignore[misc]
                     bucket.wait()
-            self._check_static_graph()
+            position = self._round.find_missing()
+            if position is not None:
+                raise UnsupportedOpError(
+                    f"{self._parameter_title(position)} got its gradient less often on rank {self._group.rank} than in"
+                    " the first backward, but DDP was made with static_graph=True: leave it out for a graph that"
+                    " changes.",
+                    ranks=(self._group.rank,),
+                )
             may_be_uneven = self._options.find_unused_parameters or self._options.static_graph
             uneven = [] if may_be_uneven else [name for each in self.buckets for name in each.find_uneven()]
             for bucket in self.buckets:
@@ -296,16 +303,6 @@ class Reducer:
             " it. Step when backward() has returned.",
             ranks=(self._group.rank,),
         )
-
-    def _check_static_graph(self) -> None:
-        """Raise if a gradient that static_graph counted in the first round did not arrive."""
-        position = self._round.find_missing()
-        if position is not None:
-            raise UnsupportedOpError(
-                f"{self._parameter_title(position)} got its gradient less often on rank {self._group.rank} than in the"
-                " first backward, but DDP was made with static_graph=True: leave it out for a graph that changes.",
-                ranks=(self._group.rank,),
-            )
 
     def _raise_late(self, position: int) -> None:
         """Raise for a gradient that arrived after its bucket had started."""

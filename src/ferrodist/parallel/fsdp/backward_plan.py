@@ -50,9 +50,6 @@ class Step:
     unit: int
     call: int = -1
 
-    def __str__(self) -> str:
-        return f"{self.action.value} {self.unit}"
-
 
 def plan_backward(trace: Sequence[CallEvent], prefetch: int, trainable: Collection[int]) -> list[Step]:
     """The steps of the backward of a forward."""
@@ -134,11 +131,10 @@ class BackwardRun:
 
     def recomputed_call(self, unit: int, *, is_gathered: bool) -> int:
         """The call of a unit that is recomputed: the last that backward has not passed; -1 if there is none."""
-        uses = [step.action is Action.USE and step.unit == unit for step in self.steps]
-        coming = [step.call for step, uses_it in zip(self.steps, uses, strict=True) if uses_it][
-            sum(uses[: self.num_done]) :
-        ]
+        done, coming = (
+            [step.call for step in steps if step.action is Action.USE and step.unit == unit]
+            for steps in (self.steps[: self.num_done], self.steps[self.num_done :])
+        )
         if coming and not is_gathered:
             return coming[0]
-        done = [step.call for step, uses_it in zip(self.steps[: self.num_done], uses, strict=False) if uses_it]
         return done[-1] if done else coming[0] if coming else -1

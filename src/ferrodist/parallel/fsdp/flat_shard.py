@@ -339,7 +339,11 @@ def _reduce(func: Callable[..., Any], source: torch.Tensor, *args: Any, **kwargs
         own = (values != 0 if name == "count_nonzero" else values).sum(dtype=wide)
         whole, count = groups.reduce(torch.stack([own, own.new_tensor(values.numel())]), ReduceOp.SUM)
         whole = whole / count if name == "mean" else whole
-    return whole.to(dtype or _dtype_of_total(name, source.dtype))
+    if dtype is None:
+        is_whole_number = name == "sum" and not (source.dtype.is_floating_point or source.dtype.is_complex)
+        dtype = torch.int64 if is_whole_number or name == "count_nonzero" else source.dtype
+        dtype = torch.bool if name in {"any", "all"} else dtype
+    return whole.to(dtype)
 
 
 _EXTREMES = {
@@ -349,13 +353,6 @@ _EXTREMES = {
     "all": (ReduceOp.MIN, 1.0),
 }
 """The reduction over the ranks, and the contribution of a rank without elements."""
-
-
-def _dtype_of_total(name: str, dtype: torch.dtype) -> torch.dtype:
-    if name in {"any", "all"}:
-        return torch.bool
-    is_count = name == "count_nonzero" or (name == "sum" and not (dtype.is_floating_point or dtype.is_complex))
-    return torch.int64 if is_count else dtype
 
 
 def _is_given(option: object) -> bool:

@@ -9,7 +9,6 @@ and one reduce_scatter for each unit. On one host only gradients move: ranks sha
 from __future__ import annotations
 
 import contextlib
-import sys
 import weakref
 from dataclasses import replace
 from types import NoneType
@@ -29,42 +28,18 @@ from ferrodist.parallel.fsdp.memory import GradientBuffer
 from ferrodist.parallel.fsdp.optim_state_dict import OptimizerStateDict
 from ferrodist.parallel.fsdp.scheduler import UnitScheduler
 from ferrodist.parallel.fsdp.state_dict import ModelStateDict
-from ferrodist.parallel.fsdp.unit import Unit, UnitState
+from ferrodist.parallel.fsdp.unit import UnitState
 from ferrodist.parallel.fsdp.wrap import find_units
 from ferrodist.parallel.module_guard import ModuleGuard
 from ferrodist.parallel.wrapped_names import TransparentWrapper, WrappedModule
 from ferrodist.torch_private.compilers import outside_of_compiler
-from ferrodist.wording import counted, with_article
+from ferrodist.wording import counted
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
 
     from ferrodist.backends.base import Backend
     from ferrodist.mesh import DeviceMesh
-
-
-def install_hooks(unit: Unit, scheduler: UnitScheduler) -> None:
-    """Call the scheduler before and after a unit's forward, and refuse calls of modules without their parameters."""
-
-    def pre_forward(_module: torch.nn.Module, _args: object) -> None:
-        scheduler.pre_forward(unit)
-
-    def post_forward(_module: torch.nn.Module, _args: object, output: Any) -> None:
-        scheduler.post_forward(unit, output, succeeded=output is not None or sys.exc_info()[0] is None)
-
-    def check(module: torch.nn.Module, _args: object) -> None:
-        if not unit.has_full_params:
-            raise RuntimeError(
-                f"{with_article(type(module).__name__)} of {unit.title} was called while its parameters are not"
-                " gathered: call the FSDP, or use summon_full_params()"
-            )
-
-    owners = {module for flat in unit.flats for slots in flat.slots for module, _ in slots}
-    for module in owners:
-        module.register_forward_pre_hook(outside_of_compiler(check), prepend=True)
-    if unit.index:
-        unit.module.register_forward_pre_hook(outside_of_compiler(pre_forward), prepend=True)
-        unit.module.register_forward_hook(outside_of_compiler(post_forward), always_call=True)
 
 
 _fsdp_modules: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet()
@@ -176,14 +151,14 @@ class FSDP(TransparentWrapper, Generic[WrappedModule]):
             self._units = build_units(
                 specs, self._axes, self._precision, init, dtensor_specs=dtensor_specs, device=self._device
             )
-            flats = [flat for unit in self._units for flat in unit.flats]
+            self._flats = [flat for unit in self._units for flat in unit.flats]
             self._precision.convert_buffers(module)
             self._broadcast_buffers()
             self._scheduler = UnitScheduler(
                 self._units,
                 self._axes,
                 GradientBuffer(
-                    max((flat.layout.rows_bytes for flat in flats if flat.num_trainable), default=0),
+                    max((flat.layout.rows_bytes for flat in self._flats if flat.num_trainable), default=0),
                     self._axes.shard or self._axes.replicate,
                     self._device,
                 ),
@@ -192,10 +167,10 @@ class FSDP(TransparentWrapper, Generic[WrappedModule]):
             )
         _fsdp_modules.update(module.modules())
         self._key = object()  # identifies the model to its shards, which don't hold it
-        self._model_state = ModelStateDict(module, self._units, self._axes)
-        self._optimizer_state = OptimizerStateDict(self._units, self._axes)
+        self._model_state = ModelStateDict(module, self._flats, self._axes)
+        self._optimizer_state = OptimizerStateDict(self._flats, self._axes)
         for unit in self._units:
-            install_hooks(unit, self._scheduler)
+            self._scheduler.install_hooks(unit)
             unit.label_shards(self._key)
         self._guard = ModuleGuard(module, "FSDP", exchanges_parameters=True)
 
@@ -254,8 +229,7 @@ class FSDP(TransparentWrapper, Generic[WrappedModule]):
             The norm before scaling, the same on all ranks: that of `torch.nn.utils.clip_grad_norm_` on the undivided
             model.
         """
-        flats = [flat for unit in self._units for flat in unit.flats]
-        return clip_gradients(flats, self._axes, max_norm, norm_type, error_if_nonfinite=error_if_nonfinite)
+        return clip_gradients(self._flats, self._axes, max_norm, norm_type, error_if_nonfinite=error_if_nonfinite)
 
     def unscale_(self, scaler: torch.amp.GradScaler, optimizer: torch.optim.Optimizer) -> None:
         """``scaler.unscale_(optimizer)`` for sharded gradients; every rank must call, before ``scaler.step``.
@@ -291,9 +265,8 @@ class FSDP(TransparentWrapper, Generic[WrappedModule]):
         themselves as long as their optimizers do the same.
         """
         self._scheduler.recover()
-        for unit in self._units:
-            for flat in unit.flats:
-                flat.broadcast_to_replicas()
+        for flat in self._flats:
+            flat.broadcast_to_replicas()
 
     @torch.no_grad()
     def update_shards(self, pieces: Sequence[torch.Tensor] | torch.Tensor) -> None:

@@ -23,7 +23,6 @@ from ferrodist.wording import counted
 if TYPE_CHECKING:
     from ferrodist.parallel.fsdp.config import ShardAxes
     from ferrodist.parallel.fsdp.flat_param import FlatParameters
-    from ferrodist.parallel.fsdp.unit import Unit
 
     Locations: TypeAlias = Mapping[torch.Tensor, tuple[FlatParameters, int]]
 
@@ -31,15 +30,29 @@ if TYPE_CHECKING:
 class OptimizerStateDict:
     """Full and sharded state dicts of optimizers of a model's shards; `FSDP` explains the methods."""
 
-    def __init__(self, units: Sequence[Unit], axes: ShardAxes) -> None:
-        self._flats = [flat for unit in units for flat in unit.flats]
-        self._axes = axes
+    def __init__(self, flats: Sequence[FlatParameters], axes: ShardAxes) -> None:
+        self._flats, self._axes = flats, axes
 
     @torch.no_grad()
     def full(self, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-        """Gather an optimizer's full state."""
+        """Gather an optimizer's full state; raises, the same on every rank, unless all have the same entries."""
         locations = self._locate(optimizer)
-        self._verify_same_entries(optimizer, locations)
+        kinds = [
+            (flat.names[index], list(optimizer.state[parameter]), _divided_keys(optimizer, parameter))
+            for parameter, (flat, index) in locations.items()
+            if parameter in optimizer.state
+        ]
+        digest = hashlib.sha256(repr(kinds).encode()).hexdigest()
+        group = self._axes.world
+        with self._axes.in_collective("collecting full_optimizer_state_dict()"):
+            digests = all_gather_object(digest, group=group)
+        differing = tuple(rank for rank, other in enumerate(digests) if other != digests[0])
+        if differing:
+            raise CollectiveMismatchError(
+                f"the optimizers of the ranks of group {group.name!r} have state of other parameters or kinds than rank"
+                " 0's: make the same optimizer, and step it as often, on every rank",
+                ranks=differing,
+            )
         state: dict[str, dict[str, Any]] = {}
         divided: dict[str, list[str]] = {}
         for parameter, (flat, index) in locations.items():
@@ -117,25 +130,6 @@ class OptimizerStateDict:
                 found[parameter] = known[parameter]
         return found
 
-    def _verify_same_entries(self, optimizer: torch.optim.Optimizer, locations: Locations) -> None:
-        """Raise, the same on every rank, unless all ranks have the same entries."""
-        kinds = [
-            (flat.names[index], list(optimizer.state[parameter]), _divided_keys(optimizer, parameter))
-            for parameter, (flat, index) in locations.items()
-            if parameter in optimizer.state
-        ]
-        digest = hashlib.sha256(repr(kinds).encode()).hexdigest()
-        group = self._axes.world
-        with self._axes.in_collective("collecting full_optimizer_state_dict()"):
-            digests = all_gather_object(digest, group=group)
-        differing = tuple(rank for rank, other in enumerate(digests) if other != digests[0])
-        if differing:
-            raise CollectiveMismatchError(
-                f"the optimizers of the ranks of group {group.name!r} have state of other parameters or kinds than rank"
-                " 0's: make the same optimizer, and step it as often, on every rank",
-                ranks=differing,
-            )
-
     def _gather_full(self, value: torch.Tensor, flat: FlatParameters, index: int) -> torch.Tensor:
         if self._axes.shard is None:
             whole = value.clone()
@@ -157,17 +151,18 @@ def _divided_keys(optimizer: torch.optim.Optimizer, parameter: torch.Tensor) -> 
         for key, value in optimizer.state[parameter].items()
         if isinstance(value, torch.Tensor) and value.shape == parameter.shape
     ]
-    return fitting if parameter.dim() else [key for key in fitting if _is_divided_elsewhere(optimizer, key)]
-
-
-def _is_divided_elsewhere(optimizer: torch.optim.Optimizer, key: str) -> bool:
-    """True if an entry has the shape of parameters with dims; if there are none, its name decides."""
-    shapes = [
-        (entries[key].shape, other.shape)
-        for other, entries in optimizer.state.items()
-        if other.dim() and isinstance(entries.get(key), torch.Tensor)
-    ]
-    return any(own == of_parameter for own, of_parameter in shapes) if shapes else key not in _SCALAR_ENTRIES
+    if parameter.dim():
+        return fitting
+    divided = []
+    for key in fitting:  # by the entry's shape where parameters have dims, or by its name
+        shapes = [
+            (entries[key].shape, other.shape)
+            for other, entries in optimizer.state.items()
+            if other.dim() and isinstance(entries.get(key), torch.Tensor)
+        ]
+        if any(own == of_parameter for own, of_parameter in shapes) if shapes else key not in _SCALAR_ENTRIES:
+            divided.append(key)
+    return divided
 
 
 def _find_mismatch(optimizer: torch.optim.Optimizer, locations: Locations, state: Mapping[str, Any]) -> str | None:

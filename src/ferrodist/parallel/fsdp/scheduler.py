@@ -24,6 +24,7 @@ a backward had begun, the other ranks wait for its rest: the group is aborted, a
 from __future__ import annotations
 
 import contextlib
+import sys
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -34,7 +35,8 @@ from ferrodist.parallel.fsdp.backward_plan import Action, BackwardRun, ForwardTr
 from ferrodist.parallel.fsdp.unit import ADVICE, Unit, UnitState
 from ferrodist.parallel.module_guard import current_backward_id, find_outputs, find_tensors, hook_gradients, weak_method
 from ferrodist.torch_private.autograd import queue_callback
-from ferrodist.wording import counted
+from ferrodist.torch_private.compilers import outside_of_compiler
+from ferrodist.wording import counted, with_article
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -78,6 +80,28 @@ class UnitScheduler:
             # torch holds hooks on full parameters where Python's garbage collector sees no cycle.
             for flat in unit.flats:
                 flat.on_gradient = weak_method(self, UnitScheduler.on_gradient, unit.index)
+
+    def install_hooks(self, unit: Unit) -> None:
+        """Hook a unit's forward, and refuse calls of modules without their parameters."""
+
+        def pre_forward(_module: torch.nn.Module, _args: object) -> None:
+            self.pre_forward(unit)
+
+        def post_forward(_module: torch.nn.Module, _args: object, output: Any) -> None:
+            self.post_forward(unit, output, succeeded=output is not None or sys.exc_info()[0] is None)
+
+        def check(module: torch.nn.Module, _args: object) -> None:
+            if not unit.has_full_params:
+                raise RuntimeError(
+                    f"{with_article(type(module).__name__)} of {unit.title} was called while its parameters are not"
+                    " gathered: call the FSDP, or use summon_full_params()"
+                )
+
+        for module in {module for flat in unit.flats for slots in flat.slots for module, _ in slots}:
+            module.register_forward_pre_hook(outside_of_compiler(check), prepend=True)
+        if unit.index:
+            unit.module.register_forward_pre_hook(outside_of_compiler(pre_forward), prepend=True)
+            unit.module.register_forward_hook(outside_of_compiler(post_forward), always_call=True)
 
     # Forward.
 

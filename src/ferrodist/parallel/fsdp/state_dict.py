@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import io
 import pickle
 from collections.abc import Mapping, Sequence
@@ -16,18 +17,15 @@ from ferrodist.parallel.fsdp.dtensor_params import full_tensor, local_tensor, sl
 if TYPE_CHECKING:
     from ferrodist.parallel.fsdp.config import ShardAxes
     from ferrodist.parallel.fsdp.flat_param import FlatParameters
-    from ferrodist.parallel.fsdp.unit import Unit
 
 _EXTRA = "_extra_state"  # torch's name for the result of `get_extra_state`, behind the module's name
 
 
 class ModelStateDict:
-    """Full and sharded state dicts of a model's units; `FSDP` explains the methods."""
+    """Full and sharded state dicts of a model; `FSDP` explains the methods."""
 
-    def __init__(self, module: torch.nn.Module, units: Sequence[Unit], axes: ShardAxes) -> None:
-        self._module = module
-        self._flats = [flat for unit in units for flat in unit.flats]
-        self._axes = axes
+    def __init__(self, module: torch.nn.Module, flats: Sequence[FlatParameters], axes: ShardAxes) -> None:
+        self._module, self._flats, self._axes = module, flats, axes
         names: dict[torch.Tensor, list[str]] = {}
         for name, parameter in module.named_parameters(remove_duplicate=False):
             names.setdefault(parameter, []).append(name)
@@ -105,9 +103,14 @@ class ModelStateDict:
 
     def _send_extras(self, extras: Mapping[str, Any] | None) -> Mapping[str, Any]:
         """Rank 0's extra states, on every rank, sent as a file that torch reads without running code."""
-        group = self._axes.world
-        sent = None if extras is None else _serialize(extras)
-        sent = broadcast_object(sent, group=group)
+        sent = None
+        if extras is not None:
+            file = io.BytesIO()
+            with contextlib.suppress(pickle.PickleError, TypeError, AttributeError):
+                torch.save(extras, file)
+                torch.load(io.BytesIO(file.getvalue()), weights_only=True)
+                sent = file.getvalue()
+        sent = broadcast_object(sent, group=self._axes.world)
         if sent is None:
             raise ValueError(
                 "load_full_state_dict can't send the result of get_extra_state(), since torch.load refuses its types"
@@ -265,14 +268,3 @@ def _shard_mismatch(own: Mapping[str, Any], other: Any) -> str | None:
             " and strategy, or save full_state_dict()"
         )
     return None
-
-
-def _serialize(value: object) -> bytes | None:
-    """A file that torch reads without running code, or None."""
-    file = io.BytesIO()
-    try:
-        torch.save(value, file)
-        torch.load(io.BytesIO(file.getvalue()), weights_only=True)
-    except (pickle.PickleError, TypeError, AttributeError):
-        return None
-    return file.getvalue()

@@ -233,11 +233,7 @@ class Losses:
         own[-1] = len(set(self._counts.get("inputs", ()))) > 1
         found = allreduce(own, group=group, out=own, timeout=timeout).tolist()
         self.values, weights = found[:count], found[count : 2 * count]
-        self._check(*found[2 * count :])
-        total = sum(weight * value for weight, value in zip(weights, self.values, strict=True))
-        return torch.tensor(total, dtype=torch.float64, device="cpu")
-
-    def _check(self, num_inputs: float, num_targets: float, is_uneven: float) -> None:
+        num_inputs, num_targets, is_uneven = found[2 * count :]
         if num_inputs and num_targets and num_inputs != num_targets:
             raise CollectiveMismatchError(
                 f"the first stage was given a batch of {num_inputs:g} samples, and the last one targets of"
@@ -249,6 +245,8 @@ class Losses:
                 " each counts in the mean: take a batch that can be divided, or a loss_fn with targets, or"
                 " LossReduction.SUM"
             )
+        total = sum(weight * value for weight, value in zip(weights, self.values, strict=True))
+        return torch.tensor(total, dtype=torch.float64, device="cpu")
 
     def _weight(self, microbatch: int) -> float:
         """A microbatch's weight in the loss of the batch, on the rank of the last stage."""

@@ -27,7 +27,7 @@ from ferrodist.collectives.tensor_protocol import TensorReceive, start_send
 from ferrodist.deadline import Deadline
 from ferrodist.errors import DistributedError, DistributedTimeoutError, ProtocolError
 from ferrodist.parallel.pipeline.schedule.ir import Action, ActionKind
-from ferrodist.parallel.pipeline.stage import MAIN, Edge, Gradients, PipelineOutput, Stage
+from ferrodist.parallel.pipeline.stage import MAIN, Edge, Gradients, Stage
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -236,7 +236,12 @@ class Executor:
         output = stage.forward(microbatch, received, self._inputs.inputs[microbatch] if index == 0 else None)
         if index == len(self._stage_ranks) - 1:
             stage.retain_outputs(microbatch, MAIN, self._inputs.on_output(microbatch, output.value))
-        self._check_skips(index, output)
+        wanted = {edge.name for edge in self._outgoing[index]} - {MAIN}
+        if output.skips.keys() != wanted:
+            raise ValueError(
+                f"stage {index} returns the skips {sorted(output.skips)}, and the pipeline was made with"
+                f" {sorted(wanted)} from there: return PipelineOutput(value, name=...) for each"
+            )
         for edge in self._outgoing[index]:
             value = output.value if edge.name == MAIN else output.skips[edge.name]
             packed = PackedValue.of(value, f"the output of stage {index}")
@@ -256,14 +261,6 @@ class Executor:
         return self._stage_ranks[edge.target] != here and any(
             self._stage_ranks[other.target] == here for other in others
         )
-
-    def _check_skips(self, index: int, output: PipelineOutput) -> None:
-        wanted = {edge.name for edge in self._outgoing[index]} - {MAIN}
-        if output.skips.keys() != wanted:
-            raise ValueError(
-                f"stage {index} returns the skips {sorted(output.skips)}, and the pipeline was made with"
-                f" {sorted(wanted)} from there: return PipelineOutput(value, name=...) for each"
-            )
 
     def _backward(self, index: int, microbatch: int, *, is_whole: bool) -> None:
         stage = self._stages[index]

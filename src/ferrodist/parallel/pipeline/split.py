@@ -297,7 +297,12 @@ def split_sequential(
         UnsupportedOpError: On the other ranks, when rank 0 raises while it finds the costs. The group stays usable.
     """
     children = _children_of(model)
-    num_stages = _check_num_stages(num_stages, len(children))
+    num_stages = check_int("num_stages", num_stages)
+    if not 1 <= num_stages <= len(children):
+        raise ValueError(
+            f"a Sequential of {counted(len(children), 'child')} makes from 1 to {counted(len(children), 'stage')}, not"
+            f" {num_stages}: pass fewer, or divide the model into more children"
+        )
     counts = None if isinstance(balance, Balance) else _check_counts(balance, num_stages, len(children))
     given = None if costs is None else _check_costs(costs, len(children))
     is_measured = balance is Balance.TIMES
@@ -383,16 +388,6 @@ def _children_of(model: torch.nn.Sequential) -> Children:
     if own:
         raise ValueError(f"{own[0]!r} is the model's own, not a child's: register it with the child that uses it")
     return list(own_modules(model).items())  # type: ignore[arg-type]
-
-
-def _check_num_stages(num_stages: int, num_children: int) -> int:
-    num_stages = check_int("num_stages", num_stages)
-    if not 1 <= num_stages <= num_children:
-        raise ValueError(
-            f"a Sequential of {counted(num_children, 'child')} makes from 1 to {counted(num_children, 'stage')}, not"
-            f" {num_stages}: pass fewer, or divide the model into more children"
-        )
-    return num_stages
 
 
 def _check_counts(balance: Sequence[int], num_stages: int, num_children: int) -> tuple[int, ...]:

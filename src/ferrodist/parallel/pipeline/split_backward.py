@@ -78,7 +78,7 @@ class BackwardGraph:
 
     edges: Mapping[Node, tuple[tuple[Node | None, int], ...]]
     parents: Mapping[Node, Sequence[Node]]
-    inside: frozenset[Node]
+    inside: set[Node]
     components: Mapping[Node, int]
     branches: Sequence[Node]
 
@@ -125,26 +125,20 @@ def trace_backward(roots: Iterable[Node], inputs: Sequence[torch.Tensor]) -> Bac
         for node, node_parents in parents.items():
             if not node_parents:  # so nothing below leads back to it
                 node.metadata["owned by ferrodist"] = owned  # type: ignore[index]
-    inside = _ancestors(leaves, parents)
+    inside, queue = set(leaves), leaves
+    while queue:
+        ancestors = [parent for parent in parents[queue.pop()] if parent not in inside]
+        inside.update(ancestors)
+        queue += ancestors
     components = _find_components(edges, parents, inside)
     branches = dict.fromkeys(parent for node in components for parent in parents[node] if parent in inside)
     return BackwardGraph(edges=edges, parents=parents, inside=inside, components=components, branches=tuple(branches))
 
 
-def _ancestors(leaves: Sequence[Node], parents: Mapping[Node, Sequence[Node]]) -> frozenset[Node]:
-    found, queue = set(leaves), list(leaves)
-    while queue:
-        for parent in parents[queue.pop()]:
-            if parent not in found:
-                found.add(parent)
-                queue.append(parent)
-    return frozenset(found)
-
-
 def _find_components(
     edges: Mapping[Node, tuple[tuple[Node | None, int], ...]],
     parents: Mapping[Node, Sequence[Node]],
-    inside: frozenset[Node],
+    inside: set[Node],
 ) -> dict[Node, int]:
     components: dict[Node, int] = {}
     index = 0
@@ -287,11 +281,6 @@ class WeightBackward:
         self._deferred = list(deferred)
         self._owners = list(owners)
         self._has_run = False
-
-    @property
-    def is_empty(self) -> bool:
-        """True if nothing is left to do."""
-        return not (self._roots or self._deferred)
 
     def run(self) -> None:
         """Add the parameters' gradients to their ``.grad``, as an ordinary backward does, hooks included."""

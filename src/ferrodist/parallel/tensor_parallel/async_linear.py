@@ -33,7 +33,11 @@ class AsyncTPLinear:
 
     def __call__(self, input: DTensor) -> torch.Tensor:  # noqa: A002 - as nn.Linear's forward has it
         """Compute the layer: (..., T/p, C) on each rank becomes (..., T, O/p)."""
-        tensor, weight, bias = self._cast(input)
+        given: Any = (input, self._linear.weight, self._linear.bias)
+        if torch.is_autocast_enabled("cpu") and input.dtype is not torch.float64:
+            dtype = torch.get_autocast_dtype("cpu")  # in which backward multiplies too
+            given = (one if one is None else one.to(dtype) for one in given)
+        tensor, weight, bias = given
         dim = tensor.dim() - 2
         (placement,), (num_ranks,) = tensor.placements, tensor.mesh.shape
         if placement != Shard(dim) or tensor.shape[dim] % (num_ranks * self._chunks):
@@ -46,15 +50,6 @@ class AsyncTPLinear:
         (columns,) = weight.placements
         assert isinstance(columns, Shard), "the layer is sharded"
         return DTensor.from_local(local, tensor.mesh, Shard(dim + 1, columns.blocks), shape=shape)
-
-    def _cast(self, tensor: DTensor) -> tuple[Any, Any, Any]:
-        """Input, weight and bias in autocast's dtype for linear layers, which backward then multiplies too."""
-        given = (tensor, self._linear.weight, self._linear.bias)
-        if not torch.is_autocast_enabled("cpu") or tensor.dtype is torch.float64:
-            return given
-        dtype = torch.get_autocast_dtype("cpu")
-        x, weight, bias = (one if one is None else one.to(dtype) for one in given)
-        return x, weight, bias
 
 
 class _GatherAndMultiply(torch.autograd.Function):

@@ -12,8 +12,6 @@ With p ranks, v stages on each and m microbatches, where a forward of one stage 
 - every rank holds m v activations.
 """
 
-from __future__ import annotations
-
 from ferrodist.parallel.pipeline.schedule.ir import PipelineSize, Slot, repeat
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
+from itertools import accumulate
 
 from ferrodist.parallel.pipeline.schedule.ir import Action, ActionKind, Schedule
 from ferrodist.parallel.pipeline.schedule.lowering import add_communication
@@ -118,15 +119,8 @@ def count_activations(schedule: Schedule) -> tuple[int, ...]:
     last = {ActionKind.BACKWARD, ActionKind.BACKWARD_WEIGHT}
     if not any(action.kind in last for actions in schedule.actions for action in actions):
         return (0,) * schedule.num_ranks
-    return tuple(_max_in_flight(actions, last) for actions in schedule.actions)
-
-
-def _max_in_flight(actions: Sequence[Action], last: set[ActionKind]) -> int:
-    most = in_flight = 0
-    for action in actions:
-        if action.kind is ActionKind.FORWARD:
-            in_flight += 1
-            most = max(most, in_flight)
-        elif action.kind in last:
-            in_flight -= 1
-    return most
+    changes = (
+        [1 if action.kind is ActionKind.FORWARD else -1 if action.kind in last else 0 for action in actions]
+        for actions in schedule.actions
+    )
+    return tuple(max(accumulate(each, initial=0)) for each in changes)

@@ -126,28 +126,25 @@ def _check_positions(schedule: Schedule, rank: int, actions: Sequence[Action]) -
 
 
 def _check_compute(schedule: Schedule) -> None:
+    """Check that there is each forward, and either the whole backward or both of its halves."""
     found = {action for actions in schedule.actions for action in actions}
     has_backward = any(action.kind in _BACKWARD_KINDS for action in found)
     for stage, rank in enumerate(schedule.stage_ranks):
         for microbatch in range(schedule.num_microbatches):
             if Action(ActionKind.FORWARD, stage, microbatch) not in found:
                 raise _error(schedule, f"rank {rank} lacks {Action(ActionKind.FORWARD, stage, microbatch)}")
-            if has_backward:
-                _check_backward(schedule, found, stage, microbatch)
-
-
-def _check_backward(schedule: Schedule, found: set[Action], stage: int, microbatch: int) -> None:
-    """Check that there is either a whole backward or both of its halves."""
-    whole, inputs, weights = (Action(kind, stage, microbatch) for kind in _BACKWARD_KINDS)
-    rank = schedule.stage_ranks[stage]
-    parts = [part for part in (inputs, weights) if part in found]
-    if whole in found and parts:
-        raise _error(schedule, f"rank {rank} has {whole} and also {parts[0]}, which is a part of it")
-    if whole in found or len(parts) == 2:
-        return
-    if parts:
-        raise _error(schedule, f"rank {rank} has {parts[0]} but lacks {weights if parts[0] == inputs else inputs}")
-    raise _error(schedule, f"rank {rank} lacks {whole}, or {inputs} and {weights}")
+            if not has_backward:
+                continue
+            whole, inputs, weights = (Action(kind, stage, microbatch) for kind in _BACKWARD_KINDS)
+            halves = [half for half in (inputs, weights) if half in found]
+            if whole in found and halves:
+                raise _error(schedule, f"rank {rank} has {whole} and also {halves[0]}, which is a part of it")
+            if whole in found or len(halves) == 2:
+                continue
+            if halves:
+                other = weights if halves[0] == inputs else inputs
+                raise _error(schedule, f"rank {rank} has {halves[0]} but lacks {other}")
+            raise _error(schedule, f"rank {rank} lacks {whole}, or {inputs} and {weights}")
 
 
 def _check_transfers(schedule: Schedule) -> None:

@@ -78,13 +78,15 @@ def draw_text(drawn: Schedule | Timeline, costs: Costs | None = None, *, unit: f
     lines = [
         f"{f'rank {rank}':<{title_width}} | {_draw_row(cells, num_columns, width)}" for rank, cells in enumerate(rows)
     ]
+    left_out = sum(start == stop for cells in rows for _, start, stop in cells)
+    rounding = "" if _fits(timeline, unit) else "; beginnings and ends are rounded"
     microbatches = counted(schedule.num_microbatches, "microbatch")
     sizes = f"{counted(schedule.num_ranks, 'rank')}, {counted(schedule.num_stages, 'stage')}, {microbatches}"
     lines = [
         f"{schedule.name}: {sizes}",
         *lines,
         _describe_cells(timeline, with_stages=with_stages),
-        _describe_columns(unit, rows, rounded=not _fits(timeline, unit)),
+        f"a column is {unit:g}{rounding}{f'; actions too short to be seen: {left_out}' if left_out else ''}",
         f"duration {timeline.duration:g}, bubble fraction {timeline.bubble_fraction:.1%}",
     ]
     return "".join(f"{line.rstrip()}\n" for line in lines)
@@ -199,12 +201,6 @@ def _describe_cells(timeline: Timeline, *, with_stages: bool) -> str:
     indices, words = ("s.m", "stage s, microbatch m") if with_stages else ("m", "microbatch m")
     marks = [f"{_letter(kind)}{indices} {name}" for kind, name in _NAMES.items() if kind in kinds]
     return f"{', '.join(marks)} of {words}; . idle"
-
-
-def _describe_columns(unit: float, rows: Sequence[Sequence[_Cell]], *, rounded: bool) -> str:
-    left_out = sum(start == stop for cells in rows for _, start, stop in cells)
-    rounding = "; beginnings and ends are rounded" if rounded else ""
-    return f"a column is {unit:g}{rounding}{f'; actions too short to be seen: {left_out}' if left_out else ''}"
 
 
 def _plot_boxes(axes: Axes, timeline: Timeline, points: float) -> None:

@@ -18,8 +18,6 @@ Both are built for those numbers of microbatches at least; see [Note: fewer micr
 ranks wait for part of the difference; a schedule made for measured times, as in the papers, can do with less.
 """
 
-from __future__ import annotations
-
 from ferrodist.parallel.pipeline.schedule.ir import PipelineSize, Slot, repeat
 
 
