@@ -95,18 +95,18 @@ class _Run:
                 else:
                     folder = Path(parent, peer.value)
                     folder.mkdir()
-                    timeout, log = _START_TIMEOUT_SECONDS, lambda line: self._display.print([f"{line} ..."])
+                    timeout, log = _START_TIMEOUT_SECONDS, lambda line: self._display.print_lines([f"{line} ..."])
                     started = RankGroup(peer, stage.num_ranks, folder=folder, timeout=timeout, log=log, hosts=hosts)
                     targets[peer] = RankTarget(stack.enter_context(started), self._options.seconds)
             except PeerFailedError as error:
                 facts.reason = str(error)
                 if peer is required:
                     raise RequiredPeerError(f"{peer.value} can't be measured on {title}: {error}") from None
-                self._display.print([f"{peer.title} on {title} is left out: {error}"])
+                self._display.print_lines([f"{peer.title} on {title} is left out: {error}"])
                 continue
             facts.versions, facts.command = started.versions, _format_command(started.command)
             versions = ", ".join(" ".join(item) for item in started.versions.items())
-            self._display.print([f"{peer.title} on {title}: {versions}"])
+            self._display.print_lines([f"{peer.title} on {title}: {versions}"])
         return targets
 
     def _measure(self, suite: Suite, case: Case, targets: Sequence[BenchTarget]) -> None:
@@ -122,11 +122,11 @@ class _Run:
             return
         measured = measure_case(suite, case, targets, self._options, self._display.show_round)
         self._report.cases.append(measured)
-        self._display.print(["", *case_lines(measured)])
+        self._display.print_lines(["", *case_lines(measured)])
 
     def _skip(self, reason: str) -> None:
         self._report.left_out.append(f"left out, {reason}")
-        self._display.print([self._report.left_out[-1]])
+        self._display.print_lines([self._report.left_out[-1]])
 
 
 def measure_case(
