@@ -63,19 +63,15 @@ def describe_machine() -> Machine:
 
 
 class Measurement(msgspec.Struct, frozen=True):
-    """One peer in one case. Values are seconds for one call, or for an overlap a ratio of times.
-
-    With few batches ``p99`` is close to the highest. A call of an overlap is a product of matrices. ``parts`` has, by
-    name, the components of each batch's value, in seconds.
-    """
+    """One peer in one case. Values are seconds for one call, or for an overlap a ratio of times."""
 
     peer: str
     median: float
     p10: float  # a tenth of the batches were below
-    p99: float  # a hundredth of the batches were above
-    calls_per_batch: int
+    p99: float  # a hundredth of the batches were above; with few batches it is close to the highest
+    calls_per_batch: int  # of an overlap: products of matrices
     batches: list[float]
-    parts: dict[str, list[float]] = {}
+    parts: dict[str, list[float]] = {}  # the components of each batch's value in seconds, by name
 
     @classmethod
     def from_batches(
@@ -91,19 +87,15 @@ class Measurement(msgspec.Struct, frozen=True):
 
 
 class CaseReport(msgspec.Struct, kw_only=True):
-    """One case; ``not_offered`` and ``failures`` say, by peer, why a peer has no figures.
-
-    ``size_bytes`` is the requested size of a rank's larger tensor, 0 where the operation has no size; ``num_elements``
-    are that tensor's elements, rounded up so that ranks have equal parts.
-    """
+    """One case; ``not_offered`` and ``failures`` say, by peer, why a peer has no figures."""
 
     suite: str
     operation: str
     dtype: str
     num_ranks: int
     num_hosts: int
-    size_bytes: int
-    num_elements: int
+    size_bytes: int  # the requested size of a rank's larger tensor, 0 where the operation has no size
+    num_elements: int  # of that tensor, rounded up so that ranks have equal parts
     measurements: list[Measurement] = []
     not_offered: dict[str, str] = {}
     failures: dict[str, str] = {}
