@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import warnings
-from dataclasses import dataclass
 from itertools import takewhile
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TYPE_CHECKING, NamedTuple, TypeAlias
 
 import torch
 
@@ -41,8 +40,7 @@ def by_size(min_numel: int) -> WrapPolicy:
     return lambda name, module: not name or left(module) >= min_numel  # the root is a unit, however small
 
 
-@dataclass(slots=True, kw_only=True)
-class UnitSpec:
+class UnitSpec(NamedTuple):
     """A unit before it is sharded: a module, and its parameters without those of units inside it.
 
     Names are those in the model, whose own is empty; ``slots`` are the (module, attribute) pairs of each parameter.
