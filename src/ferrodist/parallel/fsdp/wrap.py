@@ -80,11 +80,8 @@ def find_units(root: torch.nn.Module, wrap: object) -> list[UnitSpec]:
     for prefix, module in root.named_modules():
         for attribute, parameter in module.named_parameters(recurse=False, remove_duplicate=False):
             title = f"{prefix}.{attribute}" if prefix else attribute
-            if parameter not in found:
-                found[parameter] = (title, [], paths[module])
-            name, slots, common = found[parameter]
-            slots.append((module, attribute))
-            found[parameter] = (name, slots, _common(common, paths[module]))
+            name, slots, common = found.get(parameter, (title, [], paths[module]))
+            found[parameter] = (name, [*slots, (module, attribute)], _common(common, paths[module]))
     for parameter, (name, slots, path) in found.items():
         specs[path[-1]].parameters[name] = parameter
         specs[path[-1]].slots[name] = slots
