@@ -217,6 +217,6 @@ class StreamHandoff:
             yield
         self._ended = self._streams.record(stream)
 
-    def take(self) -> None:
+    def wait_on_stream(self) -> None:
         """Order the calling thread's current stream after the work, which has run."""
         self._streams.order(self._streams.current(), self._ended)

@@ -374,7 +374,7 @@ def _run_job(call: PreparedCall[T], pending: QueuedCollective[T], handoff: Strea
     except BaseException as error:  # noqa: BLE001 - wait() raises it
         pending.fail(error)
     else:
-        pending.succeed(call.finish, order=None if handoff is None else handoff.take)
+        pending.succeed(call.finish, order=None if handoff is None else handoff.wait_on_stream)
 
 
 def _enqueue(call: PreparedCall[T], engine: StreamEngine) -> PendingCollective[T]:

@@ -40,6 +40,12 @@ if TYPE_CHECKING:
     from ferrodist.rpc.peer import Peer
 
 _NUM_LATENCIES = 1000
+_MAX_ENDED_TIMEOUTS = 1000  # timeouts of calls that have ended which may be in the heap
+
+_POLL_INTERVAL_SECONDS = 1.0  # how long a thread sleeps whose wake-up may be lost, when an interruption came between
+
+_RESULT_POLL_SECONDS = 0.01
+_RESULT_TIMEOUT_SECONDS = 10.0  # how long another thread that has received a call's result may take to hand it over
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -75,7 +81,7 @@ class RpcMetrics:
         self._latencies: deque[float] = deque(maxlen=_NUM_LATENCIES)
 
     def count(self, field: str, latency: float | None = None) -> None:
-        """Add one to a field of `RpcStatistics`; a result has seconds since its call."""
+        """Add one to a field of `RpcStatistics`; `latency` is in seconds from a call to its result."""
         with self._lock:
             self._counts[field] += 1
             if latency is not None:
@@ -88,9 +94,6 @@ class RpcMetrics:
         last = len(latencies) - 1
         median, p90, p99 = (latencies[round(last * share)] if latencies else 0.0 for share in (0.5, 0.9, 0.99))
         return RpcStatistics(in_flight=in_flight, latency=(median, p90, p99), **counts)
-
-
-_MAX_ENDED_TIMEOUTS = 1000  # timeouts of calls that have ended which may be in the heap
 
 
 class PendingCall:
@@ -159,7 +162,7 @@ class PendingCalls:
         self._thread.start()
 
     def add(self, pending: PendingCall) -> int:
-        """Wait for a call's result; returns the call's id."""
+        """Register a call that is about to be sent; returns its id."""
         with self._lock:
             if self.closed is not None:
                 raise self.closed.fresh()
@@ -257,12 +260,6 @@ def _timeout_error(pending: PendingCall) -> DistributedTimeoutError:
         " it may",
         ranks=(pending.rank,),
     )
-
-
-_POLL_INTERVAL_SECONDS = 1.0  # how long a thread sleeps whose wake-up may be lost, when an interruption came between
-
-_RESULT_POLL_SECONDS = 0.01
-_RESULT_TIMEOUT_SECONDS = 10.0  # how long another thread that has received a call's result may take to hand it over
 
 
 class RpcClient(PeerListener):

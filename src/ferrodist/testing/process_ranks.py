@@ -35,6 +35,7 @@ from typing import IO, TYPE_CHECKING, Any
 from typing_extensions import override
 
 from ferrodist.deadline import Deadline
+from ferrodist.launch.process_watch import signal_name
 from ferrodist.testing.supervisor import Event, Outcome, RankSet, Stage, is_own_frame
 
 if TYPE_CHECKING:
@@ -68,7 +69,7 @@ def fork_rank(
     try:
         close_inherited()
         _reset_after_fork(stack_file, libc, parent)
-        program.run(rank, _PipeChannel(connection))
+        program.run(rank, partial(_report, connection), connection.recv_bytes)
         status = 0
     except BaseException:  # noqa: BLE001 - nothing may pass: the frames above belong to the parent's program
         traceback.print_exc()
@@ -111,23 +112,11 @@ def _text_stream(descriptor: int) -> IO[str]:
         return Path(os.devnull).open("w", encoding="utf-8")
 
 
-class _PipeChannel:
-    """A `Channel` over a pipe."""
-
-    def __init__(self, connection: Connection) -> None:
-        self._connection = connection
-
-    def ended(self, outcome: Outcome) -> None:
-        # Before the outcome: the parent may print its own text as soon as it has that.
-        sys.stdout.flush()
-        sys.stderr.flush()
-        self._connection.send_bytes(_pack(Stage.ENDED, outcome))
-
-    def await_close(self) -> None:
-        self._connection.recv_bytes()
-
-    def closed(self, outcome: Outcome | None) -> None:
-        self._connection.send_bytes(_pack(Stage.CLOSED, outcome))
+def _report(connection: Connection, stage: Stage, outcome: Outcome | None) -> None:
+    # Before the outcome: the parent may print its own text as soon as it has that.
+    sys.stdout.flush()
+    sys.stderr.flush()
+    connection.send_bytes(_pack(stage, outcome))
 
 
 def _pack(stage: Stage, outcome: Outcome | None) -> bytes:
@@ -271,7 +260,7 @@ class _Child:
         if self.status is None:
             return "the process ended without a result"
         if self.status < 0:
-            return f"the process was killed by {_signal_name(-self.status)}"
+            return f"the process was killed by {signal_name(-self.status)}"
         return f"the process exited with status {self.status} without a result"
 
 
@@ -435,10 +424,3 @@ def _system_threads() -> set[int]:
         return {int(task.name) for task in Path("/proc/self/task").iterdir()}
     except OSError:
         return set()
-
-
-def _signal_name(number: int) -> str:
-    try:
-        return signal.Signals(number).name
-    except ValueError:
-        return f"signal {number}"

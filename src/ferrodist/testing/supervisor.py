@@ -92,19 +92,6 @@ class Outcome:
         return bool(self.summary)
 
 
-class Channel(Protocol):
-    """A rank's connection to its supervisor."""
-
-    def ended(self, outcome: Outcome) -> None:
-        """Report the end of the function."""
-
-    def await_close(self) -> None:
-        """Block until the functions of all ranks have ended."""
-
-    def closed(self, outcome: Outcome | None) -> None:
-        """Report that the group is closed; ``outcome`` is a failure to close it."""
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankProgram:
     """The work of a rank: to open its group, which may block until the others do, and the function on it."""
@@ -112,28 +99,32 @@ class RankProgram:
     open_group: Callable[[int], Backend]
     body: Callable[[Backend], Any]
 
-    def run(self, rank: int, channel: Channel) -> None:
-        """Run as ``rank``. Nothing is raised: results and errors go to ``channel``."""
+    def run(
+        self, rank: int, report: Callable[[Stage, Outcome | None], object], await_close: Callable[[], object]
+    ) -> None:
+        """Run as ``rank``. Nothing is raised: results and errors go to ``report``, as in an `Event`.
+
+        ``await_close`` blocks until the functions of all ranks have ended.
+        """
         group: Backend | None = None
         try:
             group = self.open_group(rank)
-            outcome = Outcome(rank=rank, result=self._call(group), time=time.monotonic())
+            # Imported late: the plugin loads this package at every start of pytest.
+            from ferrodist.backends.process_group import use_group  # noqa: PLC0415
+
+            with use_group(group):
+                outcome = Outcome(rank=rank, result=self.body(group), time=time.monotonic())
         except BaseException as error:  # noqa: BLE001 - a test's failure, skip or exit belongs to whoever runs the ranks
             outcome = failed_outcome(rank, error)
             if group is not None:
-                _abort(group, error)
-        channel.ended(outcome)
+                # A second failure (a backend under test may do anything) must not hide the one that is being reported.
+                with suppress(Exception):
+                    group.abort(describe_failed_program(error))
+        report(Stage.ENDED, outcome)
         if not outcome.failed:
             # A rank that failed closes at once: that also wakes ranks that wait for it in a sub-group.
-            channel.await_close()
-        channel.closed(_close(group, rank))
-
-    def _call(self, group: Backend) -> Any:
-        # Imported late: the plugin loads this package at every start of pytest.
-        from ferrodist.backends.process_group import use_group  # noqa: PLC0415
-
-        with use_group(group):
-            return self.body(group)
+            await_close()
+        report(Stage.CLOSED, _close(group, rank))
 
 
 def failed_outcome(rank: int, error: BaseException) -> Outcome:
@@ -155,12 +146,6 @@ def failed_outcome(rank: int, error: BaseException) -> Outcome:
 def is_own_frame(path: str) -> bool:
     """Return whether a source file belongs to the frames between a rank's start and the test's function."""
     return Path(path).parent == _HERE and Path(path).name in _OUTER_FILES
-
-
-def _abort(group: Backend, error: BaseException) -> None:
-    # A second failure (a backend under test may do anything) must not hide the failure that is being reported.
-    with suppress(Exception):
-        group.abort(describe_failed_program(error))
 
 
 def _close(group: Backend | None, rank: int) -> Outcome | None:

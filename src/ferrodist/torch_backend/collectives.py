@@ -32,10 +32,6 @@ _HEAD = struct.Struct(f"<Q{_DIGEST_SIZE}s")
 """A rank's count and the digest of its text; followed by as much of the text as has room in the payload."""
 
 
-def _nothing() -> None:
-    pass
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CheckedCall:
     """A collective of torch's whose arguments have been checked."""
@@ -44,7 +40,7 @@ class CheckedCall:
     results: list[Any]  # of `Work.result()`
     # Runs the call in its turn, when its tensors can be read; takes the engine, the timeout in seconds, the position.
     run: Callable[[CollectiveEngine, float, int], None]
-    finish: Callable[[], None] = _nothing  # called once, by the thread that waits for the end
+    finish: Callable[[], None] = lambda: None  # called once, by the thread that waits for the end
 
 
 def _call(

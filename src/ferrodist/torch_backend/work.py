@@ -414,7 +414,7 @@ class MessageWork(FerrodistWork):
                 self._finish()
                 self._finish = None
             if self._handoff is not None:
-                self._handoff.take()
+                self._handoff.wait_on_stream()
 
     @override
     def when_ended(self, callback: Callable[[], None]) -> None:

@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 
 from ferrodist import DeviceMesh, DTensor, Partial, Replicate, Shard
 from ferrodist.checkpoint import AsyncCheckpointer, Placed, load_distributed, save_distributed
-from ferrodist.checkpoint.format import dtypes
+from ferrodist.checkpoint.format import safetensors
 from ferrodist.checkpoint.retention import read_manifest
 from ferrodist.checkpoint.storage.local import LocalStorage
 from ferrodist.checkpoint.writer import BLOCK_BYTES
@@ -120,7 +120,7 @@ def test_flat_shards_of_fsdp(tmp_path):
 
 
 @pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental")
-@pytest.mark.parametrize("dtype", dtypes._DTYPES.values(), ids=dtypes._DTYPES)
+@pytest.mark.parametrize("dtype", safetensors._DTYPES.values(), ids=safetensors._DTYPES)
 def test_each_dtype(tmp_path, dtype):
     """All bits of all dtypes, plain and divided, also those that safetensors files have no name for."""
     whole = random_bits((5, 4), dtype, 1)

@@ -433,16 +433,16 @@ def test_stream_handoff(schedule: str) -> None:
     streams = FakeStreams(schedule)
     tensor, seen = torch.zeros(3), torch.zeros(3)
     streams.put(streams.current(), lambda: tensor.fill_(2), "fill")
-    handover = StreamHandoff(streams)
+    handoff = StreamHandoff(streams)
 
     def work() -> None:
-        with handover.running():
+        with handoff.running():
             streams.put(streams.current(), lambda: tensor.mul_(5), "work")
 
     thread = threading.Thread(target=work)
     thread.start()
     thread.join()
-    handover.take()
+    handoff.wait_on_stream()
     streams.put(streams.current(), lambda: seen.copy_(tensor), "read")
     streams.run_until(streams.record(streams.current()))
     assert seen.tolist() == [10, 10, 10]
@@ -458,14 +458,14 @@ def test_submitted_collectives_run_in_order(backend: str) -> None:
 
         def prepare(tensor: torch.Tensor) -> PreparedCall[torch.Tensor]:
             def run(sequence: int) -> None:
-                with handover.running():
+                with handoff.running():
                     gpu.staged.run(_sum_in_place(tensor), sequence)
 
             def finish() -> torch.Tensor:
-                handover.take()
+                handoff.wait_on_stream()
                 return tensor
 
-            handover = StreamHandoff(gpu.streams)
+            handoff = StreamHandoff(gpu.streams)
             op = CollectiveOp(kind=CollectiveKind.BARRIER, timeout=30.0)  # without tensors, for which run stands in
             return PreparedCall(op=op, group=group, engine=gpu.staged, run=run, finish=finish)
 

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 import xxhash
 
-from ferrodist.checkpoint.format.dtypes import dtype_from_name
+from ferrodist.checkpoint.format.safetensors import LENGTH_BYTES, MAX_HEADER_BYTES, dtype_from_name
 from ferrodist.checkpoint.format.tree import check_tree
 from ferrodist.errors import DistCheckpointError
 
@@ -27,9 +27,6 @@ INDEX_NAME = "model.safetensors.index.json"
 SINGLE_NAME = "model.safetensors"
 """Hugging Face's name of a folder's only file of tensors, which has no index."""
 HASH_BYTES = 16
-LENGTH_BYTES = 8
-MAX_HEADER_BYTES = 100_000_000
-"""The limit of a safetensors header, without its length field, in all readers."""
 _VERSION = 1
 _PREFIX = b'{"format":"ferrodist-checkpoint","version":'
 _HASH = b',"hash":"'

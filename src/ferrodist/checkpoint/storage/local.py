@@ -202,7 +202,12 @@ class LocalStorage(Storage):
 
     @override
     def list_names(self) -> list[str]:
-        return [entry.name for entry in self._entries() if _is_file(entry)]
+        names = []
+        for entry in self._entries():
+            with contextlib.suppress(OSError):  # a link that leads to itself
+                if entry.is_file():
+                    names.append(entry.name)
+        return names
 
     @override
     def list_folders(self) -> list[str]:
@@ -306,13 +311,6 @@ def _unlock(file: int) -> None:
     with contextlib.suppress(OSError):  # closing isn't enough: a forked child may have it open, too
         fcntl.flock(file, fcntl.LOCK_UN)
     os.close(file)
-
-
-def _is_file(entry: os.DirEntry[str]) -> bool:
-    try:
-        return entry.is_file()
-    except OSError:  # a link that leads to itself
-        return False
 
 
 def open_regular(path: Path) -> int:

@@ -191,8 +191,14 @@ class RemoteStorage(Storage):
                 self._fs.invalidate_cache()
                 self._is_new = not self._fs.exists(self._folder)
                 self._fs.makedirs(self._folder, exist_ok=True)
-            if self._has_buckets:
-                self._check_bucket(self._folder.partition("/")[0])
+            if self._has_buckets:  # a missing one is found before anything is sent to it
+                bucket = self._folder.partition("/")[0]
+                try:
+                    self._fs.info(bucket)
+                except FileNotFoundError:
+                    raise FileNotFoundError(errno.ENOENT, f"There is no bucket {bucket!r}: make it first") from None
+                except OSError:
+                    pass  # write access to a folder doesn't imply access to its bucket
             self._fs.pipe_file(self._path(f".saving-{save_id}"), describe_process())
         _own_saves[save_id] = self
         self._uncommitted = save_id
@@ -220,9 +226,11 @@ class RemoteStorage(Storage):
             if is_refusal(error):
                 self._uncommitted = uncommitted
                 raise
-            if not self._has_content(name, data):  # else only the response was lost
-                text = f"{error.strerror}; whether it was written is not known"
-                raise OSError(error.errno, text, error.filename) from error
+            with contextlib.suppress(OSError):
+                if self.get(name) == data:  # only the response was lost
+                    return
+            text = f"{error.strerror}; whether it was written is not known"
+            raise OSError(error.errno, text, error.filename) from error
 
     @override
     def copy(self, name: str, new_name: str) -> None:
@@ -258,9 +266,9 @@ class RemoteStorage(Storage):
     def remove(self, names: Collection[str]) -> None:
         if isinstance(self._fs, AsyncFileSystem):
             remaining = list(names)
-            while remaining:  # not by threads, which can't be started while the program ends
-                self._remove_batch(remaining[:_REMOVAL_BATCH])
-                del remaining[:_REMOVAL_BATCH]
+            for start in range(0, len(remaining), _REMOVAL_BATCH):
+                # Not by threads, which can't be started while the program ends.
+                self._remove_batch(remaining[start : start + _REMOVAL_BATCH])
         else:
             for name in names:
                 with contextlib.suppress(FileNotFoundError), as_os_errors(self._where(name)):
@@ -368,15 +376,6 @@ class RemoteStorage(Storage):
     def _where(self, name: str) -> str:
         return f"{self.url}/{name}"
 
-    def _check_bucket(self, bucket: str) -> None:
-        """Raise FileNotFoundError if the bucket is missing, before anything is sent to it."""
-        try:
-            self._fs.info(bucket)
-        except FileNotFoundError:
-            raise FileNotFoundError(errno.ENOENT, f"There is no bucket {bucket!r}: make it first") from None
-        except OSError:
-            pass  # write access to a folder doesn't imply access to its bucket
-
     def _put(self, name: str, data: bytes) -> None:
         if not self._has_folders:
             self._fs.pipe_file(self._path(name), data)
@@ -389,12 +388,6 @@ class RemoteStorage(Storage):
             with contextlib.suppress(Exception):
                 self._fs.rm_file(temporary)
             raise
-
-    def _has_content(self, name: str, data: bytes) -> bool:
-        try:
-            return self.get(name) == data
-        except OSError:
-            return False
 
     def _remove_batch(self, names: Sequence[str]) -> None:
         async def remove() -> list[BaseException | None]:

@@ -21,6 +21,7 @@ from __future__ import annotations
 import math
 import struct
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -53,9 +54,14 @@ _COUNT = struct.Struct("<q")
 class DataPlaneEngine(ReferenceEngine):
     """A `HostEngine` of a group with a `data_plane`; collectives run one after the other, in their order."""
 
+    def __init__(self, group: Backend) -> None:
+        super().__init__(group)
+        assert group.data_plane is not None
+        self._data_plane = group.data_plane
+
     def await_turn(self, sequence: int) -> None:
         """Return when all earlier collectives have ended, or the group has failed."""
-        _data_plane_of(self._group).sequencer.wait(sequence, math.inf)
+        self._data_plane.sequencer.wait(sequence, math.inf)
 
     def run(self, op: CollectiveOp, sequence: int) -> list[bytes] | None:
         """Run a collective."""
@@ -76,9 +82,9 @@ class DataPlaneEngine(ReferenceEngine):
         """Use the group's data plane exclusively, once all ranks have made the call."""
         deadline = Deadline(op.timeout)
         call = op.signature(payload=payload)
-        with _data_plane_of(self._group).sequencer.hold(sequence, op.timeout):  # without a turn the agreement raises
+        with self._data_plane.sequencer.hold(sequence, op.timeout):  # without a turn the agreement raises
             payloads = self._group.verifier.verify(call, deadline.remaining(), sequence)
-            run = _DataPlaneRun(self._group, op, call, sequence, deadline, payloads)
+            run = _DataPlaneRun(self._group, op, call, sequence, deadline, payloads, self._data_plane)
             try:
                 yield run
             except DistributedError:
@@ -89,21 +95,20 @@ class DataPlaneEngine(ReferenceEngine):
                 raise
 
 
+@dataclass
 class _DataPlaneRun(CollectiveRun):
     """One collective in progress, on which all ranks have agreed, over the data plane."""
 
-    @property
-    def _data_plane(self) -> DataPlane:
-        return _data_plane_of(self.group)
+    data_plane: DataPlane
 
     def move(self, start: Callable[[DataPlane], list[Any]]) -> None:
         """Run one step, which ``start(data_plane)`` starts."""
         if self.world_size > 1:
-            self._wait(start(self._data_plane))
+            self._wait(start(self.data_plane))
 
     def _wait(self, requests: list[Any]) -> None:
         def wait() -> None:
-            if not self._data_plane.wait_for(requests, self.deadline):
+            if not self.data_plane.wait_for(requests, self.deadline):
                 if self.group.failure is not None:
                     raise self.group.failure.fresh()
                 stragglers = self.group.find_stragglers(
@@ -169,7 +174,7 @@ class _DataPlaneRun(CollectiveRun):
             size = _length(mine, begin, step) * item
             incoming = [(rank * table.shape[1] * item, size) for rank in range(self.world_size)]
             incoming[self.rank] = (0, 0)
-            return self._data_plane.all_to_all(bytes_of(table), incoming, data, outgoing) if self.world_size > 1 else []
+            return self.data_plane.all_to_all(bytes_of(table), incoming, data, outgoing) if self.world_size > 1 else []
 
         num_segments = -(-max(counts) // step)
         pending = start(0) if num_segments else []
@@ -186,12 +191,7 @@ class _DataPlaneRun(CollectiveRun):
                     inputs = [own if rank == self.rank else table[rank, :length] for rank in range(self.world_size)]
                     out[begin : begin + length].copy_(self.fold(inputs))
         finally:
-            self._data_plane.abandon(pending)
-
-
-def _data_plane_of(group: Backend) -> DataPlane:
-    assert group.data_plane is not None
-    return group.data_plane
+            self.data_plane.abandon(pending)
 
 
 def _length(count: int, begin: int, step: int) -> int:

@@ -85,9 +85,10 @@ def rank_check(*, min_ranks: int = 2) -> Callable[[Callable[[Backend], None]], B
     """Decorate a program of a rank as a check: it runs on every rank of one group. See `backend_check`."""
 
     def decorate(program: Callable[[Backend], None]) -> BackendCheck:
+        @backend_check(min_ranks=min_ranks)
         @functools.wraps(program)
-        def check(backend: BackendUnderTest, world_size: int = 3) -> None:
-            as_runner(backend).run(max(world_size, min_ranks), program)
+        def check(runner: RankRunner, world_size: int) -> None:
+            runner.run(world_size, program)
 
         return check
 

@@ -9,6 +9,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import TYPE_CHECKING
 
 from ferrodist.testing.conformance.backend import arguments, deadlines, failures, messages, requests, subgroups
@@ -40,7 +41,7 @@ def check_backend(backend: BackendUnderTest, world_sizes: Iterable[int] = (2, 3,
     run_checks(
         "backend",
         [
-            (f"{check.__name__} (world size {world_size})", check, (backend, world_size))
+            (f"{check.__name__} (world size {world_size})", check, partial(check, backend, world_size))
             for world_size in world_sizes
             for check in BACKEND_CHECKS
         ],

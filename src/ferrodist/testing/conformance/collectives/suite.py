@@ -11,6 +11,7 @@ Results are compared bit for bit with an oracle that shares no arithmetic with f
 
 from __future__ import annotations
 
+from functools import partial
 from typing import TYPE_CHECKING
 
 from ferrodist.testing.conformance.collectives import arguments, calling, data_movement, failures, p2p, reductions
@@ -39,12 +40,4 @@ def check_collectives(run: Callable[[CollectiveCheck], object]) -> None:
     Raises:
         AssertionError: Rules are broken; all of them are listed, and the first failure is the cause.
     """
-    run_checks("collectives", [(check.__name__, _running(run, check), ()) for check in COLLECTIVE_CHECKS])
-
-
-def _running(run: Callable[[CollectiveCheck], object], check: CollectiveCheck) -> Callable[[], None]:
-    def run_it() -> None:
-        run(check)
-
-    run_it.__doc__ = check.__doc__
-    return run_it
+    run_checks("collectives", [(check.__name__, check, partial(run, check)) for check in COLLECTIVE_CHECKS])
