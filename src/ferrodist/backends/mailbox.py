@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import threading
 from collections import Counter
+from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, TypeVar
 
@@ -92,24 +93,19 @@ class Receive(BaseRequest):
         return self._mailbox.find_stragglers(peers, within)
 
 
+@dataclass(slots=True, eq=False)
 class Message:
-    """A message that has been announced, has partly arrived, or waits for a receive.
+    """A message that has been announced, has partly arrived, or waits for a receive."""
 
-    ``grant`` is that of an offered message: called once a receive is posted for it.
-    """
-
-    __slots__ = ("arrival", "buffered", "grant", "granted", "num_received", "receive", "size_bytes", "source", "tag")
-
-    def __init__(self, source: int, tag: int, size_bytes: int, grant: Callable[[], None] | None = None) -> None:
-        self.source = source
-        self.tag = tag
-        self.size_bytes = size_bytes
-        self.grant = grant
-        self.granted = False  # whether the transport has sent the grant
-        self.num_received = 0
-        self.buffered: bytearray | None = None  # its bytes, unless they go to a receive's buffer
-        self.receive: Receive | None = None
-        self.arrival = 0
+    source: int
+    tag: int
+    size_bytes: int
+    grant: Callable[[], None] | None = None  # of an offered message: called once a receive is posted for it
+    granted: bool = False  # whether the transport has sent the grant
+    num_received: int = 0
+    buffered: bytearray | None = None  # its bytes, unless they go to a receive's buffer
+    receive: Receive | None = None
+    arrival: int = 0  # among all messages
 
     @property
     def buffered_bytes(self) -> int:

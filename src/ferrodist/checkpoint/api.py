@@ -11,7 +11,7 @@ from ferrodist.checkpoint.consensus import Phase, call_on_all
 from ferrodist.checkpoint.load import load
 from ferrodist.checkpoint.retention import remove_old
 from ferrodist.checkpoint.save import DEFAULT_FILE_BYTES, Save, SaveOptions
-from ferrodist.checkpoint.storage import open_storage, parent_path
+from ferrodist.checkpoint.storage import Storage, open_storage, parent_path
 from ferrodist.deadline import Deadline, resolve_timeout
 
 if TYPE_CHECKING:
@@ -20,7 +20,6 @@ if TYPE_CHECKING:
 
     from ferrodist.backends.base import Backend
     from ferrodist.checkpoint.shard_metadata import ShardMetadata
-    from ferrodist.checkpoint.storage import Storage
 
 
 def save_distributed(
@@ -123,14 +122,7 @@ def load_distributed(
     ranks, deadline = resolve_ranks(group), Deadline(resolve_timeout(timeout))
     storage = call_on_all(lambda: open_storage(path, storage_options), "open a checkpoint", str(path), ranks, deadline)
     return load(
-        storage,
-        into,
-        ranks,
-        strict=strict,
-        verify=verify,
-        one_reads=one_reads,
-        shards=shards,
-        deadline=deadline,
+        storage, into, ranks, strict=strict, verify=verify, one_reads=one_reads, shards=shards, deadline=deadline
     )
 
 

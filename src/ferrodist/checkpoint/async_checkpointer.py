@@ -23,7 +23,7 @@ from ferrodist.checkpoint.api import check_keep_last, resolve_ranks
 from ferrodist.checkpoint.consensus import Phase, all_or_none, call_on_all, run_on_rank0
 from ferrodist.checkpoint.retention import remove_old, remove_uncommitted
 from ferrodist.checkpoint.save import DEFAULT_FILE_BYTES, Save, SaveOptions
-from ferrodist.checkpoint.storage import join_path, open_storage
+from ferrodist.checkpoint.storage import Storage, join_path, open_storage
 from ferrodist.deadline import Deadline, resolve_timeout
 from ferrodist.errors import DistCheckpointError, DistributedError, describe_error
 
@@ -36,7 +36,6 @@ if TYPE_CHECKING:
     from ferrodist.backends.base import Backend
     from ferrodist.checkpoint.save_plan import Span
     from ferrodist.checkpoint.shard_metadata import ShardMetadata
-    from ferrodist.checkpoint.storage import Storage
 
 _ALIGNMENT = 64
 

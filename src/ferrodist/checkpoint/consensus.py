@@ -153,10 +153,14 @@ def _context(phase: Phase, group: Backend) -> contextlib.AbstractContextManager[
 
 def _unless_group_failed(error: Exception, group: Backend) -> Exception:
     """Return an error to be sent to other ranks, or raise one of the group, which they have too."""
-    is_of_group = isinstance(error, DistributedError) and not isinstance(error, DistCheckpointError)
-    if is_of_group and group.failure is not None:
+    if is_of_group(error) and group.failure is not None:
         raise error
     return error
+
+
+def is_of_group(error: BaseException) -> bool:
+    """Return whether an error is one of communication, as when a rank is lost, and not of the checkpoint."""
+    return isinstance(error, DistributedError) and not isinstance(error, DistCheckpointError)
 
 
 def _failure(error: Exception, phase: Phase, rank: int) -> _Failure:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -32,17 +32,14 @@ from ferrodist.checkpoint.state import (
 )
 from ferrodist.errors import DistCheckpointError
 from ferrodist.tensor.dtensor import DTensor
-from ferrodist.tensor.local_shards import flat_shard_of
+from ferrodist.tensor.local_shards import LocalShard, flat_shard_of
 from ferrodist.tensor.spec import DTensorSpec, check_placements
 from ferrodist.wording import counted, with_article
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Sequence
-
     from ferrodist.checkpoint.format.manifest import Manifest
     from ferrodist.checkpoint.shard_metadata import ShardMetadata
     from ferrodist.mesh import DeviceMesh
-    from ferrodist.tensor.local_shards import LocalShard
     from ferrodist.tensor.placement import Placement
 
     Builder = Callable[[], Any]

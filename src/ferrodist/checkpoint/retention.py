@@ -19,7 +19,7 @@ from ferrodist.checkpoint.format.manifest import (
     is_time,
 )
 from ferrodist.checkpoint.storage import join_path, open_storage, parent_path
-from ferrodist.checkpoint.storage.base import save_id_of
+from ferrodist.checkpoint.storage.base import Storage, save_id_of
 from ferrodist.deadline import Deadline
 from ferrodist.errors import DistCheckpointError
 
@@ -28,7 +28,6 @@ if TYPE_CHECKING:
     import re
     from collections.abc import Mapping
 
-    from ferrodist.checkpoint.storage.base import Storage
 
 DCP_METADATA_NAME = ".metadata"
 """The manifest's name in torch.distributed.checkpoint."""
@@ -218,10 +217,7 @@ def find_latest(
 
 
 def remove_old(
-    saved: str,
-    keep_last: int,
-    storage_options: Mapping[str, Any] | None,
-    names: re.Pattern[str] | None = None,
+    saved: str, keep_last: int, storage_options: Mapping[str, Any] | None, names: re.Pattern[str] | None = None
 ) -> None:
     """Remove all but the newest ``keep_last`` checkpoints beside, and including, a new one; failures are logged.
 

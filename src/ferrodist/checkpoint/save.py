@@ -38,7 +38,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from ferrodist.arguments import check_int
-from ferrodist.checkpoint.consensus import Phase, Rank0Exchange, call_on_all
+from ferrodist.checkpoint.consensus import Phase, Rank0Exchange, call_on_all, is_of_group
 from ferrodist.checkpoint.format.manifest import (
     INDEX_NAME,
     MANIFEST_NAME,
@@ -62,7 +62,7 @@ from ferrodist.checkpoint.retention import (
 from ferrodist.checkpoint.save_plan import BoxReport, FilePlan, SavePlan, Span, StateReport, TensorReport, plan_save
 from ferrodist.checkpoint.shard_metadata import ShardMetadata
 from ferrodist.checkpoint.state import PartialSums, collect_state
-from ferrodist.checkpoint.storage.base import MAX_SMALL_FILE_BYTES
+from ferrodist.checkpoint.storage.base import MAX_SMALL_FILE_BYTES, Storage
 from ferrodist.checkpoint.writer import BLOCK_BYTES, FileReport, bytes_of, hash_blocks, write_file
 from ferrodist.errors import DistCheckpointError, DistributedError
 from ferrodist.installation import installed_version
@@ -73,7 +73,6 @@ if TYPE_CHECKING:
     import torch
 
     from ferrodist.backends.base import Backend
-    from ferrodist.checkpoint.storage.base import Storage
     from ferrodist.deadline import Deadline
 
 _logger = logging.getLogger(__name__)
@@ -278,10 +277,7 @@ class Save:
         exchange = Rank0Exchange(group, deadline)
         try:
             own_files = exchange.run(
-                phase,
-                report,
-                "plan a checkpoint",
-                lambda reports: self._make_plan(reports, options.max_file_bytes),
+                phase, report, "plan a checkpoint", lambda reports: self._make_plan(reports, options.max_file_bytes)
             )
         except BaseException as error:
             if exchange.may_be_answered:
@@ -299,12 +295,6 @@ class Save:
         self.storage.begin(save_id)
         return [msgspec.msgpack.encode((self.save_id, files)) for files in self._plan.files]
 
-    def write(self, get_data: Callable[[Span], torch.Tensor] | None = None) -> list[FileReport]:
-        """Write this rank's files, without communication; spans come from ``get_data``, or the state."""
-        views = {} if get_data else self.take_views()
-        elements = get_data or (lambda span: views[span].cpu())
-        return [write_file(self.storage, self.save_id, plan, self._tensors, elements) for plan in self.files]
-
     def take_views(self) -> dict[Span, torch.Tensor]:
         """Hand over the state's memory that this rank writes, with partial sums reduced; all ranks call this."""
         self._partials.reduce()
@@ -317,27 +307,34 @@ class Save:
         group: Backend | None = None,
         deadline: Deadline | None = None,
     ) -> None:
-        """Write this rank's files and commit with the other ranks."""
-        self._deadline = deadline or self._deadline
-        group = group or self._group
-        exchange = Rank0Exchange(group, self._deadline)
+        """Write this rank's files and commit with the other ranks; spans come from ``get_data``, or the state."""
+        group, deadline = group or self._group, deadline or self._deadline
+        exchange = Rank0Exchange(group, deadline)
+
+        def write() -> bytes:
+            views = {} if get_data else self.take_views()
+            elements = get_data or (lambda span: views[span].cpu())
+            files = [write_file(self.storage, self.save_id, plan, self._tensors, elements) for plan in self.files]
+            return msgspec.msgpack.encode(files)
+
+        def commit_all(encoded: Sequence[bytes]) -> list[bytes]:
+            assert self._plan is not None, "rank 0 has the plan"
+            reports = [msgspec.msgpack.decode(each, type=list[FileReport]) for each in encoded]
+            manifest = make_manifest(self._plan, reports, save_id=self.save_id, world_size=group.world_size)
+            commit(self.storage, manifest, deadline)
+            return [b""] * group.world_size
+
         try:
             # A step of its own; see [Note: five collectives].
-            reports = call_on_all(
-                lambda: msgspec.msgpack.encode(self.write(get_data)),
-                "write a checkpoint",
-                self.storage.url,
-                group,
-                self._deadline,
-            )
-            commit_phase = Phase("commit a checkpoint", self.storage.url)
-            exchange.run(commit_phase, lambda: reports, "commit a checkpoint", self._commit)
+            reports = call_on_all(write, "write a checkpoint", self.storage.url, group, deadline)
+            phase = Phase("commit a checkpoint", self.storage.url)
+            exchange.run(phase, lambda: reports, phase.action, commit_all)
         except BaseException as error:
             # Once rank 0 may have all reports it may commit at any moment, whatever becomes of the group: as long as it
             # lives the files are not for other ranks to remove.
             if self._group.rank == 0 or not exchange.may_be_answered:
                 self.discard(error)
-            elif isinstance(error, DistributedError) and not isinstance(error, DistCheckpointError):
+            elif isinstance(error, DistributedError) and is_of_group(error):
                 self._remove_dead(error)
             raise
 
@@ -352,8 +349,7 @@ class Save:
                 self.storage.discard(self.save_id)
             except OSError as second:
                 _logger.warning("the files of a failed save to %s can't be removed: %s", self.storage.url, second)
-        is_lost = isinstance(error, DistributedError) and not isinstance(error, DistCheckpointError)
-        if is_lost and self._group.rank != 0:
+        if is_of_group(error) and self._group.rank != 0:
             remove_dead_saves(self.storage, self.save_id)  # rank 0 may have begun it before it died
 
     def _remove_dead(self, error: DistributedError) -> None:
@@ -367,14 +363,6 @@ class Save:
         )
         extended.args = (extended.message,)
         raise extended from error.__cause__
-
-    def _commit(self, encoded: Sequence[bytes]) -> list[bytes]:
-        """Commit on rank 0, after all files are written; the answers are empty."""
-        assert self._plan is not None, "rank 0 has the plan"
-        reports = [msgspec.msgpack.decode(each, type=list[FileReport]) for each in encoded]
-        manifest = make_manifest(self._plan, reports, save_id=self.save_id, world_size=self._group.world_size)
-        commit(self.storage, manifest, self._deadline)
-        return [b""] * self._group.world_size
 
 
 def _report(

@@ -14,6 +14,7 @@ import msgspec
 from ferrodist.checkpoint.format.manifest import covers_once
 from ferrodist.checkpoint.format.safetensors import MAX_HEADER_BYTES, dtype_from_name, max_entry_bytes
 from ferrodist.checkpoint.format.tree import (
+    Node,
     decode_leaf,
     is_leaf_node,
     leaf_text,
@@ -25,8 +26,6 @@ from ferrodist.errors import DistCheckpointError, ranks_text
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Mapping, Sequence
-
-    from ferrodist.checkpoint.format.tree import Node
 
 
 def merge_trees(nodes: Mapping[int, Node], path: tuple[object, ...] = ()) -> Node:

@@ -12,7 +12,7 @@ from rich.progress import BarColumn, DownloadColumn, TextColumn, TimeRemainingCo
 from rich.table import Table
 from rich.text import Text
 
-from ferrodist.progress import open_bars
+from ferrodist.progress import Bars
 from ferrodist.wording import counted
 
 if TYPE_CHECKING:
@@ -27,21 +27,18 @@ _MAX_WIDTH = 100_000
 @contextlib.contextmanager
 def show_bar(title: str) -> Iterator[Callable[[int, int], None] | None]:
     """Show a progress bar on standard error, if that is a terminal; yields a callback for bytes done and total."""
-    bars = None
-    if sys.stderr is not None:
-        bars = open_bars(
-            Console(stderr=True),
-            TextColumn("{task.description}"),
-            BarColumn(),
-            DownloadColumn(binary_units=True),
-            TransferSpeedColumn(),
-            TimeRemainingColumn(),
-            transient=True,
-        )
-    if bars is None:
+    if sys.stderr is None:
         yield None
         return
-    with bars:
+    with Bars(
+        Console(stderr=True),
+        TextColumn("{task.description}"),
+        BarColumn(),
+        DownloadColumn(binary_units=True),
+        TransferSpeedColumn(),
+        TimeRemainingColumn(),
+        transient=True,
+    ) as bars:
         task = bars.add_task(title, total=None)
         yield lambda done, total: bars.update(task, completed=done, total=total)
 

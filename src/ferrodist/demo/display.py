@@ -12,7 +12,7 @@ from rich.console import Console
 from rich.progress import BarColumn, TextColumn, TimeElapsedColumn
 
 from ferrodist.demo.results import EPS
-from ferrodist.progress import BarDisplay, open_bars
+from ferrodist.progress import Bars
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -24,37 +24,32 @@ if TYPE_CHECKING:
 _ONE, _SEVERAL, _QUIET = "#9ecae1", "#08519c", "#888888"
 
 
-class TrainingDisplay(BarDisplay):
+class TrainingDisplay(Bars):
     """The state of runs, one after the other: a bar for each on a terminal, else a line for each epoch. A context."""
 
     def __init__(self, console: Console | None = None) -> None:
-        console = console or Console()
-        bars = open_bars(
-            console,
+        super().__init__(
+            console or Console(),
             TextColumn("{task.description}"),
             BarColumn(bar_width=16),
             TextColumn("{task.completed:.0f} of {task.total:.0f} steps"),
             TextColumn("loss {task.fields[loss]}  accuracy {task.fields[accuracy]}"),
             TimeElapsedColumn(),
         )
-        super().__init__(console, bars)
 
     def begin(self, title: str) -> None:
         """Show the next run."""
-        self._title = title
-        if self._bars is not None:
-            self._task = self._bars.add_task(title, total=1, loss="-", accuracy="-")
+        self._title, self._task = title, self.add_task(title, total=1, loss="-", accuracy="-")
 
     def show(self, progress: Progress) -> None:
         """Show the state of the run. Called in another thread than the rest."""
         loss, steps = f"{progress.loss:.4f}", progress.num_steps
         known: dict[str, Any] = {} if progress.accuracy is None else {"accuracy": f"{progress.accuracy:.1%}"}
-        if self._bars is not None:
-            self._bars.update(self._task, completed=progress.step, total=steps, loss=loss, **known)
-        elif known:
+        self.update(self._task, completed=progress.step, total=steps, loss=loss, **known)
+        if known and self.disable:
             where = f"epoch {progress.epoch:2}, step {progress.step} of {steps}"
             line = f"{self._title}: {where}, loss {loss}, test accuracy {known['accuracy']}"
-            self._console.print(line, highlight=False, soft_wrap=True)
+            self.console.print(line, highlight=False, soft_wrap=True)
 
 
 def save_plot(path: Path, one: History, several: History, *, num_ranks: int, min_accuracy: float) -> None:

@@ -93,11 +93,7 @@ class RpcAgent:
         if not isinstance(backend, RpcBackend):
             raise TypeError(f"an RpcAgent is made with an RpcBackend or a group, not {type(backend).__name__}")
         try:
-            check_int("num_workers", num_workers, min=1)
-            check_int("most_outstanding", most_outstanding, min=1)
-            check_int("message_limit", message_limit, min=_MIN_MESSAGE_LIMIT)
-            _check_name(name)
-            _check_bool("allow_pickle", allow_pickle)
+            _check_options(name, num_workers, most_outstanding, message_limit, allow_pickle)
             self._registry = FunctionRegistry({} if functions is None else functions)
         except (TypeError, ValueError):
             backend.refuse()
@@ -330,12 +326,14 @@ def _naming_limits(rank: int) -> AbstractContextManager[None]:
     return naming_limits(f"the agent of rank {rank} can't start", (rank,), kind=DistributedError)
 
 
-def _check_bool(option: str, value: object) -> None:
-    if not isinstance(value, bool):
-        raise TypeError(f"{option} is True or False, not {value!r}")
-
-
-def _check_name(name: str | None) -> None:
+def _check_options(
+    name: str | None, num_workers: int, most_outstanding: int, message_limit: int, allow_pickle: object
+) -> None:
+    check_int("num_workers", num_workers, min=1)
+    check_int("most_outstanding", most_outstanding, min=1)
+    check_int("message_limit", message_limit, min=_MIN_MESSAGE_LIMIT)
+    if not isinstance(allow_pickle, bool):
+        raise TypeError(f"allow_pickle is True or False, not {allow_pickle!r}")
     if name is None:
         return
     if not isinstance(name, str):
@@ -371,7 +369,7 @@ _OPTIONS = tuple(
 )
 
 
-def _check_options(options: Mapping[str, Any]) -> None:
+def _check_option_names(options: Mapping[str, Any]) -> None:
     for name in options:
         if name not in _OPTIONS:
             raise TypeError(f"RpcContext has no option {name!r}; there are drain_timeout, {', '.join(_OPTIONS)}")
@@ -406,7 +404,7 @@ class RpcContext:
     ) -> None:
         try:
             self._drain_timeout = None if drain_timeout is None else check_timeout(drain_timeout)
-            _check_options(options)
+            _check_option_names(options)
         except (TypeError, ValueError):
             if isinstance(backend, RpcBackend):
                 backend.refuse()

@@ -220,7 +220,7 @@ def test_printed_lines_stay_and_only_a_terminal_gets_a_bar():
         with RunDisplay(2, console) as display:
             display.begin_case("allreduce of 8 B", 4)
             display.show_round(2)
-            display.print(["a table [not markup]", "  of two lines"])
+            display.print_lines(["a table [not markup]", "  of two lines"])
     assert files[0].getvalue() == "a table [not markup]\n  of two lines\n"
     text = files[1].getvalue()
     assert all(part in text for part in ("allreduce of 8 B", "case 1 of 2", "a table [not markup]"))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -18,9 +17,8 @@ from ferrodist.backends.liveness import LivenessProbe
 from ferrodist.backends.mailbox import Receive
 from ferrodist.backends.mpi import runtime
 from ferrodist.backends.mpi.collectives import MpiDataPlane
-from ferrodist.backends.mpi.progress import ProgressThread
 from ferrodist.backends.mpi.runtime import check_job, library_version
-from ferrodist.backends.mpi.transport import FrameTransport, QueuedFrame
+from ferrodist.backends.mpi.transport import FrameTransport, ProgressThread, QueuedFrame
 from ferrodist.backends.mpi.verification import MpiVerifier
 from ferrodist.backends.mpi.wire import MAX_PAYLOAD, Frame
 from ferrodist.backends.request import Request, Stragglers, answer_seconds
@@ -49,15 +47,6 @@ _SHARED_POLL_SECONDS = 0.05
 """How long a late rank waits for another thread's poll, which may receive that others have given up."""
 
 _DIED = PeerExit(what="died: MPI reports its process as failed")
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class _DeferredAbort:
-    """An abort received from a third rank before the lost rank's own notice, which is waited for until a deadline."""
-
-    group_id: int
-    error: DistributedError
-    deadline: Deadline
 
 
 class _Receive(Receive):
@@ -123,7 +112,8 @@ class MpiBackend(FramedBackend):
             self._ping,
             lambda done, timeout: self.progress_until(lambda: done() or self.failure is not None, timeout),
         )
-        self._deferred_aborts: list[_DeferredAbort] = []
+        # Aborts received from a third rank before the lost rank's own notice, which is waited for until a deadline.
+        self._deferred_aborts: list[tuple[int, DistributedError, Deadline]] = []
         self._gone: set[int] = set()  # ranks that have left the world, or died
         self._announced_leaving = False
         self._detects_deaths = runtime.call_safely(mpi, self._message_communicator.Get_failed) is not None
@@ -243,7 +233,7 @@ class MpiBackend(FramedBackend):
     @override
     def _act_on_abort(self, group_id: int, error: DistributedError) -> None:
         if self._has_unnoticed_loss(group_id, error):
-            self._deferred_aborts.append(_DeferredAbort(group_id, error, Deadline(_DEFERRED_ABORT_SECONDS)))
+            self._deferred_aborts.append((group_id, error, Deadline(_DEFERRED_ABORT_SECONDS)))
         else:
             self.fail_group(group_id, error)
 
@@ -261,10 +251,11 @@ class MpiBackend(FramedBackend):
 
     def _act_on_deferred_aborts(self) -> None:
         for deferred in self._deferred_aborts.copy():
-            if deferred.deadline.expired or not self._has_unnoticed_loss(deferred.group_id, deferred.error):
+            group_id, error, deadline = deferred
+            if deadline.expired or not self._has_unnoticed_loss(group_id, error):
                 with contextlib.suppress(ValueError):  # another thread acts on it
                     self._deferred_aborts.remove(deferred)
-                    self.fail_group(deferred.group_id, deferred.error)
+                    self.fail_group(group_id, error)
 
     def _on_left(self, source: int, frame: Frame, _payload: memoryview) -> None:
         if self._accepts_notice(source, frame):

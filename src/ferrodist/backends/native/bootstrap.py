@@ -17,12 +17,18 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from ferrodist.backends import mailbox
 from ferrodist.backends.native import fd_passing
 from ferrodist.backends.native.binding import load
-from ferrodist.backends.native.cpu_set import CpuSet, is_oversubscribed
 from ferrodist.backends.native.host_connections import connect_hosts
 from ferrodist.backends.native.symmetric_memory import ContiguousSharedView
-from ferrodist.backends.native.topology import HostTopology, agree_on_topology, check_problems
+from ferrodist.backends.native.topology import (
+    CpuSet,
+    HostTopology,
+    agree_on_topology,
+    check_problems,
+    is_oversubscribed,
+)
+from ferrodist.backends.verification import left_reason
 from ferrodist.deadline import Deadline
-from ferrodist.errors import BackendUnavailable, DistributedError, describe_error
+from ferrodist.errors import BackendUnavailable, DistributedError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -172,7 +178,7 @@ class _SharedMemorySetup:
         if isinstance(error, DistributedError):
             self._group.abort(error)
         else:
-            self._group.abort(f"rank {self._group.rank} left {self._call} by {describe_error(error)}")
+            self._group.abort(left_reason(self._group.rank, self._call, error))
 
     def attempt(self, step: Callable[[], Any]) -> Any:
         """Take a step of this rank alone; None if the system refuses it, or refused an earlier one."""

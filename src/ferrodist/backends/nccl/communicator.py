@@ -100,18 +100,15 @@ class Communicator:
 
     def all_reduce(self, out: torch.Tensor, source: torch.Tensor, dtype: int, op: int, *, stream: int) -> None:
         """Reduce ``source`` over the ranks into every ``out``, which may be ``source``."""
-        arguments = (source.data_ptr(), out.data_ptr(), source.numel(), dtype, op)
-        self._call("all_reduce", *arguments, self._handle, stream)
+        self._call("all_reduce", source.data_ptr(), out.data_ptr(), source.numel(), dtype, op, self._handle, stream)
 
     def reduce(self, out: torch.Tensor, source: torch.Tensor, dtype: int, op: int, *, root: int, stream: int) -> None:
         """Reduce ``source`` over the ranks into the root's ``out``; the others' is not touched."""
-        arguments = (source.data_ptr(), out.data_ptr(), source.numel(), dtype, op, root)
-        self._call("reduce", *arguments, self._handle, stream)
+        self._call("reduce", source.data_ptr(), out.data_ptr(), source.numel(), dtype, op, root, self._handle, stream)
 
     def reduce_scatter(self, out: torch.Tensor, source: torch.Tensor, dtype: int, op: int, *, stream: int) -> None:
         """Reduce shard r of every ``source`` into rank r's ``out``; shards have equal sizes."""
-        arguments = (source.data_ptr(), out.data_ptr(), out.numel(), dtype, op)
-        self._call("reduce_scatter", *arguments, self._handle, stream)
+        self._call("reduce_scatter", source.data_ptr(), out.data_ptr(), out.numel(), dtype, op, self._handle, stream)
 
     def broadcast(self, tensor: torch.Tensor, *, root: int, stream: int) -> None:
         """Copy the root's ``tensor`` into every rank's."""
@@ -120,8 +117,7 @@ class Communicator:
 
     def all_gather(self, out: torch.Tensor, source: torch.Tensor, *, stream: int) -> None:
         """Copy every ``source``, of equal sizes, into every ``out``."""
-        arguments = (source.data_ptr(), out.data_ptr(), source.nbytes, _UINT8)
-        self._call("all_gather", *arguments, self._handle, stream)
+        self._call("all_gather", source.data_ptr(), out.data_ptr(), source.nbytes, _UINT8, self._handle, stream)
 
     def send(self, tensor: torch.Tensor, peer: int, *, stream: int) -> None:
         """Send to a rank that receives."""

@@ -21,7 +21,7 @@ import threading
 import weakref
 from collections import deque
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ferrodist.backends.lifecycle import weak_method
 from ferrodist.backends.nccl.communicator import Communicator, CommunicatorHandle, Library, NcclError
@@ -52,28 +52,21 @@ if TYPE_CHECKING:
     Work = Callable[["StreamContext"], None]
 
 
-class StreamContext:
-    """The communicator and the stream that work is enqueued on.
+class StreamContext(NamedTuple):
+    """The communicator and the stream that work is enqueued on."""
 
-    Calls to NCCL inside `grouped` are issued as one NCCL group. When it returns they are on the stream, where torch may
-    enqueue more.
-    """
-
-    __slots__ = ("_await_ready", "communicator", "stream")
-
-    def __init__(self, communicator: Communicator, stream: Any, await_ready: Callable[[], None]) -> None:
-        self.communicator = communicator
-        self.stream: int = stream.cuda_stream
-        self._await_ready = await_ready
+    communicator: Communicator
+    stream: int
+    await_ready: Callable[[], None]
 
     def grouped(self, call: Callable[[Communicator, int], None]) -> None:
-        """Run ``call(communicator, stream)`` between ``ncclGroupStart`` and ``ncclGroupEnd``."""
+        """Run ``call(communicator, stream)`` as one NCCL group; afterwards torch may enqueue more on the stream."""
         self.communicator.begin_group()
         try:
             call(self.communicator, self.stream)
         finally:
             self.communicator.end_group()
-        self._await_ready()
+        self.await_ready()
 
 
 class StreamExecutor:
@@ -195,7 +188,9 @@ class StreamExecutor:
         streams = self._streams_of(device)
         stream, caller = self._stream_on(device), streams.current()
         is_elsewhere = stream.cuda_stream != caller.cuda_stream
-        context = StreamContext(self._handle.communicator, stream, partial(self._await_ready, info, deadline))
+        context = StreamContext(
+            self._handle.communicator, stream.cuda_stream, partial(self._await_ready, info, deadline)
+        )
         with streams.using(stream):
             if is_elsewhere:
                 streams.order(stream, streams.record(caller))

@@ -6,6 +6,7 @@ import contextlib
 import socket
 import threading
 from collections import deque
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Protocol
 
 from ferrodist.backends.frame_type import URGENT
@@ -29,28 +30,17 @@ class Sink(Protocol):
         """Let ``fill`` write payload bytes ``start`` to ``stop``; returns how many it wrote."""
 
 
+@dataclass(slots=True, eq=False)
 class QueuedFrame:
     """A frame to be written."""
 
-    __slots__ = ("begun", "cost", "frame", "on_written", "owner", "payload", "relayed", "views")
-
-    def __init__(
-        self,
-        frame: Frame,
-        payload: memoryview | bytes = b"",  # ``frame.length`` bytes that stay unchanged until they are written
-        *,
-        owner: object = None,  # the payload's owner, for `FramedConnection.drop`
-        on_written: Callable[[], object] | None = None,  # called once the last byte has been given to the kernel
-        relayed: bool = False,  # whether it only passes through this rank
-    ) -> None:
-        self.frame = frame
-        self.payload = payload
-        self.owner = owner
-        self.on_written = on_written
-        self.relayed = relayed
-        self.cost = frame.length + _FRAME_COST
-        self.begun = False  # the kernel has a byte of it, so the rest must follow
-        self.views: list[memoryview] = []
+    frame: Frame
+    payload: memoryview | bytes = b""  # ``frame.length`` bytes that stay unchanged until they are written
+    owner: object = None  # the payload's owner, for `FramedConnection.drop`
+    on_written: Callable[[], object] | None = None  # called once the last byte has been given to the kernel
+    relayed: bool = False  # whether it only passes through this rank
+    begun: bool = False  # the kernel has a byte of it, so the rest must follow
+    views: list[memoryview] = field(default_factory=list)
 
 
 class FramedConnection:
@@ -87,7 +77,7 @@ class FramedConnection:
             was_waiting = self._waiting()
             (self._urgent if outgoing.frame.kind in URGENT else self._queue).append(outgoing)
             if outgoing.relayed:
-                self.relayed_bytes += outgoing.cost
+                self.relayed_bytes += outgoing.frame.length + _FRAME_COST
             if was_waiting:
                 return True
             written = self._write()
@@ -184,7 +174,7 @@ class FramedConnection:
                 if current.views:
                     continue
                 if current.relayed:
-                    self.relayed_bytes -= current.cost
+                    self.relayed_bytes -= current.frame.length + _FRAME_COST
                 if current.on_written is not None:
                     written.append(current.on_written)
                 self._current = None

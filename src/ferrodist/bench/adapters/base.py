@@ -21,71 +21,51 @@ if TYPE_CHECKING:
 ALIGNMENT_BYTES = 64  # every array begins at a multiple of this, a cache line, in every library
 
 
-class TorchArrays:
+class Arrays:
+    """The functions on a library's arrays."""
+
+    empty: Callable[[int, DataType], Any]  # an aligned array of so many elements, with arbitrary content
+    from_values: Callable[[Sequence[float], DataType], Any]  # an array of values that float32 can hold
+    scale: Callable[[Any, float, float, DataType], Any]  # (values + plus) * factor of float32 values, which is exact
+    are_equal: Callable[[Any, Any], bool]  # whether two arrays hold the same values
+    multiply: Callable[[Any, Any, Any], object]  # writes the product of two matrices into a third
+
+
+class TorchArrays(Arrays):
     """Torch tensors on a device; torch aligns by itself."""
 
     def __init__(self, device: str = "cpu") -> None:
         import torch  # noqa: PLC0415
 
-        self._torch, self._device = torch, device
-        self._dtypes = {dtype: getattr(torch, dtype.value) for dtype in DataType}
-
-    def empty(self, num_elements: int, dtype: DataType) -> Any:
-        """An aligned array with arbitrary content."""
-        return self._torch.empty(num_elements, dtype=self._dtypes[dtype], device=self._device)
-
-    def from_values(self, values: Sequence[float], dtype: DataType) -> Any:
-        """An array of values, which float32 can hold."""
-        return self._torch.tensor(values, dtype=self._dtypes[dtype], device=self._device)
-
-    def scale(self, values: Any, plus: float, factor: float, dtype: DataType) -> Any:
-        """A new array of (values + plus) * factor, from float32 values; the results must be exact."""
-        return ((values + plus) * factor).to(self._dtypes[dtype])
-
-    def are_equal(self, left: Any, right: Any) -> bool:
-        """Return whether two arrays hold the same values."""
-        return bool(self._torch.equal(left, right))
-
-    def multiply(self, left: Any, right: Any, out: Any) -> None:
-        """Write the product of two matrices into a third."""
-        self._torch.mm(left, right, out=out)
+        dtypes = {dtype: getattr(torch, dtype.value) for dtype in DataType}
+        self.empty = lambda num_elements, dtype: torch.empty(num_elements, dtype=dtypes[dtype], device=device)
+        self.from_values = lambda values, dtype: torch.tensor(values, dtype=dtypes[dtype], device=device)
+        self.scale = lambda values, plus, factor, dtype: ((values + plus) * factor).to(dtypes[dtype])
+        self.are_equal = torch.equal
+        self.multiply = lambda left, right, out: torch.mm(left, right, out=out)
 
 
-class NumpyArrays:
-    """NumPy arrays with the methods of `TorchArrays`; bfloat16, which NumPy lacks, as its bits."""
+class NumpyArrays(Arrays):
+    """NumPy arrays; bfloat16, which NumPy lacks, as its bits."""
 
     def __init__(self) -> None:
         import numpy as np  # noqa: PLC0415
 
-        self._np = np
-        names = {DataType.FLOAT32: "float32", DataType.FLOAT16: "float16", DataType.BFLOAT16: "uint16"}
-        self._dtypes: dict[DataType, Any] = {dtype: np.dtype(name) for dtype, name in names.items()}
+        def empty(num_elements: int, dtype: DataType) -> Any:
+            size_bytes = num_elements * dtype.size_bytes
+            raw = np.empty(size_bytes + ALIGNMENT_BYTES, np.uint8)
+            begin = -raw.ctypes.data % ALIGNMENT_BYTES
+            return raw[begin : begin + size_bytes].view("uint16" if dtype is DataType.BFLOAT16 else dtype.value)
 
-    def empty(self, num_elements: int, dtype: DataType) -> Any:
-        size_bytes = num_elements * dtype.size_bytes
-        raw = self._np.empty(size_bytes + ALIGNMENT_BYTES, self._np.uint8)
-        begin = -raw.ctypes.data % ALIGNMENT_BYTES
-        return raw[begin : begin + size_bytes].view(self._dtypes[dtype])
+        def narrow(values: Any, dtype: DataType) -> Any:
+            if dtype is DataType.BFLOAT16:  # exact ones only
+                return (values.view(np.uint32) >> 16).astype(np.uint16)
+            return values.astype(dtype.value)
 
-    def from_values(self, values: Sequence[float], dtype: DataType) -> Any:
-        return self._narrow(self._np.array(values, self._np.float32), dtype)
-
-    def scale(self, values: Any, plus: float, factor: float, dtype: DataType) -> Any:
-        return self._narrow((values + self._np.float32(plus)) * self._np.float32(factor), dtype)
-
-    def are_equal(self, left: Any, right: Any) -> bool:
-        return bool(self._np.array_equal(left, right))
-
-    def multiply(self, left: Any, right: Any, out: Any) -> None:
-        self._np.matmul(left, right, out=out)
-
-    def _narrow(self, values: Any, dtype: DataType) -> Any:
-        if dtype is DataType.BFLOAT16:  # exact ones only
-            return (values.view(self._np.uint32) >> 16).astype(self._np.uint16)
-        return values.astype(self._dtypes[dtype])
-
-
-Arrays = TorchArrays | NumpyArrays
+        self.empty, self.are_equal = empty, np.array_equal
+        self.from_values = lambda values, dtype: narrow(np.array(values, np.float32), dtype)
+        self.scale = lambda values, plus, factor, dtype: narrow((values + np.float32(plus)) * np.float32(factor), dtype)
+        self.multiply = lambda left, right, out: np.matmul(left, right, out=out)
 
 
 class UnsupportedError(Exception):
@@ -94,17 +74,12 @@ class UnsupportedError(Exception):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankInfo:
-    """A rank of a peer, and where it meets the others.
+    """A rank of a peer, and where it meets the others."""
 
-    MPI ranks learn their rank from the library instead. ``folder``, the peer's own and empty at first, is for the files
-    of the rendezvous. ``address`` is the rendezvous "host:port" of ranks on several hosts; None on one host, where a
-    file does.
-    """
-
-    rank: int
+    rank: int  # MPI ranks learn theirs from the library instead
     num_ranks: int
-    folder: Path
-    address: str | None = None
+    folder: Path  # the peer's own and empty at first, for the files of the rendezvous
+    address: str | None = None  # the rendezvous "host:port" of ranks on several hosts; on one host a file does
 
     @property
     def init_method(self) -> str:

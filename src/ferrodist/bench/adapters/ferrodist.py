@@ -25,8 +25,9 @@ _SHARING_VARIABLE = "NCCL_MULTI_RANK_GPU_ENABLE"
 class SymmetricArrays(TorchArrays):
     """Torch tensors in memory that all ranks share; all ranks allocate the same, in the same order."""
 
-    def empty(self, num_elements: int, dtype: DataType) -> Any:
-        return fd.empty_symmetric((num_elements,), self._dtypes[dtype])
+    def __init__(self) -> None:
+        super().__init__()
+        self.empty = lambda num_elements, dtype: fd.empty_symmetric((num_elements,), getattr(torch, dtype.value))
 
 
 class FerrodistAdapter(Adapter):

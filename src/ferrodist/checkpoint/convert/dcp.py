@@ -10,7 +10,6 @@ import io
 import os
 import shutil
 import warnings
-from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -18,7 +17,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict_saver import save
-from typing_extensions import override
+from typing_extensions import Buffer, override
 
 from ferrodist.checkpoint.convert.common import (
     ExternalTensor,
@@ -35,7 +34,7 @@ from ferrodist.checkpoint.format.safetensors import dtype_name
 from ferrodist.checkpoint.format.tree import check_collisions
 from ferrodist.checkpoint.retention import DCP_METADATA_NAME as METADATA_NAME
 from ferrodist.checkpoint.retention import describe_foreign_format
-from ferrodist.checkpoint.storage import open_storage
+from ferrodist.checkpoint.storage import Storage, open_storage
 from ferrodist.errors import DistCheckpointError
 from ferrodist.tensor.local_shards import Box
 from ferrodist.torch_private.tensors import checkpoint_offset
@@ -44,9 +43,6 @@ from ferrodist.wording import with_article
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from typing_extensions import Buffer
-
-    from ferrodist.checkpoint.storage.base import Storage
     from ferrodist.checkpoint.tools.reshard import ProgressCallback, RewriteOptions
 
 _METADATA = "torch.distributed.checkpoint.metadata"
@@ -87,13 +83,12 @@ class DcpItem(NamedTuple):
     transforms: tuple[str, ...] = ()
 
 
-@dataclass(slots=True, kw_only=True)
-class DcpMetadata:
+class DcpMetadata(NamedTuple):
     """The contents of a folder."""
 
     tensors: dict[str, DcpTensor | None]
-    paths: dict[str, tuple[str | int, ...]] = field(default_factory=dict)
-    items: dict[tuple[str, tuple[int, ...] | None], DcpItem] = field(default_factory=dict)
+    paths: dict[str, tuple[str | int, ...]]
+    items: dict[tuple[str, tuple[int, ...] | None], DcpItem]
 
 
 def decode_metadata(data: bytes) -> DcpMetadata:
@@ -102,17 +97,16 @@ def decode_metadata(data: bytes) -> DcpMetadata:
         value = read_pickle(io.BytesIO(data), len(data), _check_allowed)
         check_expansion(value, len(data))  # chunks that many tensors share are made for each
         fields = _fields(value, "Metadata")
-        tensors = _str_keyed(fields.get("state_dict_metadata")).items()
-        found = DcpMetadata(tensors={name: _tensor(node) for name, node in tensors})
+        tensors = {name: _tensor(node) for name, node in _str_keyed(fields.get("state_dict_metadata")).items()}
+        paths = {}
         if isinstance(fields.get("planner_data"), PickledDict):  # otherwise another planner's
-            found.paths = {name: _path(path) for name, path in _str_keyed(fields["planner_data"]).items()}
-        if fields.get("storage_data") is not None:
-            pairs = _pairs(fields["storage_data"])
-            keys = check_collisions(_index(key) for key, _ in pairs)
-            found.items = {key: _item(key[0], node) for key, (_, node) in zip(keys, pairs, strict=True)}
+            paths = {name: _path(path) for name, path in _str_keyed(fields["planner_data"]).items()}
+        pairs = [] if fields.get("storage_data") is None else _pairs(fields["storage_data"])
+        keys = check_collisions(_index(key) for key, _ in pairs)
+        items = {key: _item(key[0], node) for key, (_, node) in zip(keys, pairs, strict=True)}
     except ValueError as error:
         raise ValueError(f"{METADATA_NAME} is not what torch.distributed.checkpoint writes: {error}") from error
-    return found
+    return DcpMetadata(tensors, paths, items)
 
 
 def _check_allowed(found: Global) -> None:

@@ -9,12 +9,18 @@ import msgspec
 
 from ferrodist.checkpoint.convert.common import ExternalTensor, FileShard, conversion_errors, import_folder
 from ferrodist.checkpoint.format.manifest import INDEX_NAME, MANIFEST_NAME, SINGLE_NAME
-from ferrodist.checkpoint.format.safetensors import LENGTH_BYTES, MAX_HEADER_BYTES, from_safetensors, parse_header
+from ferrodist.checkpoint.format.safetensors import (
+    LENGTH_BYTES,
+    MAX_HEADER_BYTES,
+    HeaderEntry,
+    from_safetensors,
+    parse_header,
+)
 from ferrodist.checkpoint.format.tree import map_children, split_node, tensor_key
 from ferrodist.checkpoint.reader import CheckpointReader
 from ferrodist.checkpoint.retention import describe_foreign_format, read_manifest
-from ferrodist.checkpoint.storage import open_storage
-from ferrodist.checkpoint.tools.reshard import RewriteOptions, RewriteSource, rewrite
+from ferrodist.checkpoint.storage import Storage, open_storage
+from ferrodist.checkpoint.tools.reshard import BoxSource, RewriteOptions, RewriteSource, rewrite
 from ferrodist.errors import DistCheckpointError
 from ferrodist.tensor.local_shards import Box
 from ferrodist.wording import counted
@@ -22,10 +28,6 @@ from ferrodist.wording import counted
 if TYPE_CHECKING:
     import os
     from collections.abc import Mapping
-
-    from ferrodist.checkpoint.format.safetensors import HeaderEntry
-    from ferrodist.checkpoint.storage.base import Storage
-    from ferrodist.checkpoint.tools.reshard import BoxSource
 
 
 class _Index(msgspec.Struct):

@@ -14,13 +14,11 @@ from ferrodist.checkpoint.convert.torch_pickle import check_pickles
 from ferrodist.checkpoint.retention import describe_foreign_format
 from ferrodist.checkpoint.storage import LocalStorage, open_storage
 from ferrodist.checkpoint.storage.local import open_regular
-from ferrodist.checkpoint.tools.reshard import RewriteOptions, rewrite
+from ferrodist.checkpoint.tools.reshard import ProgressCallback, RewriteOptions, rewrite
 from ferrodist.errors import DistCheckpointError
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
-
-    from ferrodist.checkpoint.tools.reshard import ProgressCallback
 
 
 def import_torch_file(

@@ -23,9 +23,9 @@ from __future__ import annotations
 import base64
 import math
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -34,9 +34,6 @@ import torch
 from ferrodist.checkpoint.format.safetensors import dtype_from_name, dtype_name
 from ferrodist.tensor.local_shards import flat_shard_of
 from ferrodist.wording import with_article
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 
 Node = Any
 """A JSON value, or a dict with one mark as its key."""

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import uuid
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from math import prod
@@ -23,8 +24,8 @@ from ferrodist.checkpoint.format.tree import child_nodes, split_node
 from ferrodist.checkpoint.reader import CheckpointReader
 from ferrodist.checkpoint.retention import check_owned, read_manifest
 from ferrodist.checkpoint.save import DEFAULT_FILE_BYTES, commit, make_manifest
-from ferrodist.checkpoint.save_plan import BoxReport, SavePlan, StateReport, TensorReport, plan_save
-from ferrodist.checkpoint.storage import open_storage
+from ferrodist.checkpoint.save_plan import BoxReport, SavePlan, Span, StateReport, TensorReport, plan_save
+from ferrodist.checkpoint.storage import Storage, open_storage
 from ferrodist.checkpoint.writer import FileStream, bytes_of
 from ferrodist.collectives.arguments import compute_shard_sizes, offsets_of
 from ferrodist.deadline import Deadline, default_timeout
@@ -34,15 +35,11 @@ from ferrodist.wording import counted
 
 if TYPE_CHECKING:
     import os
-    from collections.abc import Callable, Iterator, Mapping, Sequence
 
-    from ferrodist.checkpoint.save_plan import Span
-    from ferrodist.checkpoint.storage.base import Storage
-
-    ProgressCallback = Callable[[int, int], None]
-    """Called with the bytes done, and their total."""
-    ChooseDim = Callable[[str, tuple[int, ...]], int | None]
-    """Returns the sharded dim for a tensor's key and shape; None leaves it whole."""
+ProgressCallback = Callable[[int, int], None]
+"""Called with the bytes done, and their total."""
+ChooseDim = Callable[[str, tuple[int, ...]], int | None]
+"""Returns the sharded dim for a tensor's key and shape; None leaves it whole."""
 
 ROW_BLOCK_BYTES = 16 << 20
 """The size of a block of rows; large enough to hide the latency of reads."""

@@ -4,28 +4,23 @@ from __future__ import annotations
 
 from contextlib import closing
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from ferrodist.checkpoint.format.manifest import INDEX_NAME, MANIFEST_NAME, hash_bytes
+from ferrodist.checkpoint.format.manifest import INDEX_NAME, MANIFEST_NAME, FileEntry, Manifest, ShardEntry, hash_bytes
 from ferrodist.checkpoint.format.safetensors import HeaderEntry, name_in_file, parse_header, to_safetensors
 from ferrodist.checkpoint.format.tree import referenced_keys
 from ferrodist.checkpoint.retention import read_manifest
 from ferrodist.checkpoint.save import make_index
-from ferrodist.checkpoint.storage import open_storage
-from ferrodist.checkpoint.tools.reshard import ProgressCounter
+from ferrodist.checkpoint.storage import Storage, open_storage
+from ferrodist.checkpoint.tools.reshard import ProgressCallback, ProgressCounter
 from ferrodist.errors import DistCheckpointError
 from ferrodist.wording import counted
 
 if TYPE_CHECKING:
     import os
     from collections.abc import Iterator, Mapping
-    from typing import Any
-
-    from ferrodist.checkpoint.format.manifest import FileEntry, Manifest, ShardEntry
-    from ferrodist.checkpoint.storage.base import Storage
-    from ferrodist.checkpoint.tools.reshard import ProgressCallback
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

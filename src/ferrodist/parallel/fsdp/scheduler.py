@@ -59,9 +59,7 @@ class UnitScheduler:
     ) -> None:
         self.units = tuple(units)
         self.is_syncing = True  # True if backward averages gradients; otherwise they stay on this rank
-        self._axes = axes
-        self._group = axes.world
-        self._buffer = buffer
+        self._axes, self._group, self._buffer = axes, axes.world, buffer
         self._forward_prefetch, self._backward_prefetch = prefetch
         self._reshards_after_forward = reshards_after_forward
         self._forward_order: list[int] = []  # unit indices in the call order of the last forward
