@@ -193,9 +193,7 @@ class HostStagedEngine:
     def _synchronize(self, timeout: float) -> None:
         deadline = Deadline(timeout)
         try:
-            if not self._sequencer.wait_until_idle(deadline.remaining()):
-                self._check_alive()
-                raise NotReachedError
+            self._wait_until_idle(deadline)
             for pipeline in list(self._pipelines.values()):
                 pipeline.synchronize(deadline)
         except NotReachedError:
@@ -203,6 +201,11 @@ class HostStagedEngine:
                 f"what was started on GPUs in group {self._group.name!r} is not done after {Elapsed.of(deadline)} (rank"
                 f" {self._group.rank}): call synchronize() again"
             ) from None
+
+    def _wait_until_idle(self, deadline: Deadline) -> None:
+        if not self._sequencer.wait_until_idle(deadline.remaining()):
+            self._check_alive()
+            raise NotReachedError
 
     def _free_pipelines(self) -> None:
         """Free the slots' memory, unless a device that hangs may still copy from it."""
