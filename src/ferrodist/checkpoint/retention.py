@@ -28,7 +28,6 @@ if TYPE_CHECKING:
     import re
     from collections.abc import Mapping
 
-
 DCP_METADATA_NAME = ".metadata"
 """The manifest's name in torch.distributed.checkpoint."""
 
