@@ -122,14 +122,7 @@ def load_distributed(
     ranks, deadline = resolve_ranks(group), Deadline(resolve_timeout(timeout))
     storage = call_on_all(lambda: open_storage(path, storage_options), "open a checkpoint", str(path), ranks, deadline)
     return load(
-        storage,
-        into,
-        ranks,
-        strict=strict,
-        verify=verify,
-        one_reads=one_reads,
-        shards=shards,
-        deadline=deadline,
+        storage, into, ranks, strict=strict, verify=verify, one_reads=one_reads, shards=shards, deadline=deadline
     )
 
 

@@ -30,7 +30,7 @@ from ferrodist.tensor.dtensor import DTensor
 from ferrodist.tensor.local_shards import Box
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+    from collections.abc import Callable, Iterable, Iterator, Sequence
 
     from ferrodist.backends.base import Backend
     from ferrodist.checkpoint.storage.base import Storage
@@ -41,14 +41,13 @@ _MESSAGE_BYTES = 32 << 20
 
 def read_on_rank0(
     reader: CheckpointReader,
-    manifest: Manifest,
-    wanted: Sequence[tuple[str, Box, torch.Tensor]],
-    *,
+    wanted: Iterable[tuple[str, Box, torch.Tensor]],
     where: str,
     group: Backend,
     deadline: Deadline,
 ) -> None:
     """Fill tensors on all ranks with data that rank 0 reads; every rank calls this."""
+    manifest = reader.manifest
     own: dict[Span, list[torch.Tensor]] = {}
     for key, box, view in wanted:
         if box.numel:
@@ -61,22 +60,6 @@ def read_on_rank0(
             for request in msgspec.msgpack.decode(encoded, type=list[Span]) if rank else ():
                 receivers.setdefault(request, []).append(rank)
         buffer = torch.empty(_max_message_bytes(receivers, manifest), dtype=torch.uint8, device="cpu")
-    failure = _transfer(reader, manifest, own, receivers, buffer, group=group, deadline=deadline)
-    if failure is not None:
-        raise failure
-
-
-def _transfer(
-    reader: CheckpointReader,
-    manifest: Manifest,
-    own: Mapping[Span, Sequence[torch.Tensor]],
-    receivers: Mapping[Span, Sequence[int]],
-    buffer: torch.Tensor,
-    *,
-    group: Backend,
-    deadline: Deadline,
-) -> Exception | None:
-    """Read and send the boxes of all ranks on rank 0, receive this rank's elsewhere; return the first error."""
     failure: Exception | None = None
     for request, chunk, inner in _chunks(receivers, manifest):
         dtype = _dtype(request, manifest)
@@ -89,7 +72,8 @@ def _transfer(
             recv_into(data, 0, group=group, timeout=deadline.remaining())
         for view in own.get(request, ()):
             failure = failure or _catch(partial(put_elements, inner.take(view), data, request.key))
-    return failure
+    if failure is not None:
+        raise failure
 
 
 def _catch(act: Callable[[], None]) -> Exception | None:
@@ -155,7 +139,7 @@ def load(
             targets = sorted(planner.targets, key=lambda target: manifest.position(target[0]))
             boxes = [(key, box, view) for key, _, part in targets for box, view in part.boxes]
             if one_reads:
-                read_on_rank0(reader, manifest, boxes, where=storage.url, group=group, deadline=deadline)
+                read_on_rank0(reader, boxes, storage.url, group, deadline)
             else:
                 for key, box, view in boxes:
                     reader.read_box(key, box, view)

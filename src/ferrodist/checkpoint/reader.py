@@ -45,14 +45,14 @@ class CheckpointReader:
 
     def __init__(self, storage: Storage, manifest: Manifest, *, verify: bool) -> None:
         self._storage = storage
-        self._manifest = manifest
+        self.manifest = manifest
         self._verify = verify
         self._checked: set[int] = set()
         self._lock = threading.Lock()
 
     def read_box(self, key: str, box: Box, target: torch.Tensor) -> None:
         """Fill a tensor with a box of a saved one."""
-        tensor = self._manifest.tensors[key]
+        tensor = self.manifest.tensors[key]
         dtype, missing = dtype_from_name(tensor.dtype), box.numel
         for shard in tensor.shards:
             saved = Box(shard.offsets, shard.shape)
@@ -98,7 +98,7 @@ class CheckpointReader:
 
     def _read_bytes(self, key: str, shard: ShardEntry, start: int, into: memoryview) -> None:
         """Fill memory with bytes of a shard."""
-        name = self._manifest.files[shard.file].name
+        name = self.manifest.files[shard.file].name
         try:
             self._check_file(shard.file)
             if self._verify:
@@ -113,7 +113,7 @@ class CheckpointReader:
             raise self._error(name, key, f"can't be read: {error}") from error
 
     def _read_checked(self, key: str, shard: ShardEntry, start: int, into: memoryview) -> None:
-        block, size, stop = self._manifest.block_bytes, shard.stop - shard.start, start + len(into)
+        block, size, stop = self.manifest.block_bytes, shard.stop - shard.start, start + len(into)
         at = start
         while at < stop:
             begin = at // block * block
@@ -131,7 +131,7 @@ class CheckpointReader:
 
     def _read_blocks(self, key: str, shard: ShardEntry, begin: int, into: memoryview) -> None:
         """Read full blocks of a shard and check them."""
-        name, block = self._manifest.files[shard.file].name, self._manifest.block_bytes
+        name, block = self.manifest.files[shard.file].name, self.manifest.block_bytes
         self._storage.read(name, shard.start + begin, into)
         for at in range(0, len(into), block):
             data = into[at : at + block]
@@ -148,7 +148,7 @@ class CheckpointReader:
         with self._lock:
             if file_index in self._checked:
                 return
-        file = self._manifest.files[file_index]
+        file = self.manifest.files[file_index]
         found, problem = self._storage.size_bytes(file.name), ""
         if found != file.size_bytes:
             problem = f"has {found} bytes where {file.size_bytes} were written"
@@ -158,7 +158,7 @@ class CheckpointReader:
             if hash_bytes(header) != file.header_hash:
                 problem = "is damaged: its header doesn't have the hash that it was saved with"
         if problem:
-            tensors = self._manifest.tensors.items()
+            tensors = self.manifest.tensors.items()
             keys = [key for key, tensor in tensors if any(shard.file == file_index for shard in tensor.shards)]
             names = f"{', '.join(map(repr, keys[:3]))}{' and others' if len(keys) > 3 else ''}"
             raise DistCheckpointError(f"{self._storage.url}/{file.name}, which has tensor {names}, {problem}")

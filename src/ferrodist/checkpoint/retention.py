@@ -217,10 +217,7 @@ def find_latest(
 
 
 def remove_old(
-    saved: str,
-    keep_last: int,
-    storage_options: Mapping[str, Any] | None,
-    names: re.Pattern[str] | None = None,
+    saved: str, keep_last: int, storage_options: Mapping[str, Any] | None, names: re.Pattern[str] | None = None
 ) -> None:
     """Remove all but the newest ``keep_last`` checkpoints beside, and including, a new one; failures are logged.
 

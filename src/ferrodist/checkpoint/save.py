@@ -277,10 +277,7 @@ class Save:
         exchange = Rank0Exchange(group, deadline)
         try:
             own_files = exchange.run(
-                phase,
-                report,
-                "plan a checkpoint",
-                lambda reports: self._make_plan(reports, options.max_file_bytes),
+                phase, report, "plan a checkpoint", lambda reports: self._make_plan(reports, options.max_file_bytes)
             )
         except BaseException as error:
             if exchange.may_be_answered:

@@ -234,7 +234,14 @@ def materialize(
             names = count()
 
             def make(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-                return _mmap_tensor(Path(folder) / str(next(names)), shape, dtype)
+                size = prod(shape)
+                if not size:
+                    return torch.empty(shape, dtype=dtype, device="cpu")
+                file = Path(folder) / str(next(names))
+                with file.open("wb") as opened:
+                    # Fails on a full disk, where writing to a sparse mapped file would kill the process.
+                    os.posix_fallocate(opened.fileno(), 0, size * dtype.itemsize)
+                return torch.from_file(str(file), shared=True, size=size, dtype=dtype, device="cpu").view(shape)
 
             planner = LoadPlanner(manifest, 0, 1, ShardMetadata(num_ranks=1), make=make)
             try:
@@ -250,16 +257,6 @@ def materialize(
                     reader.read_box(key, rows, rows.take(tensor))
                     progress_meter.add(rows.numel * sizes[key])
             yield build()
-
-
-def _mmap_tensor(file: Path, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-    """Return a tensor in a new memory-mapped file."""
-    if not prod(shape):
-        return torch.empty(shape, dtype=dtype, device="cpu")
-    with file.open("wb") as opened:
-        # Fails on a full disk, where writing to a sparse mapped file would kill the process.
-        os.posix_fallocate(opened.fileno(), 0, prod(shape) * dtype.itemsize)
-    return torch.from_file(str(file), shared=True, size=prod(shape), dtype=dtype, device="cpu").view(shape)
 
 
 def _portable_tree(node: Any) -> Any:

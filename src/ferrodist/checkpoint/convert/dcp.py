@@ -10,7 +10,6 @@ import io
 import os
 import shutil
 import warnings
-from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -84,13 +83,12 @@ class DcpItem(NamedTuple):
     transforms: tuple[str, ...] = ()
 
 
-@dataclass(slots=True, kw_only=True)
-class DcpMetadata:
+class DcpMetadata(NamedTuple):
     """The contents of a folder."""
 
     tensors: dict[str, DcpTensor | None]
-    paths: dict[str, tuple[str | int, ...]] = field(default_factory=dict)
-    items: dict[tuple[str, tuple[int, ...] | None], DcpItem] = field(default_factory=dict)
+    paths: dict[str, tuple[str | int, ...]]
+    items: dict[tuple[str, tuple[int, ...] | None], DcpItem]
 
 
 def decode_metadata(data: bytes) -> DcpMetadata:
@@ -99,17 +97,16 @@ def decode_metadata(data: bytes) -> DcpMetadata:
         value = read_pickle(io.BytesIO(data), len(data), _check_allowed)
         check_expansion(value, len(data))  # chunks that many tensors share are made for each
         fields = _fields(value, "Metadata")
-        tensors = _str_keyed(fields.get("state_dict_metadata")).items()
-        found = DcpMetadata(tensors={name: _tensor(node) for name, node in tensors})
+        tensors = {name: _tensor(node) for name, node in _str_keyed(fields.get("state_dict_metadata")).items()}
+        paths = {}
         if isinstance(fields.get("planner_data"), PickledDict):  # otherwise another planner's
-            found.paths = {name: _path(path) for name, path in _str_keyed(fields["planner_data"]).items()}
-        if fields.get("storage_data") is not None:
-            pairs = _pairs(fields["storage_data"])
-            keys = check_collisions(_index(key) for key, _ in pairs)
-            found.items = {key: _item(key[0], node) for key, (_, node) in zip(keys, pairs, strict=True)}
+            paths = {name: _path(path) for name, path in _str_keyed(fields["planner_data"]).items()}
+        pairs = [] if fields.get("storage_data") is None else _pairs(fields["storage_data"])
+        keys = check_collisions(_index(key) for key, _ in pairs)
+        items = {key: _item(key[0], node) for key, (_, node) in zip(keys, pairs, strict=True)}
     except ValueError as error:
         raise ValueError(f"{METADATA_NAME} is not what torch.distributed.checkpoint writes: {error}") from error
-    return found
+    return DcpMetadata(tensors, paths, items)
 
 
 def _check_allowed(found: Global) -> None:

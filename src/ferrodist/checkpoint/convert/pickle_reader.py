@@ -154,9 +154,6 @@ class _PickleMachine:
     def _sized(self, form: struct.Struct) -> bytes:
         return self._take(self._read_number(form))
 
-    def _skip(self, count: int) -> None:
-        self._take(count)
-
     def _line(self) -> str:
         line = self._file.readline(min(self._remaining, _MAX_NAME_BYTES))
         self._remaining -= len(line)
@@ -230,9 +227,9 @@ def _refuse(why: str) -> NoReturn:
     raise ValueError(why)
 
 
-_OPERATIONS: dict[bytes, Callable[[_PickleMachine], None]] = {
+_OPERATIONS: dict[bytes, Callable[[_PickleMachine], object]] = {
     b"\x80": _PickleMachine._protocol,
-    b"\x95": lambda machine: machine._skip(8),  # a frame's size, a hint for readers
+    b"\x95": lambda machine: machine._take(8),  # a frame's size, a hint for readers
     b"N": lambda machine: machine._push(None),
     b"\x88": lambda machine: machine._push(True),
     b"\x89": lambda machine: machine._push(False),

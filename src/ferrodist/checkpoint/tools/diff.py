@@ -100,7 +100,7 @@ def compare(
         pairs = dict.fromkeys(each[1] for each in found if not isinstance(each, Difference))  # tied ones come once
         progress_meter = ProgressCounter(sum(one.tensors[key].size_bytes for key, _ in pairs), progress)
         readers = CheckpointReader(storage, one, verify=True), CheckpointReader(other_storage, two, verify=True)
-        elements = {pair: _compare_elements(readers, (one, two), pair, progress_meter) for pair in pairs}
+        elements = {pair: _compare_elements(readers, pair, progress_meter) for pair in pairs}
     result: list[Difference] = []
     for each in found:
         if isinstance(each, Difference):
@@ -171,14 +171,11 @@ def _abbreviate(node: Any) -> str:
 
 
 def _compare_elements(
-    readers: tuple[CheckpointReader, CheckpointReader],
-    manifests: tuple[Manifest, Manifest],
-    keys: Pair,
-    progress_meter: ProgressCounter,
+    readers: tuple[CheckpointReader, CheckpointReader], keys: Pair, progress_meter: ProgressCounter
 ) -> tuple[int, int, float] | None:
     """Return the number of differing elements, of all elements, and the largest difference; None if none differ."""
-    dtypes = [dtype_from_name(manifest.tensors[key].dtype) for manifest, key in zip(manifests, keys, strict=True)]
-    shape = manifests[0].tensors[keys[0]].shape
+    tensors = [reader.manifest.tensors[key] for reader, key in zip(readers, keys, strict=True)]
+    dtypes, shape = [dtype_from_name(tensor.dtype) for tensor in tensors], tensors[0].shape
     count, largest = 0, 0.0
     # A difference takes up to 16 bytes per element.
     for band in row_blocks(shape, ROW_BLOCK_BYTES // 16):
