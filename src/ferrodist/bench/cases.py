@@ -68,17 +68,13 @@ class DataType(enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """One point of the comparison; the first ranks are on the first host.
-
-    ``size_bytes`` is the size of a rank's larger tensor: the whole result of an all_gather, the whole input of a
-    reduce_scatter. 0 where the operation has no size.
-    """
+    """One point of the comparison; the first ranks are on the first host."""
 
     operation: Operation
     num_ranks: int
     num_hosts: int = 1
     dtype: DataType = DataType.FLOAT32
-    size_bytes: int = 0
+    size_bytes: int = 0  # of a rank's larger tensor: all_gather's result, reduce_scatter's input; 0: it has no size
 
     @property
     def num_elements(self) -> int:
@@ -190,18 +186,15 @@ _SIZES = (8, 128, *(n * _KIB for n in (1, 4, 16, 64, 256)), *(n * _MIB for n in 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SuiteDefaults:
-    """A suite's operations, and its defaults; ``full_ranks`` are for ``--full``, ``quick_sizes`` for ``--quick``.
-
-    ``optional_peers`` are measured if they are named.
-    """
+    """A suite's operations, and its defaults."""
 
     operations: tuple[Operation, ...]
     peers: tuple[Peer, ...]
-    optional_peers: tuple[Peer, ...] = _OPTIONAL
+    optional_peers: tuple[Peer, ...] = _OPTIONAL  # measured if they are named
     sizes: tuple[int, ...] = _SIZES
-    quick_sizes: tuple[int, ...] = (8, 16 * _KIB, _MIB)
+    quick_sizes: tuple[int, ...] = (8, 16 * _KIB, _MIB)  # for --quick
     ranks: tuple[int, ...] = (2,)
-    full_ranks: tuple[int, ...] = (2,)
+    full_ranks: tuple[int, ...] = (2,)  # for --full
     num_hosts: int = 1
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import tempfile
 import time
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -49,18 +50,19 @@ class RequiredPeerError(Exception):
 def run_suites(options: BenchOptions, report: Report, display: RunDisplay) -> None:
     """Measure all cases of the suites; ``report`` receives the figures as they come."""
     begin = time.monotonic()
-    run = _Run(options, report, display)
     try:
         for stage in plan_stages(options.suites):
-            run.run_stage(stage)
+            _Run(options, report, display).run_stage(stage)
         report.is_complete = True
     finally:
         report.seconds = round(time.monotonic() - begin, 1)
 
 
+@dataclass(frozen=True, slots=True)
 class _Run:
-    def __init__(self, options: BenchOptions, report: Report, display: RunDisplay) -> None:
-        self._options, self._report, self._display = options, report, display
+    options: BenchOptions
+    report: Report
+    display: RunDisplay
 
     def run_stage(self, stage: Stage) -> None:
         """Start the peers of a stage, measure its cases, end the peers."""
@@ -83,10 +85,10 @@ class _Run:
         base = base if len(base) < _MAX_FOLDER_CHARACTERS else "/tmp"  # noqa: S108 - the folder's name can't be guessed
         parent = stack.enter_context(tempfile.TemporaryDirectory(prefix="ferrodist-bench-", dir=base))
         targets: dict[Peer, BenchTarget] = {}
-        required = self._options.required
+        required = self.options.required
         for peer in sorted(stage.peers, key=lambda peer: peer is not required):
             facts = PeerReport(peer=peer.value, num_ranks=stage.num_ranks, num_hosts=stage.num_hosts)
-            self._report.peers.append(facts)
+            self.report.peers.append(facts)
             try:
                 started: RankGroup | Iperf3Target
                 if peer is Peer.IPERF3:
@@ -95,38 +97,37 @@ class _Run:
                 else:
                     folder = Path(parent, peer.value)
                     folder.mkdir()
-                    timeout, log = _START_TIMEOUT_SECONDS, lambda line: self._display.print_lines([f"{line} ..."])
+                    timeout, log = _START_TIMEOUT_SECONDS, lambda line: self.display.print_lines([f"{line} ..."])
                     started = RankGroup(peer, stage.num_ranks, folder=folder, timeout=timeout, log=log, hosts=hosts)
-                    targets[peer] = RankTarget(stack.enter_context(started), self._options.seconds)
+                    targets[peer] = RankTarget(stack.enter_context(started), self.options.seconds)
             except PeerFailedError as error:
                 facts.reason = str(error)
                 if peer is required:
                     raise RequiredPeerError(f"{peer.value} can't be measured on {title}: {error}") from None
-                self._display.print_lines([f"{peer.title} on {title} is left out: {error}"])
+                self.display.print_lines([f"{peer.title} on {title} is left out: {error}"])
                 continue
             facts.versions, facts.command = started.versions, _format_command(started.command)
             versions = ", ".join(" ".join(item) for item in started.versions.items())
-            self._display.print_lines([f"{peer.title} on {title}: {versions}"])
+            self.display.print_lines([f"{peer.title} on {title}: {versions}"])
         return targets
 
     def _measure(self, suite: Suite, case: Case, targets: Sequence[BenchTarget]) -> None:
         size = f" of {format_bytes(case.size_bytes)}" if case.size_bytes else ""
         title = f"{case.operation.value}{size} on {case.num_ranks} ranks"
-        self._display.begin_case(title, self._options.num_rounds)
-        elements = case.input_elements + case.output_elements
+        self.display.begin_case(title, self.options.num_rounds)
+        elements, free = case.input_elements + case.output_elements, available_bytes()
         needed = elements * case.dtype.size_bytes * case.num_ranks * len(targets)
-        available = available_bytes()
-        if available and needed > _MEMORY_SHARE * available:
-            needed_text, free_text = format_bytes(needed), format_bytes(available)
-            self._skip(f"{title}: all peers' ranks together need {needed_text}, and {free_text} are free")
+        if free and needed > _MEMORY_SHARE * free:
+            need = f"all peers' ranks together need {format_bytes(needed)}, and {format_bytes(free)} are free"
+            self._skip(f"{title}: {need}")
             return
-        measured = measure_case(suite, case, targets, self._options, self._display.show_round)
-        self._report.cases.append(measured)
-        self._display.print_lines(["", *case_lines(measured)])
+        measured = measure_case(suite, case, targets, self.options, self.display.show_round)
+        self.report.cases.append(measured)
+        self.display.print_lines(["", *case_lines(measured)])
 
     def _skip(self, reason: str) -> None:
-        self._report.left_out.append(f"left out, {reason}")
-        self._display.print_lines([self._report.left_out[-1]])
+        self.report.left_out.append(f"left out, {reason}")
+        self.display.print_lines([self.report.left_out[-1]])
 
 
 def measure_case(

@@ -63,19 +63,15 @@ def describe_machine() -> Machine:
 
 
 class Measurement(msgspec.Struct, frozen=True):
-    """One peer in one case. Values are seconds for one call, or for an overlap a ratio of times.
-
-    With few batches ``p99`` is close to the highest. A call of an overlap is a product of matrices. ``parts`` has, by
-    name, the components of each batch's value, in seconds.
-    """
+    """One peer in one case. Values are seconds for one call, or for an overlap a ratio of times."""
 
     peer: str
     median: float
     p10: float  # a tenth of the batches were below
-    p99: float  # a hundredth of the batches were above
-    calls_per_batch: int
+    p99: float  # a hundredth of the batches were above; with few batches it is close to the highest
+    calls_per_batch: int  # of an overlap: products of matrices
     batches: list[float]
-    parts: dict[str, list[float]] = msgspec.field(default_factory=dict)
+    parts: dict[str, list[float]] = {}  # the components of each batch's value in seconds, by name
 
     @classmethod
     def from_batches(
@@ -91,22 +87,18 @@ class Measurement(msgspec.Struct, frozen=True):
 
 
 class CaseReport(msgspec.Struct, kw_only=True):
-    """One case; ``not_offered`` and ``failures`` say, by peer, why a peer has no figures.
-
-    ``size_bytes`` is the requested size of a rank's larger tensor, 0 where the operation has no size; ``num_elements``
-    are that tensor's elements, rounded up so that ranks have equal parts.
-    """
+    """One case; ``not_offered`` and ``failures`` say, by peer, why a peer has no figures."""
 
     suite: str
     operation: str
     dtype: str
     num_ranks: int
     num_hosts: int
-    size_bytes: int
-    num_elements: int
-    measurements: list[Measurement] = msgspec.field(default_factory=list)
-    not_offered: dict[str, str] = msgspec.field(default_factory=dict)
-    failures: dict[str, str] = msgspec.field(default_factory=dict)
+    size_bytes: int  # the requested size of a rank's larger tensor, 0 where the operation has no size
+    num_elements: int  # of that tensor, rounded up so that ranks have equal parts
+    measurements: list[Measurement] = []
+    not_offered: dict[str, str] = {}
+    failures: dict[str, str] = {}
 
     def measurement(self, *peers: Peer) -> Measurement | None:
         """The figures of the first of some peers that was measured."""
@@ -141,18 +133,14 @@ class CaseReport(msgspec.Struct, kw_only=True):
 
 
 class PeerReport(msgspec.Struct, kw_only=True):
-    """A peer on a number of ranks, and why it was not measured, if it was not.
-
-    ``command`` started it, or its first rank; the paths and options of the run are left out.
-    """
+    """A peer on a number of ranks."""
 
     peer: str  # the name on the command line
     num_ranks: int
     num_hosts: int = 1
-    # of its components, and the thread level that an MPI gave
-    versions: dict[str, str] = msgspec.field(default_factory=dict)
-    command: str = ""
-    reason: str | None = None
+    versions: dict[str, str] = {}  # of its components, and the thread level that an MPI gave
+    command: str = ""  # that started it, or its first rank, without the paths and options of the run
+    reason: str | None = None  # why it was not measured
 
 
 class Report(msgspec.Struct, kw_only=True):
@@ -162,9 +150,9 @@ class Report(msgspec.Struct, kw_only=True):
     machine: Machine = msgspec.field(default_factory=describe_machine)
     settings: dict[str, str]
     ferrodist: str = msgspec.field(default_factory=lambda: version("ferrodist"))  # the measured version
-    peers: list[PeerReport] = msgspec.field(default_factory=list)
-    cases: list[CaseReport] = msgspec.field(default_factory=list)
-    left_out: list[str] = msgspec.field(default_factory=list)  # the cases that were not measured, with the reasons
+    peers: list[PeerReport] = []
+    cases: list[CaseReport] = []
+    left_out: list[str] = []  # the cases that were not measured, with the reasons
     seconds: float = 0.0
     is_complete: bool = False  # whether the run was not interrupted
     format: int = FORMAT

@@ -185,10 +185,7 @@ def _span(answers: Sequence[dict[str, Any]]) -> float:
 
 
 class Iperf3Target:
-    """The limit of two hosts: iperf3, in one direction or both at once, its time scaled to the case's bytes.
-
-    A context that ends its server.
-    """
+    """The limit of two hosts: iperf3, its time scaled to the case's bytes; a context that ends its server."""
 
     peer = Peer.IPERF3
 

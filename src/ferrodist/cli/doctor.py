@@ -112,7 +112,7 @@ def _gpus() -> tuple[bool, str]:
     reason = why_no_gpu()
     if reason is not None:
         return False, reason
-    names = [torch.cuda.get_device_name(number) for number in range(torch.cuda.device_count())]
+    names = [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]
     return True, f"CUDA {torch.version.cuda}: {', '.join(names)}"
 
 

@@ -35,6 +35,7 @@ from typing import IO, TYPE_CHECKING, Any
 from typing_extensions import override
 
 from ferrodist.deadline import Deadline
+from ferrodist.launch.process_watch import signal_name
 from ferrodist.testing.supervisor import Event, Outcome, RankSet, Stage, is_own_frame
 
 if TYPE_CHECKING:
@@ -259,7 +260,7 @@ class _Child:
         if self.status is None:
             return "the process ended without a result"
         if self.status < 0:
-            return f"the process was killed by {_signal_name(-self.status)}"
+            return f"the process was killed by {signal_name(-self.status)}"
         return f"the process exited with status {self.status} without a result"
 
 
@@ -418,15 +419,8 @@ def _await_ended_threads() -> None:
 
 
 def _system_threads() -> set[int]:
-    """System ids of this process's threads; empty where there is no /proc."""
+    """System ids of this process's threads; empty without a /proc."""
     try:
         return {int(task.name) for task in Path("/proc/self/task").iterdir()}
     except OSError:
         return set()
-
-
-def _signal_name(number: int) -> str:
-    try:
-        return signal.Signals(number).name
-    except ValueError:
-        return f"signal {number}"

@@ -74,17 +74,12 @@ class UnsupportedError(Exception):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankInfo:
-    """A rank of a peer, and where it meets the others.
+    """A rank of a peer, and where it meets the others."""
 
-    MPI ranks learn their rank from the library instead. ``folder``, the peer's own and empty at first, is for the files
-    of the rendezvous. ``address`` is the rendezvous "host:port" of ranks on several hosts; None on one host, where a
-    file does.
-    """
-
-    rank: int
+    rank: int  # MPI ranks learn theirs from the library instead
     num_ranks: int
-    folder: Path
-    address: str | None = None
+    folder: Path  # the peer's own and empty at first, for the files of the rendezvous
+    address: str | None = None  # the rendezvous "host:port" of ranks on several hosts; on one host a file does
 
     @property
     def init_method(self) -> str:

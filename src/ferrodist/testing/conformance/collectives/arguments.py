@@ -41,8 +41,8 @@ def undefined_reductions_are_refused(group: Backend) -> None:
         fd.async_reduce_scatter,
         lambda tensor, op: fd.reduce_scatter_tensor(torch.empty_like(tensor), tensor, op),
     ]
-    for number, (dtype, op) in enumerate(undefined_reductions()):
-        call = calls[number % len(calls)]
+    for index, (dtype, op) in enumerate(undefined_reductions()):
+        call = calls[index % len(calls)]
         tensor = torch.zeros(4, dtype=dtype)
         said = _check_refused(group, TypeError, f"{op} of {dtype}", lambda: call(tensor, op))  # noqa: B023 - called at once
         assert not said or f"{op} of {dtype} is not defined" in said, f"the refusal of {op} of {dtype} says {said!r}"

@@ -14,6 +14,7 @@ from ferrodist.testing.conformance.collectives.oracle import (
     ONE_STEP_BYTES,
     check_bits,
     check_fold,
+    check_into,
     duplicate_group,
     elements,
     rank_factor,
@@ -109,8 +110,7 @@ def results_into_given_tensors(group: Backend) -> None:
                 assert reduced is out, "reduce returned another tensor than out="
                 check_fold(group, out, fd.ReduceOp.SUM, total, f"reduce of {what}")
             out = make()
-            assert fd.broadcast(mine, last, out=out) is out, "broadcast returned another tensor than out="
-            check_bits(out, inputs[last], f"broadcast of {what}")
+            check_into(out, fd.broadcast(mine, last, out=out), inputs[last], f"broadcast of {what}")
         _in_place(group, inputs)
         _joined_and_divided(group, inputs)
         _gathered_and_scattered(group, inputs)
@@ -140,8 +140,7 @@ def _joined_and_divided(group: Backend, inputs: list[torch.Tensor]) -> None:
     joined = torch.cat(inputs)
     rows = len(inputs[0])
     out = torch.empty(4, p * rows).t()
-    assert fd.all_gather(inputs[rank], out=out) is out, "all_gather returned another tensor than out="
-    check_bits(out, joined, "all_gather into a transposed tensor")
+    check_into(out, fd.all_gather(inputs[rank], out=out), joined, "all_gather into a transposed tensor")
     out = torch.empty(rows, 4 * p)
     check_bits(fd.all_gather(inputs[rank], 1, out=out), torch.cat(inputs, 1), "all_gather along 1 with out=")
     buffer = torch.zeros(p * rows, 4)
@@ -151,8 +150,7 @@ def _joined_and_divided(group: Backend, inputs: list[torch.Tensor]) -> None:
     sizes = fd.compute_shard_sizes(rows, p)
     plain = fd.reduce_scatter(inputs[rank])
     out = torch.empty(sizes[rank], 4)
-    assert fd.reduce_scatter_tensor(out, inputs[rank]) is out, "reduce_scatter_tensor returned another tensor"
-    check_bits(out, plain, "reduce_scatter_tensor")
+    check_into(out, fd.reduce_scatter_tensor(out, inputs[rank]), plain, "reduce_scatter_tensor")
     out = torch.empty(4, sizes[rank]).t()
     check_bits(fd.reduce_scatter(inputs[rank], out=out), plain, "reduce_scatter into a transposed tensor")
     mine = inputs[rank].clone()
@@ -170,18 +168,16 @@ def _gathered_and_scattered(group: Backend, inputs: list[torch.Tensor]) -> None:
             whole = out[: len(joined), : joined.shape[1]]
             gathered = fd.gather(inputs[rank], last, dim=dim, out=whole if rank == last else None)
             if rank == last:
-                assert gathered is whole, "gather returned another tensor than out="
-                check_bits(whole, joined, f"gather along {dim} with out=")
+                check_into(whole, gathered, joined, f"gather along {dim} with out=")
             part = torch.empty(inputs[0].shape) if out.is_contiguous() else torch.empty(4, rows).t()
             scattered = fd.scatter(joined if rank == last else None, last, dim=dim, out=part)
-            assert scattered is part, "scatter returned another tensor than out="
-            check_bits(part, inputs[rank], f"scatter along {dim} with out=")
+            check_into(part, scattered, inputs[rank], f"scatter along {dim} with out=")
         sizes = [rank % 2 + 1 for rank in range(p)]
         parts = [tensor.narrow(dim, 0, size) for tensor, size in zip(inputs, sizes, strict=True)]
         uneven = torch.cat(parts, dim)
         for whole in (torch.empty(uneven.shape), torch.empty(uneven.t().shape).t()):
-            assert fd.all_gather_uneven(parts[rank], dim, out=whole) is whole, "all_gather_uneven returned another"
-            check_bits(whole, uneven, f"all_gather_uneven along {dim} with out=")
+            joined = fd.all_gather_uneven(parts[rank], dim, out=whole)
+            check_into(whole, joined, uneven, f"all_gather_uneven along {dim} with out=")
     buffer = torch.cat(inputs)
     mine = buffer[rank * rows : (rank + 1) * rows]
     fd.scatter(buffer if rank == last else None, last, out=mine)
@@ -200,15 +196,12 @@ def _exchanged(group: Backend, inputs: list[torch.Tensor]) -> None:
     expected = [sent[src][rank] for src in range(p)]
     counts = [rows] * p
     for out in (torch.empty(p * rows, 4), torch.empty(4, p * rows).t()):
-        assert fd.all_to_all(torch.cat(sent[rank]), out=out) is out, "all_to_all returned another tensor than out="
-        check_bits(out, torch.cat(expected), "all_to_all with out=")
+        check_into(out, fd.all_to_all(torch.cat(sent[rank]), out=out), torch.cat(expected), "all_to_all with out=")
         out.zero_()
         back = fd.all_to_all_single_uneven(torch.cat(sent[rank]), counts, counts, out=out)
-        assert back is out, "all_to_all_single_uneven returned another tensor than out="
-        check_bits(out, torch.cat(expected), "all_to_all_single_uneven with out=")
+        check_into(out, back, torch.cat(expected), "all_to_all_single_uneven with out=")
         out.copy_(torch.cat(sent[rank]))
-        assert fd.async_all_to_all(out, out=out).wait() is out, "async_all_to_all returned another tensor than out="
-        check_bits(out, torch.cat(expected), "async_all_to_all in place")
+        check_into(out, fd.async_all_to_all(out, out=out).wait(), torch.cat(expected), "async_all_to_all in place")
         out.copy_(torch.cat(sent[rank]))
         fd.all_to_all_single_uneven(out, counts, counts, out=out)
         check_bits(out, torch.cat(expected), "all_to_all_single_uneven in place")

@@ -54,9 +54,9 @@ def _move(group: Backend, dtype: torch.dtype, count: int, root: int) -> None:
 
 def movement_of_every_dtype(group: Backend) -> None:
     """Elements of every dtype arrive with the same bits, NaN payloads and -0.0 included."""
-    for number, dtype in enumerate(DTYPES):
+    for index, dtype in enumerate(DTYPES):
         for count in (5, 203):
-            _move(group, dtype, count, root=number % group.world_size)
+            _move(group, dtype, count, root=index % group.world_size)
 
 
 def movement_of_every_size(group: Backend) -> None:

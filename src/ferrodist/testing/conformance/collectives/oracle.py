@@ -269,6 +269,12 @@ def check_bits(actual: torch.Tensor, expected: torch.Tensor, what: str, *, any_n
         )
 
 
+def check_into(out: torch.Tensor, result: object, expected: torch.Tensor, what: str) -> None:
+    """Assert that a call with ``out=`` returned that tensor, with the same bits as ``expected``."""
+    assert result is out, f"{what} returned another tensor than out="
+    check_bits(out, expected, what)
+
+
 # The sizes at which the reference implementation changes its algorithm. Other engines have other thresholds; checks on
 # both sides of these suit any.
 PAYLOAD_BYTES = 108

@@ -52,10 +52,10 @@ def allreduce_of_every_dtype_and_operation(group: Backend) -> None:
 
 def reduce_of_every_dtype_and_operation(group: Backend) -> None:
     """A reduce gives its root the fold in rank order, whichever rank is the root, and others an empty tensor."""
-    for number, (dtype, op) in enumerate(_every_reduction(group)):
-        root = number % group.world_size
+    for index, (dtype, op) in enumerate(_every_reduction(group)):
+        root = index % group.world_size
         for count in (5, 203):
-            inputs = rank_inputs(group, dtype, count, seed=number)
+            inputs = rank_inputs(group, dtype, count, seed=index)
             result = fd.reduce(inputs[group.rank], root, op)
             if group.rank == root:
                 check_fold(group, result, op, inputs, "reduce")
