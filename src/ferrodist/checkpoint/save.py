@@ -225,7 +225,7 @@ DEFAULT_FILE_BYTES = 5 * 10**9
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SaveOptions:
-    """How a state is saved; see `save_distributed`."""
+    """Options of a save; see `save_distributed`."""
 
     max_file_bytes: int
     check_replicas: bool
