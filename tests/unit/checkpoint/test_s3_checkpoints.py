@@ -387,20 +387,20 @@ import torch
 from ferrodist.checkpoint import AsyncCheckpointer
 from ferrodist.checkpoint.save import Save
 
-run = Save.run
+write_and_commit = Save.write_and_commit
 
 
-def run_late(save, *args):
+def write_late(save, *args):
     time.sleep(1.0)
     if save.storage.url.endswith("3"):
         raise ZeroDivisionError
-    run(save, *args)
+    write_and_commit(save, *args)
 
 
 checkpointer = AsyncCheckpointer(sys.argv[1], keep_last=1, max_file_bytes=100, storage_options=eval(sys.argv[2]))
 state = {str(number): torch.ones(30) for number in range(20)}
 checkpointer.save_async(state, 1).wait()
-Save.run = run_late
+Save.write_and_commit = write_late
 checkpointer.save_async(state, 2)
 checkpointer.save_async(state, 3)
 """
