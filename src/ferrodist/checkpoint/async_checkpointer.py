@@ -179,13 +179,7 @@ class AsyncCheckpointer:
         )
         self._own_group = SubBackend(self._group, range(self._group.world_size), label="ferrodist.checkpoint")
         self._queue = check_int("queue", queue, min=0)
-        self._options = SaveOptions(
-            max_file_bytes=max_file_bytes,
-            check_replicas=check_replicas,
-            shards=shards,
-            keep_last=keep_last,
-            storage_options=storage_options,
-        )
+        self._options = SaveOptions(max_file_bytes, check_replicas, shards, keep_last, storage_options)
         self._thread: ThreadPoolExecutor | None = ThreadPoolExecutor(1, thread_name_prefix="ferrodist-checkpoint")
         self._free: list[StagingBuffer] = [StagingBuffer()]
         self._lock = threading.Lock()
@@ -224,10 +218,10 @@ class AsyncCheckpointer:
             raise RuntimeError("this AsyncCheckpointer is closed: make another one")
         path = self.path_of(check_int("step", step, min=0))
         self._wait_for_room(path)
-        earlier = self._first_unreported()  # ranks may differ in which failures they know of and have reported
+        earlier_error = self._first_unreported()  # ranks may differ in which failures they know of and have reported
         deadline = Deadline(self._timeout)
         save = Save(path, self._group, self._options)
-        save.prepare(state, "begin a checkpoint", deadline, earlier=earlier)
+        save.prepare(state, "begin a checkpoint", deadline, earlier_error=earlier_error)
         with self._lock:
             buffer = self._free.pop() if self._free else StagingBuffer()
         try:

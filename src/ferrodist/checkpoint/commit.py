@@ -1,4 +1,4 @@
-"""The commit of a save by rank 0, and the removal of what dead saves leave in a folder.
+"""The commit of a save by rank 0, and the removal of the leftovers of dead saves.
 
 [Note: commit]
 A checkpoint exists when its manifest does: ``put`` of the manifest is the last step of a save, and it is atomic. Files

@@ -143,7 +143,8 @@ class CheckpointReader:
         # Consecutive full rows are one range of bytes.
         is_run = all(size == whole for size, whole in zip(box.shape[1:], shape[1:], strict=True))
         first = run.start + box.offsets[0] * row_bytes if box.offsets else run.start
-        if is_run and target.dtype is run.dtype and _is_row_major_memory(target):
+        is_row_major = target.is_contiguous() and not target.is_conj() and not target.is_neg()
+        if is_run and is_row_major and target.dtype is run.dtype and target.device.type == "cpu":
             self._read_bytes(run.key, run.shard, first, memory_of(target))
             return
         num_rows = box.shape[0] if box.shape else 1
@@ -235,11 +236,6 @@ class CheckpointReader:
 
     def _error(self, name: str, key: str, what: str) -> DistCheckpointError:
         return DistCheckpointError(f"{self._storage.url}/{name}, which has a part of tensor {key!r}, {what}")
-
-
-def _is_row_major_memory(tensor: torch.Tensor) -> bool:
-    """Return whether a tensor's elements are its memory, row-major, on the CPU."""
-    return tensor.device.type == "cpu" and tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg()
 
 
 def put_elements(target: torch.Tensor, elements: torch.Tensor, key: str) -> None:

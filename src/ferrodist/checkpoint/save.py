@@ -109,13 +109,7 @@ def save_distributed(
             complete; otherwise the previous one is unchanged.
     """
     ranks, deadline = resolve_ranks(group), Deadline(resolve_timeout(timeout))
-    options = SaveOptions(
-        max_file_bytes=max_file_bytes,
-        check_replicas=check_replicas,
-        shards=shards,
-        keep_last=keep_last,
-        storage_options=storage_options,
-    )
+    options = SaveOptions(max_file_bytes, check_replicas, shards, keep_last, storage_options)
     save = Save(path, ranks, options)
     save.prepare(state, "open a checkpoint", deadline)
     save.write_and_commit(ranks, deadline)
@@ -123,7 +117,7 @@ def save_distributed(
         remove_old(save.storage.url, keep_last, storage_options)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class SaveOptions:
     """Options of a save; see `save_distributed`."""
 
@@ -144,34 +138,34 @@ class Save:
         self._path = path
         self._group = group
         self._options = options
-        self.save_id = ""
+        self._save_id = ""
         self._plan: SavePlan | None = None
         """The plan of all ranks; on rank 0 only."""
-        self.files: list[FilePlan] = []
+        self._files: list[FilePlan] = []
         self._tensors: dict[str, TensorReport] = {}
         self._views: dict[Span, torch.Tensor] = {}
         """This rank's memory of each box of the state."""
         self._partials = PartialSums()
 
-    def prepare(self, state: Any, action: str, deadline: Deadline, *, earlier: Exception | None = None) -> None:
-        """Open the storage and agree on a plan, by the collectives 1 and 2.
+    def prepare(self, state: Any, action: str, deadline: Deadline, *, earlier_error: Exception | None = None) -> None:
+        """Open the storage and agree on a plan: collectives 1 and 2 of [Note: five collectives].
 
-        ``action`` names the opening, for messages. ``earlier`` is an error of this rank that fails the save on all.
+        ``action`` names the opening, for messages. ``earlier_error``, if a rank has one, is raised on all.
         """
         phase, exchange = Phase(action, str(self._path)), Rank0Exchange(self._group, deadline)
-        report = partial(self._open_and_report, state, phase, earlier)
+        report = partial(self._open_and_report, state, phase, earlier_error)
         try:
             own_files = exchange.run(phase, report, "plan a checkpoint", self._make_plan)
         except BaseException as error:
             if exchange.may_be_answered:
                 self.discard(error)
             raise
-        self.save_id, self.files = msgspec.msgpack.decode(own_files, type=tuple[str, list[FilePlan]])
+        self._save_id, self._files = msgspec.msgpack.decode(own_files, type=tuple[str, list[FilePlan]])
 
-    def _open_and_report(self, state: Any, phase: Phase, earlier: Exception | None) -> bytes:
+    def _open_and_report(self, state: Any, phase: Phase, earlier_error: Exception | None) -> bytes:
         """Open the storage, and return this rank's encoded `StateReport`."""
-        if earlier is not None:
-            raise earlier
+        if earlier_error is not None:
+            raise earlier_error
         options = self._options
         if options.keep_last is not None:
             check_int("keep_last", options.keep_last, min=1)
@@ -206,14 +200,14 @@ class Save:
         save_id = uuid.uuid4().hex[:12]
         check_owned(self.storage)
         self._plan = plan_save(reports, prefix=f"model-{save_id}", max_file_bytes=self._options.max_file_bytes)
-        self.save_id = save_id  # from here on there is something to discard
+        self._save_id = save_id  # from here on there is something to discard
         self.storage.begin(save_id)
         return [msgspec.msgpack.encode((save_id, files)) for files in self._plan.files]
 
     def write_and_commit(
         self, group: Backend, deadline: Deadline, find: Callable[[Span], torch.Tensor] | None = None
     ) -> None:
-        """Write this rank's files and commit with the other ranks, by the collectives 3 to 5 over ``group``.
+        """Write this rank's files and commit with the other ranks: collectives 3 to 5, over ``group``.
 
         ``find`` returns the elements of a span; None takes them from the state.
         """
@@ -236,45 +230,45 @@ class Save:
         """Write this rank's files, and return their encoded reports."""
         views = {} if find else self.take_views()
         elements = find or (lambda span: views[span].cpu())
-        files = [write_file(self.storage, self.save_id, plan, self._tensors, elements) for plan in self.files]
+        files = [write_file(self.storage, self._save_id, plan, self._tensors, elements) for plan in self._files]
         return msgspec.msgpack.encode(files)
 
     def take_views(self) -> dict[Span, torch.Tensor]:
         """Hand over the state's memory that this rank writes, with partial sums reduced; all ranks call this."""
         self._partials.reduce()
         views, self._views = self._views, {}
-        return {span: views[span] for plan in self.files for span in plan.spans}
+        return {span: views[span] for plan in self._files for span in plan.spans}
 
     def _commit(self, deadline: Deadline, encoded: Sequence[bytes]) -> list[bytes]:
         """Commit what all ranks have written, on rank 0."""
         assert self._plan is not None, "rank 0 has the plan"
         reports = [msgspec.msgpack.decode(each, type=list[FileReport]) for each in encoded]
-        manifest = make_manifest(self._plan, reports, save_id=self.save_id, world_size=len(reports))
+        manifest = make_manifest(self._plan, reports, save_id=self._save_id, world_size=len(reports))
         commit(self.storage, manifest, deadline)
         return [b""] * len(reports)
 
     def discard(self, error: BaseException) -> None:
         """Remove the files written so far, because of ``error``."""
         # After a failure of the group every rank does this, since rank 0 may be the one that died.
-        if self.save_id and (self._group.rank == 0 or isinstance(error, DistributedError)):
+        if self._save_id and (self._group.rank == 0 or isinstance(error, DistributedError)):
             try:
                 if not (self.storage.is_staged or self._group.rank == 0):
                     # They are in the folder already, and rank 0 doesn't know of them.
-                    self.storage.remove([plan.name for plan in self.files])
-                self.storage.discard(self.save_id)
+                    self.storage.remove([plan.name for plan in self._files])
+                self.storage.discard(self._save_id)
             except OSError as second:
                 _logger.warning("the files of a failed save to %s can't be removed: %s", self.storage.url, second)
         if is_of_group(error) and self._group.rank != 0:
-            remove_dead_saves(self.storage, self.save_id)  # rank 0 may have begun it before it died
+            remove_dead_saves(self.storage, self._save_id)  # rank 0 may have begun it before it died
 
     def _remove_dead(self, error: DistributedError) -> None:
         """Remove the files that a dead rank 0 can't remove, or raise the error with a note where they are."""
-        if remove_dead_saves(self.storage, self.save_id):
+        if remove_dead_saves(self.storage, self._save_id):
             return
         extended = error.fresh()
         extended.message = (
             f"{error.message.rstrip('.')}. What was written of the checkpoint may be left at {self.storage.url}, under"
-            f" names with {self.save_id}, if it was not committed; the next save to that path removes it."
+            f" names with {self._save_id}, if it was not committed; the next save to that path removes it."
         )
         extended.args = (extended.message,)
         raise extended from error.__cause__
