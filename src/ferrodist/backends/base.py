@@ -338,7 +338,7 @@ class Backend(ABC):
     def find_stragglers(self, peers: tuple[int, ...], within: float) -> Stragglers:
         """Find the ranks that are responsible for a wait for ``peers`` that timed out.
 
-        The default implementation returns the peers. A backend whose messages pass through other ranks can tell more.
+        The default implementation returns the peers. A backend whose messages pass through other ranks knows more.
 
         Args:
             peers: The ranks that were waited for; empty for any rank.

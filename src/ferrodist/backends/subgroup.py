@@ -26,10 +26,10 @@ _TAG_BITS = 64
 _DOUBT = "Or a rank made this sub-group with other ranks, in another order, or another number of times."
 """Possible reason for ranks to wait for each other: no message at a sub-group's creation would show it."""
 
-_MADE = "backends.subgroups"
+_COUNTS = "backends.subgroups"
 """Key of a group's attachment: how many sub-groups of each label and members this rank has made of it."""
 
-_making = threading.Lock()
+_counts_lock = threading.Lock()
 
 
 class SubBackend(NonBlockingBackend):
@@ -251,9 +251,9 @@ class _SubRequest:
 
 
 def _next_id(parent: Backend, ranks: tuple[int, ...], label: str) -> int:
-    with _making:
-        made: Counter[tuple[str, tuple[int, ...]]] = parent.attachments.setdefault(_MADE, Counter())
-        made[label, ranks] += 1
-        generation = made[label, ranks]
+    with _counts_lock:
+        counts: Counter[tuple[str, tuple[int, ...]]] = parent.attachments.setdefault(_COUNTS, Counter())
+        counts[label, ranks] += 1
+        generation = counts[label, ranks]
     text = f"{parent.group_id}:{generation}:{','.join(map(str, ranks))}:{label}"
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little") or 1

@@ -1,4 +1,4 @@
-"""What peers run in: the MPIs' virtual environments, and two emulated hosts; and how commands of others are run.
+"""The surroundings of peers: the MPIs' virtual environments, and two emulated hosts; and runs of other commands.
 
 The environments are created when they are first wanted, and stored in a cache folder.
 

@@ -26,7 +26,7 @@ _LABELS_PER_COLUMN = 2
 
 
 def save_plot(path: Path, report: Report) -> bool:
-    """Draw a panel for each operation, number of ranks and hosts, and dtype into a PNG file; False if there is none.
+    """Draw a panel for each operation, number of ranks and hosts, and dtype into a PNG file; False without panels.
 
     Only some suites measure a time over a size, and a barrier has no size.
     """

@@ -97,14 +97,22 @@ def attach(
 
 
 def finish_with(
-    target: OutputBuffer, source: torch.Tensor, out: torch.Tensor | None, backward: Backward, *, once: bool = False
+    target: OutputBuffer,
+    source: torch.Tensor,
+    out: torch.Tensor | None,
+    backward: Backward,
+    *saved: torch.Tensor,
+    saves_result: bool = False,  # after `saved`
+    once: bool = False,
 ) -> Callable[[], torch.Tensor]:
     """Make the function that finishes a call: it returns the result, with a history if ``source`` records one."""
     recorded = records_history(source) and out is None
 
     def finish() -> torch.Tensor:
         result = target.finish()
-        return attach(source, result, backward, once=once) if recorded else result
+        if not recorded:
+            return result
+        return attach(source, result, backward, *saved, *([result] if saves_result else []), once=once)
 
     return finish
 

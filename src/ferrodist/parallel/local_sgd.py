@@ -43,8 +43,7 @@ class FlatAverager:
     def __init__(self, parameters: Mapping[str, torch.nn.Parameter], group: Backend, model_id: int) -> None:
         self.parameters = parameters
         self.tensors: dict[str, torch.Tensor] = {}  # the means by name, after `average`
-        self._group = group
-        self._model_id = model_id
+        self._group, self._model_id = group, model_id
         self._flats: list[torch.Tensor] = []
         names, values = list(parameters), list(parameters.values())
         for spec in compute_bucket_assignment(values, MAX_BYTES):

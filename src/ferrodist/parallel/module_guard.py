@@ -118,9 +118,7 @@ class ModuleGuard:
     """
 
     def __init__(self, module: torch.nn.Module, wrapper: str, *, exchanges_parameters: bool = False) -> None:
-        self._module = module
-        self._wrapper = wrapper
-        self._exchanges = exchanges_parameters
+        self._module, self._wrapper, self._exchanges = module, wrapper, exchanges_parameters
         self._named = dict(module.named_parameters(remove_duplicate=False))
         self._parameters = tuple(module.parameters())
         self._requires_grad = self._read_requires_grad()

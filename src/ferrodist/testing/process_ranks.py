@@ -380,7 +380,7 @@ def _await_ended_threads() -> None:
 
 
 def _system_threads() -> set[int]:
-    """System ids of this process's threads; empty where there is no /proc."""
+    """System ids of this process's threads; empty without a /proc."""
     try:
         return {int(task.name) for task in Path("/proc/self/task").iterdir()}
     except OSError:

@@ -101,10 +101,7 @@ class FerrodistProcessGroup(dist.ProcessGroup):
         """The backend's name in torch."""
         return "ferrodist"
 
-    name = getBackendName
-
-    def _get_backend_name(self) -> str:
-        return "ferrodist"
+    name = _get_backend_name = getBackendName
 
     # torch's C++ names the groups that it has made backends for, and calls these methods of others.
 

@@ -195,7 +195,7 @@ def test_sends_of_several_threads_are_all_waited_for():
             self.ends = ends
             self.was_awaited = False
 
-        def has_ended(self):
+        def is_completed(self):
             return self.ends
 
         def wait_for(self, seconds):
@@ -338,7 +338,7 @@ def test_what_several_fail_with():
             raise self.results[0]
 
     class Late(DoneWork):
-        def has_ended(self):
+        def is_completed(self):
             return False
 
         def wait_for(self, seconds):

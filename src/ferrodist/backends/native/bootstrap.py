@@ -3,7 +3,7 @@
 The lowest rank of each host creates an anonymous memory and listens on a Unix socket. It announces the socket's name
 and a nonce to the group, in a collective call over the group's authenticated messages. The other ranks of its host
 connect, present the nonce and receive the memory's descriptor. Ranks of different hosts connect over TCP and prove that
-they know the job secret. A last collective call tells whether all have succeeded, so that all go on or none does.
+they know the job secret. In a last collective call all learn whether all have succeeded: all go on, or none does.
 """
 
 from __future__ import annotations

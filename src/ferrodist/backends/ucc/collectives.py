@@ -210,7 +210,7 @@ class UccDataPlane(DataPlane):
             self._team.destroy_context()
 
     def leave(self, timeout: float) -> None:
-        """Destroy the team, for at most ``timeout`` seconds, and tell the others how many collectives this rank ended.
+        """Destroy the team, for at most ``timeout`` seconds, and send the others the number of collectives ended here.
 
         A team that has failed, or has pending transfers, is left as it is.
         """

@@ -196,9 +196,7 @@ class HostStagedEngine:
             self._wait_until_idle(deadline)
             for pipeline in list(self._pipelines.values()):
                 pipeline.synchronize(deadline)
-        except (NotReachedError, TimeoutError) as error:
-            if isinstance(error, DistributedError):  # the group's failure
-                raise
+        except NotReachedError:
             raise DistributedTimeoutError(
                 f"what was started on GPUs in group {self._group.name!r} is not done after {Elapsed.of(deadline)} (rank"
                 f" {self._group.rank}): call synchronize() again"
@@ -207,7 +205,7 @@ class HostStagedEngine:
     def _wait_until_idle(self, deadline: Deadline) -> None:
         if not self._sequencer.wait_until_idle(deadline.remaining()):
             self._check_alive()
-            raise TimeoutError
+            raise NotReachedError
 
     def _free_pipelines(self) -> None:
         """Free the slots' memory, unless a device that hangs may still copy from it."""

@@ -163,8 +163,7 @@ class GradientBucket:
         group: Backend,
         as_views: bool,
     ) -> None:
-        self.index = index
-        self.group = group
+        self.index, self.group = index, group
         self.names = tuple(parameters)
         self.parameters = tuple(parameters.values())
         sizes = [parameter.numel() for parameter in self.parameters]
@@ -177,8 +176,7 @@ class GradientBucket:
         """The same memory, as one tensor for each parameter, with its shape and, unless it has gaps, its strides."""
         self.absent: list[str] = []
         """Names of the parameters that this rank had no gradient for when the bucket started."""
-        self._memory = memory
-        self._as_views = as_views
+        self._memory, self._as_views = memory, as_views
         self._views: list[torch.Tensor | None] = [None] * len(self.parameters)
         self._view_addresses = tuple(gradient.data_ptr() for gradient in self.gradients)
         self._trailer = memory[sum(sizes) :]

@@ -69,17 +69,15 @@ class Reducer:
         self.after_round: Callable[[int], None] | None = None
         """Called on all ranks when all gradients are averaged, with a rank that has a batch."""
         self.has_unreduced_gradients = False
-        self._group = group
-        self._options = options
-        self._model_id = model_id
+        self._group, self._options, self._model_id = group, options, model_id
         self._title = model_title(group, model_id)
         self._root, self._scale = 0, 1.0
         self._is_rebuilt = False
         self._num_started = 0
         self._has_forwards = False  # since the last round
         # Gradients arrive roughly in the reverse order of the parameters.
-        self._by_name = dict(reversed(list(parameters.items()))) if group.world_size > 1 else {}
-        self._build_buckets(is_symmetric=False)
+        reverse = dict(reversed(list(parameters.items()))) if group.world_size > 1 else {}
+        self._build_buckets(reverse, is_symmetric=False)
         self._positions = list(range(len(self._ordered)))  # by param_id
         self._hooks = ParameterHooks(
             self._ordered,
@@ -88,13 +86,12 @@ class Reducer:
             title=self._title,
         )
 
-    def _build_buckets(self, *, is_symmetric: bool) -> None:
-        ordered = self._ordered = tuple(self._by_name.values())
-        specs = compute_bucket_assignment(ordered, self._options.max_bytes, first_bytes=_FIRST_BYTES)
-        self._names = tuple(self._by_name)
+    def _build_buckets(self, parameters: Mapping[str, torch.nn.Parameter], *, is_symmetric: bool) -> None:
+        self._names, self._ordered = tuple(parameters), tuple(parameters.values())
+        specs = compute_bucket_assignment(self._ordered, self._options.max_bytes, first_bytes=_FIRST_BYTES)
         self.buckets = make_buckets(
             specs,
-            self._by_name,
+            parameters,
             self._group,
             model_id=self._model_id,
             as_views=self._options.gradient_as_bucket_view,
@@ -103,7 +100,7 @@ class Reducer:
         locations = {
             position: (index, slot) for index, spec in enumerate(specs) for slot, position in enumerate(spec.members)
         }
-        self._locations = [locations[position] for position in range(len(ordered))]
+        self._locations = [locations[position] for position in range(len(self._ordered))]
         self._round = BackwardRound([index for index, _ in self._locations], is_static=self._options.static_graph)
 
     def reduce(self, timeout: float | None = None, *, one_by_one: bool = False, is_idle: bool = False) -> None:
@@ -261,8 +258,7 @@ class Reducer:
                     ranks=differing,
                 )
             old_positions = orders[self._root][1:]
-            self._by_name = {names[position]: parameters[position] for position in old_positions}
-            self._build_buckets(is_symmetric=True)
+            self._build_buckets({names[each]: parameters[each] for each in old_positions}, is_symmetric=True)
         self._round.inherit_counts(old, old_positions)
         new_positions = {old_position: position for position, old_position in enumerate(old_positions)}
         self._positions = [new_positions[position] for position in self._positions]

@@ -15,8 +15,7 @@ when all gradients of the unit are there; FREE may not, since a frozen layer's w
 from __future__ import annotations
 
 import enum
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from ferrodist.parallel.module_guard import current_backward_id
 
@@ -33,8 +32,7 @@ class Action(enum.Enum):
     FREE = "free"  # free all but the shards
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class CallEvent:
+class CallEvent(NamedTuple):
     """The beginning or end of a call of a unit, by the indices of both."""
 
     unit: int
@@ -42,8 +40,7 @@ class CallEvent:
     begins: bool
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Step:
+class Step(NamedTuple):
     """One step of a backward; ``call`` is the index of the call for USE, otherwise -1."""
 
     action: Action
@@ -107,8 +104,7 @@ class BackwardRun:
     """The steps of a plan, and the number that are done."""
 
     def __init__(self, trace: ForwardTrace, steps: Sequence[Step]) -> None:
-        self.trace = trace
-        self.steps = steps
+        self.trace, self.steps = trace, steps
         self.num_done = 0
         self.backward_id = current_backward_id()
         self._used: set[int] = set()

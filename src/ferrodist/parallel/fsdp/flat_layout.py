@@ -28,9 +28,8 @@ from __future__ import annotations
 
 import weakref
 from collections import defaultdict
-from dataclasses import dataclass
 from math import prod
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
@@ -54,8 +53,7 @@ _ATTACHMENT = "parallel.sharded.names"
 _CHANNELS_LAST = {4: torch.channels_last, 5: torch.channels_last_3d}
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ShardRange:
+class ShardRange(NamedTuple):
     """A rank's ``size`` elements of a parameter from its element ``start``, at ``offset`` in the rank's shard."""
 
     rank: int
@@ -96,8 +94,7 @@ class FlatLayout:
         ids.begin(self)
         position = ids.claim(f"{param_dtype}[{self.shard_size}]", 0)
         self.dim = min(position, _NUM_DIMS - 1)  # dim of concatenation
-        self.needs_disambiguation_token = position >= _NUM_DIMS - 1
-        """True if other layouts of its size may share the dim."""
+        self.needs_disambiguation_token = position >= _NUM_DIMS - 1  # others of its size may share the dim
         self.index = ids.claim("flats", 0)  # index among all layouts of the group
         self.row_size = ids.claim(f"rows of {reduce_dtype}", _align(self.shard_size + len(shapes)), step=_ALIGNMENT)
 

@@ -77,8 +77,7 @@ class FlatParameters:
         self.shard, self._cast_buffer, self._shared_view = memory.shard, memory.cast_buffer, memory.shared_view
         self.is_alias = layout.num_shards == 1 and layout.param_dtype is layout.shard_dtype
         """True if the full parameters are the shard itself."""
-        self.uses_shared_view = self._shared_view is not None
-        """True if other ranks compute with this rank's shard in shared memory, where it must not change meanwhile."""
+        self.uses_shared_view = self._shared_view is not None  # other ranks compute with this rank's shard
         self._is_copied = not self.is_alias and not self.uses_shared_view
         if self.is_alias:
             self._full = self.shard.data
@@ -101,8 +100,7 @@ class FlatParameters:
         self._hooked: set[int] = set()
         self._summoned: list[torch.nn.Parameter] = []
         self._addresses: list[int] = []  # of the local shards
-        self.on_gradient: Callable[[], None] | None = None
-        """Called for each full parameter's gradient, when autograd has accumulated it."""
+        self.on_gradient: Callable[[], None] | None = None  # called when a full parameter has a new gradient
         self._gathering: PendingCollective[torch.Tensor] | None = None
         self.gradients = FlatGradients(
             names=self.names, full_params=self.full_params, shards=self.parameters, layout=layout, axes=axes

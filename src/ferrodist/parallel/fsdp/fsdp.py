@@ -42,8 +42,7 @@ if TYPE_CHECKING:
     from ferrodist.mesh import DeviceMesh
 
 
-_fsdp_modules: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet()
-"""Modules that belong to an FSDP: their parameters are shards."""
+_fsdp_modules: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet()  # whose parameters are shards
 
 
 class FSDP(TransparentWrapper, Generic[WrappedModule]):

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import mmap
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
@@ -21,8 +20,7 @@ if TYPE_CHECKING:
 _ALIGNMENT = 64
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class FlatMemory:
+class FlatMemory(NamedTuple):
     """The memory of `FlatParameters`: this rank's shard, and a buffer for it in the dtype in which it is sent.
 
     ``shared_view`` is a contiguous view of the shards of all ranks, where they can be used in shared memory.
@@ -86,8 +84,7 @@ class GradientBuffer:
     """Symmetric memory in which units average their gradients in turn, in the same order on all ranks."""
 
     def __init__(self, size_bytes: int, group: Backend | None, device: torch.device) -> None:
-        self._group = group
-        self._device = device
+        self._group, self._device = group, device
         self._memory = self._allocate(size_bytes)
         self._release: Callable[[], None] | None = None
 

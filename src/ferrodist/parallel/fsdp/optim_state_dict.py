@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from ferrodist.parallel.fsdp.config import ShardAxes
     from ferrodist.parallel.fsdp.flat_param import FlatParameters
 
-    Locations: TypeAlias = Mapping[torch.Tensor, tuple[FlatParameters, int]]
+    Locations: TypeAlias = Mapping[torch.Tensor, tuple[str, FlatParameters, int]]
 
 
 class OptimizerStateDict:
@@ -38,8 +38,8 @@ class OptimizerStateDict:
         """Gather an optimizer's full state; raises, the same on every rank, unless all have the same entries."""
         locations = self._locate(optimizer)
         kinds = [
-            (flat.names[index], list(optimizer.state[parameter]), _divided_keys(optimizer, parameter))
-            for parameter, (flat, index) in locations.items()
+            (name, list(optimizer.state[parameter]), _divided_keys(optimizer, parameter))
+            for parameter, (name, *_) in locations.items()
             if parameter in optimizer.state
         ]
         digest = hashlib.sha256(repr(kinds).encode()).hexdigest()
@@ -55,10 +55,10 @@ class OptimizerStateDict:
             )
         state: dict[str, dict[str, Any]] = {}
         divided: dict[str, list[str]] = {}
-        for parameter, (flat, index) in locations.items():
+        for parameter, (name, flat, index) in locations.items():
             if parameter in optimizer.state:
-                keys = divided[flat.names[index]] = _divided_keys(optimizer, parameter)
-                state[flat.names[index]] = {
+                keys = divided[name] = _divided_keys(optimizer, parameter)
+                state[name] = {
                     key: self._gather_full(value, flat, index) if key in keys else _copy(value)
                     for key, value in optimizer.state[parameter].items()
                 }
@@ -76,12 +76,12 @@ class OptimizerStateDict:
                     f"the optimizer state of rank {rank} does not fit the optimizer: {problem}. Nothing was loaded."
                 )
         local_state: dict[str, dict[str, Any]] = {}
-        for flat, index in locations.values():
-            entries = state["state"].get(flat.names[index])
+        for name, flat, index in locations.values():
+            entries = state["state"].get(name)
             if entries is None:
                 continue
-            divided = state["divided"][flat.names[index]]
-            local_state[flat.names[index]] = {
+            divided = state["divided"][name]
+            local_state[name] = {
                 key: flat.shard_of(index, flat.slice_local(index, value)) if key in divided else value
                 for key, value in entries.items()
             }
@@ -94,8 +94,8 @@ class OptimizerStateDict:
         return {
             **describe_owner(self._axes, self._flats),
             "state": {
-                flat.names[index]: {key: _copy(value) for key, value in optimizer.state[parameter].items()}
-                for parameter, (flat, index) in locations.items()
+                name: {key: _copy(value) for key, value in optimizer.state[parameter].items()}
+                for parameter, (name, *_) in locations.items()
                 if parameter in optimizer.state
             },
             "param_groups": _named_groups(optimizer, locations),
@@ -107,18 +107,22 @@ class OptimizerStateDict:
         locations = self._locate(optimizer)
         if problem := _find_form_mismatch(optimizer, locations, state):
             raise ValueError(f"the optimizer state does not fit the optimizer: {problem}. Nothing was loaded.")
-        for parameter, (flat, index) in locations.items():
-            for key, value in state["state"].get(flat.names[index], {}).items():
+        for parameter, (name, *_) in locations.items():
+            for key, value in state["state"].get(name, {}).items():
                 if isinstance(value, torch.Tensor) and value.dim() and value.shape != parameter.shape:
                     raise ValueError(
-                        f"{key!r} of {flat.names[index]!r} has shape {tuple(value.shape)}, and this rank's shard"
+                        f"{key!r} of {name!r} has shape {tuple(value.shape)}, and this rank's shard"
                         f" {tuple(parameter.shape)}: it was sharded in another way. Nothing was loaded."
                     )
         _load(optimizer, locations, state)
 
-    def _locate(self, optimizer: torch.optim.Optimizer) -> dict[torch.Tensor, tuple[FlatParameters, int]]:
-        """The flat parameters and index of each of the optimizer's parameters, in the order of its groups."""
-        known = {shard: (flat, index) for flat in self._flats for index, shard in enumerate(flat.parameters)}
+    def _locate(self, optimizer: torch.optim.Optimizer) -> Locations:
+        """The name, flat parameters and index of each of the optimizer's parameters, in the order of its groups."""
+        known = {
+            shard: (name, flat, index)
+            for flat in self._flats
+            for index, (name, shard) in enumerate(zip(flat.names, flat.parameters, strict=True))
+        }
         found = {}
         for group in optimizer.param_groups:
             for parameter in group["params"]:
@@ -171,8 +175,8 @@ def _find_mismatch(optimizer: torch.optim.Optimizer, locations: Locations, state
         return problem
     if not isinstance(state.get("divided"), Mapping):
         return "it lacks 'divided', the sharded entries by names"
-    for flat, index in locations.values():
-        name, shape = flat.names[index], flat.full_shape(index)
+    for name, flat, index in locations.values():
+        shape = flat.full_shape(index)
         entries = state["state"].get(name)
         if entries is None:
             continue
@@ -212,11 +216,7 @@ def _copy(value: Any) -> Any:
 
 
 def _named_groups(optimizer: torch.optim.Optimizer, locations: Locations) -> list[dict[str, Any]]:
-    def name(parameter: torch.Tensor) -> str:
-        flat, index = locations[parameter]
-        return flat.names[index]
-
-    return [{**group, "params": [name(parameter) for parameter in group["params"]]} for group in optimizer.param_groups]
+    return [{**group, "params": [locations[each][0] for each in group["params"]]} for group in optimizer.param_groups]
 
 
 def _load(optimizer: torch.optim.Optimizer, locations: Locations, state: Mapping[str, Any]) -> None:

@@ -59,9 +59,7 @@ class UnitScheduler:
     ) -> None:
         self.units = tuple(units)
         self.is_syncing = True  # True if backward averages gradients; otherwise they stay on this rank
-        self._axes = axes
-        self._group = axes.world
-        self._buffer = buffer
+        self._axes, self._group, self._buffer = axes, axes.world, buffer
         self._forward_prefetch, self._backward_prefetch = prefetch
         self._reshards_after_forward = reshards_after_forward
         self._forward_order: list[int] = []  # unit indices in the call order of the last forward
@@ -162,16 +160,14 @@ class UnitScheduler:
                 other.finish_gather()
         trace = self._trace
         call = trace.begin_call(unit.index)
-        position = (
-            call
-            if call < len(self._forward_order) and self._forward_order[call] == unit.index
-            else len(self._forward_order)
-        )
+        order = self._forward_order
+        is_as_before = order[call : call + 1] == [unit.index]
+        following = order[call + 1 : call + 1 + self._forward_prefetch] if is_as_before else []
         trace.versions.setdefault(unit.index, unit.shard_versions())
         self._open_calls.append((unit.index, call))
         with self._abort_on_error():
             unit.start_gather()
-            for index in self._forward_order[position + 1 : position + 1 + self._forward_prefetch]:
+            for index in following:
                 self.units[index].start_gather()
             unit.finish_gather()
 

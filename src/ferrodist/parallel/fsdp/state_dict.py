@@ -26,11 +26,10 @@ class ModelStateDict:
 
     def __init__(self, module: torch.nn.Module, flats: Sequence[FlatParameters], axes: ShardAxes) -> None:
         self._module, self._flats, self._axes = module, flats, axes
-        names: dict[torch.Tensor, list[str]] = {}
-        for name, parameter in module.named_parameters(remove_duplicate=False):
-            names.setdefault(parameter, []).append(name)
         # Stored now, since a failed backward leaves full parameters in the module.
-        self._names = names
+        self._names: dict[torch.Tensor, list[str]] = {}
+        for name, parameter in module.named_parameters(remove_duplicate=False):
+            self._names.setdefault(parameter, []).append(name)
         self._extras = {
             f"{prefix}.{_EXTRA}" if prefix else _EXTRA: each
             for prefix, each in module.named_modules(remove_duplicate=False)
@@ -53,24 +52,22 @@ class ModelStateDict:
                 return {}
             state = dict(self._module.state_dict(keep_vars=True))
             for name, entry in state.items():
-                if not isinstance(entry, torch.Tensor):  # an extra state
-                    continue
-                if entry not in found:  # a buffer
-                    found[entry] = full_tensor(local_tensor(entry), spec_of(entry)).detach().clone()
-                state[name] = found[entry]
+                if isinstance(entry, torch.Tensor):  # a parameter or buffer, and no extra state
+                    full_copy = found.get(entry)
+                    if full_copy is None:
+                        full_copy = full_tensor(local_tensor(entry), spec_of(entry)).detach().clone()
+                    state[name] = full_copy
             return state
 
     @torch.no_grad()
     def load_full(self, state: Mapping[str, torch.Tensor] | None) -> None:
         """Load a full state dict that all ranks have, or rank 0 alone."""
-        group = self._axes.world
-        names = self._names
         is_sent = self._is_only_on_rank_0(state)
         extras: Mapping[str, Any] | None = None if state is None else {name: state[name] for name in self._extras}
         if is_sent and self._extras:
             extras = self._send_extras(extras)
         for flat in self._flats:
-            full = [] if state is None else [state[names[shard][0]] for shard in flat.parameters]
+            full = [] if state is None else [state[self._names[shard][0]] for shard in flat.parameters]
             wanted = [flat.slice_local(index, value) for index, value in enumerate(full)]
             if is_sent:
                 flat.scatter_from_rank0(None if state is None else wanted)
@@ -82,7 +79,7 @@ class ModelStateDict:
             if state is not None:
                 local.copy_(slice_local(state[name], spec_of(buffer)))
             if is_sent:
-                broadcast(local, 0, group=group, out=local)
+                broadcast(local, 0, group=self._axes.world, out=local)
         self._set_extras(extras or {})
 
     def _is_only_on_rank_0(self, state: Mapping[str, torch.Tensor] | None) -> bool:
@@ -122,12 +119,11 @@ class ModelStateDict:
     @torch.no_grad()
     def sharded(self) -> dict[str, Any]:
         """Copy this rank's shard of the state."""
-        names = self._names
         parameters = {}
         for flat in self._flats:
             for index, parameter in enumerate(flat.parameters):
                 shard_range = flat.layout.shard_range(index, self._axes.shard_rank)
-                parameters[names[parameter][0]] = {
+                parameters[self._names[parameter][0]] = {
                     "piece": parameter.detach().reshape(-1).clone(),
                     "start": shard_range.start,
                     "shape": list(flat.layout.shapes[index]),
@@ -147,10 +143,9 @@ class ModelStateDict:
         own = self.sharded()
         if problem := _find_sharded_mismatch(own, state):
             raise ValueError(f"{problem}. Nothing was loaded.")
-        names = self._names
         for flat in self._flats:
             for parameter in flat.parameters:
-                parameter.copy_(state["parameters"][names[parameter][0]]["piece"].view(parameter.shape))
+                parameter.copy_(state["parameters"][self._names[parameter][0]]["piece"].view(parameter.shape))
         for name, buffer in self._buffers().items():
             local_tensor(buffer).copy_(state["buffers"][name])
         self._set_extras(state["extra_state"])
@@ -204,12 +199,8 @@ def describe_owner(axes: ShardAxes, flats: Sequence[FlatParameters]) -> dict[str
         for name, order in zip(flat.names, flat.layout.dim_orders, strict=True)
         if order is not None and flat.layout.num_shards > 1
     }
-    more = {"parts": parts, "orders": dim_orders}
-    return {
-        "rank": axes.world.rank,
-        "world_size": axes.world.world_size,
-        **{key: value for key, value in more.items() if value},
-    }
+    more = {key: value for key, value in (("parts", parts), ("orders", dim_orders)) if value}
+    return {"rank": axes.world.rank, "world_size": axes.world.world_size, **more}
 
 
 def check_owner(state: Mapping[str, Any], owner: Mapping[str, Any], what: str) -> None:

@@ -43,10 +43,7 @@ class Unit:
     def __init__(
         self, index: int, name: str, module: torch.nn.Module, flats: Sequence[FlatParameters], group: Backend
     ) -> None:
-        self.index = index
-        self.name = name
-        self.module = module
-        self.flats = tuple(flats)
+        self.index, self.name, self.module, self.flats = index, name, module, tuple(flats)
         self.state = UnitState.SHARDED
         self._group = group
         self.num_gradients = 0  # number of gradients of the present backward

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import warnings
-from dataclasses import dataclass
 from itertools import takewhile
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TYPE_CHECKING, NamedTuple, TypeAlias
 
 import torch
 
@@ -41,8 +40,7 @@ def by_size(min_numel: int) -> WrapPolicy:
     return lambda name, module: not name or left(module) >= min_numel  # the root is a unit, however small
 
 
-@dataclass(slots=True, kw_only=True)
-class UnitSpec:
+class UnitSpec(NamedTuple):
     """A unit before it is sharded: a module, and its parameters without those of units inside it.
 
     Names are those in the model, whose own is empty; ``slots`` are the (module, attribute) pairs of each parameter.
@@ -82,11 +80,8 @@ def find_units(root: torch.nn.Module, wrap: object) -> list[UnitSpec]:
     for prefix, module in root.named_modules():
         for attribute, parameter in module.named_parameters(recurse=False, remove_duplicate=False):
             title = f"{prefix}.{attribute}" if prefix else attribute
-            if parameter not in found:
-                found[parameter] = (title, [], paths[module])
-            name, slots, common = found[parameter]
-            slots.append((module, attribute))
-            found[parameter] = (name, slots, _common(common, paths[module]))
+            name, slots, common = found.get(parameter, (title, [], paths[module]))
+            found[parameter] = (name, [*slots, (module, attribute)], _common(common, paths[module]))
     for parameter, (name, slots, path) in found.items():
         specs[path[-1]].parameters[name] = parameter
         specs[path[-1]].slots[name] = slots

@@ -188,8 +188,7 @@ class Losses:
         self.reduction = reduction
         self._num_microbatches = num_microbatches
         self.values: list[float] = []  # the losses of the last step, on all ranks
-        self.gradients: dict[int, list[torch.Tensor | None]] = {}
-        """For each loss the gradient with which its backward begins: its weight."""
+        self.gradients: dict[int, list[torch.Tensor | None]] = {}  # each loss's weight, with which backward begins
         self._counts: dict[str, Sequence[int]] = {}
         self._values: dict[int, float] = {}
 

@@ -44,10 +44,8 @@ if TYPE_CHECKING:
 class StepScope:
     """The sub-group of steps, made anew after each failure: so no message of a failed step reaches the next."""
 
-    def __init__(self, parent: Backend, executor: Executor, shared: TiedParameters) -> None:
-        self._parent = parent
-        self._executor = executor
-        self._tied = shared
+    def __init__(self, parent: Backend, executor: Executor, tied: TiedParameters) -> None:
+        self._parent, self._executor, self._tied = parent, executor, tied
         self._group: Backend | None = None
 
     @contextlib.contextmanager
@@ -179,8 +177,7 @@ class Pipeline(TransparentWrapper):
         self._mapper = StateDictMapper(self._local_stages, prefixes)
         names = [[f"{prefixes[stage]}{name}" for stage, name in locations] for locations in shared]
         self.first_names = {name: tied[0] for tied in names for name in tied}
-        self._loaded_prefixes: dict[str, str] = {}
-        """For each stage its name prefix in this module, and in the state that is being loaded."""
+        self._loaded_prefixes: dict[str, str] = {}  # each stage's prefix here: that in the state being loaded
         self.register_load_state_dict_post_hook(_restore_model_names)  # type: ignore[no-untyped-call]
         orders = self.schedule.backward_orders
         running = {index: Stage(module, orders[index][-1]) for index, module in self._local_stages.items()}

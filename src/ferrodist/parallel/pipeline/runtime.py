@@ -13,7 +13,6 @@ see [Note: in-band and out-of-band] in `collectives/serialization.py`.
 from __future__ import annotations
 
 import threading
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -58,10 +57,7 @@ class PendingRecv:
     """
 
     def __init__(self, src: int, tag: int, group: Backend, *, prefetch: bool, device: torch.device = _HOST) -> None:
-        self._group = group
-        self._device = device
-        self._src = src
-        self._tag = tag
+        self._src, self._tag, self._group, self._device = src, tag, group, device
         self._lock = threading.Lock()
         self._packed: PackedValue | None = None
         self._error: Exception | None = None
@@ -136,8 +132,7 @@ class _TransferKey(NamedTuple):
     is_gradient: bool
 
 
-@dataclass(frozen=True, slots=True)
-class StepInputs:
+class StepInputs(NamedTuple):
     """Inputs of the first stage and gradients of the last one, for each microbatch; empty on other ranks.
 
     ``on_output`` is called with a microbatch's index and the last stage's result, and returns the tensors from which
@@ -165,17 +160,14 @@ class Executor:
         # Farthest first: in one process the gradients of a value of several stages come from the last of them first.
         farthest_first = sorted(edges, key=lambda edge: -edge.target)
         self._outgoing = {stage: [edge for edge in farthest_first if edge.source == stage] for stage in stages}
-        self._outputs: dict[_TransferKey, PackedValue] = {}
-        """Values to be sent, or to be used by another stage of this rank."""
+        self._outputs: dict[_TransferKey, PackedValue] = {}  # to be sent, or used by another stage of this rank
         self._pending_recvs: dict[_TransferKey, PendingRecv] = {}
-        self._large_transfers: set[tuple[Edge, bool]] = set()
-        """Edges and directions whose last value had out-of-band tensors."""
+        self._large_transfers: set[tuple[Edge, bool]] = set()  # directions whose last value had out-of-band tensors
         self._sends: list[Request] = []
         self._inputs = _NO_INPUTS
         self.current_action: Action | None = None  # the last action that was started
         self.outputs: Outputs | None = None  # outputs of a forward that waits for its backward
-        self.peak_in_flight = 0
-        """The largest number of microbatches between forward and backward, in all stages together."""
+        self.peak_in_flight = 0  # largest number of microbatches between forward and backward, in all stages together
 
     def run(self, actions: Iterable[Action], inputs: StepInputs, group: Backend, timeout: float) -> None:
         """Execute this rank's actions, and return when all sends are done."""

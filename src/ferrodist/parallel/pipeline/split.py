@@ -124,9 +124,8 @@ def find_shared(stages: Sequence[torch.nn.Module | None]) -> list[Shared]:
 def count_parameters(module: torch.nn.Module) -> int | None:
     """Number of elements of a module's parameters, each once; None if some have no shape yet."""
     parameters = list(module.parameters())
-    if any(torch.nn.parameter.is_lazy(each) for each in parameters):
-        return None
-    return sum(each.numel() for each in parameters)
+    is_known = not any(map(torch.nn.parameter.is_lazy, parameters))
+    return sum(each.numel() for each in parameters) if is_known else None
 
 
 def _describe_stage(stage: torch.nn.Module) -> str:

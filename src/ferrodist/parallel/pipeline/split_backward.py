@@ -42,7 +42,6 @@ from __future__ import annotations
 
 import contextlib
 from collections import Counter
-from dataclasses import dataclass
 from functools import cache
 from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
@@ -63,12 +62,10 @@ if TYPE_CHECKING:
 _ACCUMULATE_GRAD = accumulate_grad_type
 
 _DEEP = 10_000  # number of nodes from which a graph is deep; see [Note: deep graphs]
-_STRIDE = 997
-"""Distance of owned nodes in the order of the walk; a prime, or regular graphs might show only side branches."""
+_STRIDE = 997  # distance of owned nodes in the walk; a prime, or regular graphs might show only side branches
 
 
-@dataclass(frozen=True, slots=True)
-class BackwardGraph:
+class BackwardGraph(NamedTuple):
     """The graph of a backward; see [Note: inside and outside].
 
     For each node there are the next functions (``edges``) and the nodes from which gradients come (``parents``); from
@@ -207,8 +204,7 @@ _ALL_OR_NOTHING = frozenset({
 })  # fmt: skip
 """Nodes that compute all gradients in one kernel, whichever are requested. ``CppFunction`` is a Function of C++."""
 
-_PENDING_BYTES = 1 << 20
-"""Size of gradients that the second phase computes before it adds them to ``.grad``; one component may exceed it."""
+_PENDING_BYTES = 1 << 20  # of gradients that are computed before they are added to .grad; one component may exceed it
 
 
 class _Root(NamedTuple):
@@ -277,9 +273,7 @@ class WeightBackward:
     def __init__(
         self, roots: Sequence[_Root], deferred: Sequence[_DeferredNode], owners: Sequence[GradientEdge]
     ) -> None:
-        self._roots = list(roots)
-        self._deferred = list(deferred)
-        self._owners = list(owners)
+        self._roots, self._deferred, self._owners = list(roots), list(deferred), list(owners)
         self._has_run = False
 
     def run(self) -> None:

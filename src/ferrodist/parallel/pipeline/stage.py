@@ -45,8 +45,7 @@ def find_edges(num_stages: int, skips: Mapping[str, tuple[int, int]]) -> list[Ed
     return edges
 
 
-Gradients = dict[str, list[torch.Tensor | None]]
-"""For each edge's name the gradients of those tensors that require one, in order."""
+Gradients = dict[str, list[torch.Tensor | None]]  # by edge: those of tensors that require one, in order
 
 
 class PipelineOutput:

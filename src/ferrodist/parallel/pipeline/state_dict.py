@@ -27,8 +27,7 @@ class StateDictMapper:
     """Mapping between the names of a rank's stages and those of the whole model."""
 
     def __init__(self, stages: Mapping[int, torch.nn.Module], prefixes: Sequence[str]) -> None:
-        self._stages = stages
-        self._prefixes = prefixes
+        self._stages, self._prefixes = stages, prefixes
 
     def make_module(self) -> torch.nn.Module:
         """A module that has the stages where the whole model has them; it can't be called.

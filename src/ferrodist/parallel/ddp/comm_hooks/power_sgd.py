@@ -101,8 +101,7 @@ class PowerSGD:
 
     def _divide(self, bucket: GradientBucket) -> tuple[list[_Matrix], list[torch.Tensor]]:
         """The bucket's gradients that shrink, and the others."""
-        matrices: list[_Matrix] = []
-        others: list[torch.Tensor] = []
+        matrices, others = [], []
         for name, gradient in zip(bucket.names, bucket.gradients, strict=True):
             flat = _as_matrix(gradient)
             rows, columns = flat.shape

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import enum
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from ferrodist.arguments import check_int
 from ferrodist.parallel.pipeline.schedule.dual_pipe_v import dual_pipe_v
@@ -42,8 +41,7 @@ class PipelineSchedule(enum.Enum):
     """Two stages on each rank; forwards beside backwards, each of which overlaps the other's messages."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _ScheduleKind:
+class _ScheduleKind(NamedTuple):
     """Rules for building a kind of schedule."""
 
     slots: Callable[[PipelineSize, int], list[Slot]]
@@ -53,15 +51,13 @@ class _ScheduleKind:
 
 
 _KINDS = {
-    PipelineSchedule.GPIPE: _ScheduleKind(slots=breadth_first),
-    PipelineSchedule.ONE_F_ONE_B: _ScheduleKind(slots=one_f_one_b),
-    PipelineSchedule.INTERLEAVED_ONE_F_ONE_B: _ScheduleKind(
-        slots=one_f_one_b, stages_per_rank=2, allows_any_number=True
-    ),
-    PipelineSchedule.LOOPED_BFS: _ScheduleKind(slots=breadth_first, stages_per_rank=2, allows_any_number=True),
-    PipelineSchedule.ZERO_BUBBLE_H1: _ScheduleKind(slots=zero_bubble_h1),
-    PipelineSchedule.ZERO_BUBBLE_V: _ScheduleKind(slots=zero_bubble_v, stages_per_rank=2, is_v_shaped=True),
-    PipelineSchedule.DUAL_PIPE_V: _ScheduleKind(slots=dual_pipe_v, stages_per_rank=2, is_v_shaped=True),
+    PipelineSchedule.GPIPE: _ScheduleKind(breadth_first),
+    PipelineSchedule.ONE_F_ONE_B: _ScheduleKind(one_f_one_b),
+    PipelineSchedule.INTERLEAVED_ONE_F_ONE_B: _ScheduleKind(one_f_one_b, stages_per_rank=2, allows_any_number=True),
+    PipelineSchedule.LOOPED_BFS: _ScheduleKind(breadth_first, stages_per_rank=2, allows_any_number=True),
+    PipelineSchedule.ZERO_BUBBLE_H1: _ScheduleKind(zero_bubble_h1),
+    PipelineSchedule.ZERO_BUBBLE_V: _ScheduleKind(zero_bubble_v, stages_per_rank=2, is_v_shaped=True),
+    PipelineSchedule.DUAL_PIPE_V: _ScheduleKind(dual_pipe_v, stages_per_rank=2, is_v_shaped=True),
 }
 
 

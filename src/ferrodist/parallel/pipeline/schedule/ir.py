@@ -7,7 +7,7 @@ import re
 from collections import defaultdict
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -199,8 +199,7 @@ def _parse_action(number: int, word: str) -> Action:
         raise ValueError(f"line {number} of a schedule: {error}") from None
 
 
-@dataclass(frozen=True, slots=True)
-class PipelineSize:
+class PipelineSize(NamedTuple):
     """The numbers that a schedule is built for, each at least 1."""
 
     num_ranks: int
@@ -208,8 +207,7 @@ class PipelineSize:
     stages_per_rank: int
 
 
-@dataclass(frozen=True, slots=True)
-class Slot:
+class Slot(NamedTuple):
     """A compute action of a rank's local stage; its microbatch is the next of its kind there."""
 
     kind: ActionKind

@@ -33,8 +33,7 @@ _COLOURS = {
 }
 _PALEST = 0.55  # share of white in the colours of a rank's last stage
 
-_MOST_PARTS = 20
-"""Largest number of columns of the shortest action, tried so that all actions have whole numbers of columns."""
+_MOST_PARTS = 20  # most columns of the shortest action, tried so that all actions have whole numbers of them
 _MOST_COLUMNS, _MOST_COLUMNS_FOR_AN_ACTION = 1000, 20
 """Width limit of a drawing: the first, or the second for each action of a rank if that is more."""
 _TOLERANCE = 1e-6  # rounding error of sums of costs, in columns
