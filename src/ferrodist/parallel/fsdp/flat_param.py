@@ -163,7 +163,7 @@ class FlatParameters:
 
     ``parameters`` are the module's own, which become this rank's local shards; ``slots`` the (module, attribute) pairs
     where each is registered; ``dtensor_specs`` are those of parameters that are local tensors of DTensors. ``memory``
-    has zeros for the shard.
+    is from `allocate_shards`, with zeros for the shard.
     """
 
     def __init__(

@@ -42,7 +42,10 @@ if TYPE_CHECKING:
 
 
 class StepScope:
-    """The sub-group of steps, made anew after each failure: so no message of a failed step reaches the next."""
+    """The sub-group of steps, made anew after each failure: so no message of a failed step reaches the next.
+
+    A sub-group of a native group has its fast path, too.
+    """
 
     def __init__(self, parent: Backend, executor: ScheduleExecutor, tied: TiedParameters) -> None:
         self._parent, self._executor, self._tied = parent, executor, tied
