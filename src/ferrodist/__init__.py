@@ -29,6 +29,8 @@ import sys
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from ferrodist import errors
+
 if TYPE_CHECKING:
     from ferrodist import checkpoint as checkpoint
     from ferrodist import rpc as rpc
@@ -187,10 +189,7 @@ _HOMES = {  # the names of each module
     "collectives.tensor_protocol": "Recv Send",
     "collectives.work": "PendingCollective",
     "deadline": "DEFAULT_COLLECTIVE_TIMEOUT",
-    "errors": "AuthenticationError BackendUnavailable CollectiveMismatchError DistCheckpointError DistributedError"
-    " DistributedTimeoutError GroupAbortedError GroupClosedError InvalidRankError InvalidWorldSizeError"
-    " NoConnectionError PeerLostError PipelineError ProtocolError RankFailedError RendezvousError RpcError"
-    " SelfSendError SizeMismatchError UnsupportedOpError",
+    "errors": " ".join(name for name in errors.__all__ if name[0].isupper()),
     "mesh": "DeviceMesh",
     "parallel.ddp": "DDP GradientBucket comm_hooks",
     "parallel.fsdp": "FSDP MixedPrecision ShardingStrategy by_class by_size",

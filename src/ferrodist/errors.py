@@ -37,6 +37,35 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterator
 
+__all__ = [
+    "AuthenticationError",
+    "BackendUnavailable",
+    "CollectiveMismatchError",
+    "DistCheckpointError",
+    "DistributedError",
+    "DistributedTimeoutError",
+    "GroupAbortedError",
+    "GroupClosedError",
+    "InvalidRankError",
+    "InvalidWorldSizeError",
+    "NoConnectionError",
+    "PeerLostError",
+    "PipelineError",
+    "ProtocolError",
+    "RankFailedError",
+    "RendezvousError",
+    "RpcError",
+    "SelfSendError",
+    "SizeMismatchError",
+    "UnsupportedOpError",
+    "add_error_context",
+    "describe_error",
+    "describe_failed_program",
+    "error_from_wire",
+    "error_to_wire",
+    "ranks_text",
+]
+
 
 class DistributedError(RuntimeError):
     """Base of all ferrodist errors.
@@ -193,15 +222,6 @@ _BY_NAME: dict[str, type[DistributedError]] = {
     for name, kind in list(globals().items())
     if isinstance(kind, type) and issubclass(kind, DistributedError)
 }
-
-__all__ = [  # noqa: PLE0604 - the classes above, and these functions
-    *_BY_NAME,
-    "describe_error",
-    "describe_failed_program",
-    "error_from_wire",
-    "error_to_wire",
-    "ranks_text",
-]
 
 
 def error_to_wire(error: BaseException) -> tuple[str, str, tuple[int, ...]]:

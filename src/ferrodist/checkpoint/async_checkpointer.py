@@ -19,11 +19,12 @@ import torch
 
 from ferrodist.arguments import check_int
 from ferrodist.backends.subgroup import SubBackend
-from ferrodist.checkpoint.api import check_keep_last, resolve_ranks
-from ferrodist.checkpoint.consensus import Phase, all_or_none, call_on_all, run_on_rank0
-from ferrodist.checkpoint.retention import remove_old, remove_uncommitted
-from ferrodist.checkpoint.save import DEFAULT_FILE_BYTES, Save, SaveOptions
-from ferrodist.checkpoint.storage import Storage, join_path, open_storage
+from ferrodist.checkpoint.commit import remove_uncommitted
+from ferrodist.checkpoint.consensus import all_or_none, call_on_all, resolve_ranks, run_on_rank0
+from ferrodist.checkpoint.retention import remove_old
+from ferrodist.checkpoint.save import Save, SaveOptions
+from ferrodist.checkpoint.save_plan import DEFAULT_FILE_BYTES
+from ferrodist.checkpoint.storage import join_path, open_storage
 from ferrodist.deadline import Deadline, resolve_timeout
 from ferrodist.errors import DistCheckpointError, DistributedError, describe_error
 
@@ -155,8 +156,8 @@ class AsyncCheckpointer:
         storage_options: Mapping[str, Any] | None = None,
         timeout: float | None = None,
     ) -> None:
-        check_keep_last(keep_last)
-        self._keep_last = keep_last
+        if keep_last is not None:
+            check_int("keep_last", keep_last, min=1)
         self._group = resolve_ranks(group)
         self._timeout = resolve_timeout(timeout)
         deadline = Deadline(self._timeout)
@@ -178,8 +179,7 @@ class AsyncCheckpointer:
         )
         self._own_group = SubBackend(self._group, range(self._group.world_size), label="ferrodist.checkpoint")
         self._queue = check_int("queue", queue, min=0)
-        self._options = SaveOptions(max_file_bytes=max_file_bytes, check_replicas=check_replicas, shards=shards)
-        self._storage_options = storage_options
+        self._options = SaveOptions(max_file_bytes, check_replicas, shards, keep_last, storage_options)
         self._thread: ThreadPoolExecutor | None = ThreadPoolExecutor(1, thread_name_prefix="ferrodist-checkpoint")
         self._free: list[StagingBuffer] = [StagingBuffer()]
         self._lock = threading.Lock()
@@ -218,16 +218,10 @@ class AsyncCheckpointer:
             raise RuntimeError("this AsyncCheckpointer is closed: make another one")
         path = self.path_of(check_int("step", step, min=0))
         self._wait_for_room(path)
-        earlier = self._first_unreported()
+        earlier_error = self._first_unreported()  # ranks may differ in which failures they know of and have reported
         deadline = Deadline(self._timeout)
-
-        def open_checked() -> Storage:
-            if earlier is not None:  # ranks may differ in which failures they know of and have reported
-                raise earlier
-            return open_storage(path, self._storage_options)
-
-        phase = Phase("begin a checkpoint", path)
-        save = Save(phase, open_checked, state, self._group, options=self._options, deadline=deadline)
+        save = Save(path, self._group, self._options)
+        save.prepare(state, "begin a checkpoint", deadline, earlier_error=earlier_error)
         with self._lock:
             buffer = self._free.pop() if self._free else StagingBuffer()
         try:
@@ -246,9 +240,10 @@ class AsyncCheckpointer:
         """Write and commit, in the thread."""
         try:
             # The time in the queue doesn't count.
-            save.run(find, self._own_group, Deadline(self._timeout))
-            if self._keep_last is not None and self.rank == 0:
-                remove_old(save.storage.url, self._keep_last, self._storage_options, _STEP_FOLDER)
+            save.write_and_commit(self._own_group, Deadline(self._timeout), find)
+            keep_last, storage_options = self._options.keep_last, self._options.storage_options
+            if keep_last is not None and self.rank == 0:
+                remove_old(save.storage.url, keep_last, storage_options, _STEP_FOLDER)
         finally:
             with self._lock:
                 self._free.append(buffer)

@@ -6,6 +6,8 @@
     call_on_all      the same for a function                            one all-gather
     run_on_rank0     rank 0 runs a function for all                     one broadcast
     Rank0Exchange    each rank makes a value, rank 0 answers to each    one gather and one scatter
+
+`resolve_ranks` says which ranks these are.
 """
 
 from __future__ import annotations
@@ -13,6 +15,8 @@ from __future__ import annotations
 import contextlib
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from ferrodist.backends.process_group import is_initialized, resolve_group
+from ferrodist.backends.simulated import SimulatedBackend
 from ferrodist.collectives.objects import all_gather_object, broadcast_object, gather_object, scatter_object
 from ferrodist.errors import DistCheckpointError, DistributedError, add_error_context, describe_error
 
@@ -26,6 +30,13 @@ if TYPE_CHECKING:
     """An error as other ranks raise it: its message and the ranks that it names."""
 
 _T = TypeVar("_T")
+
+
+def resolve_ranks(group: Backend | None) -> Backend:
+    """Return the group, the default group, or a new group of this process alone."""
+    if group is None and not is_initialized():
+        return SimulatedBackend.create_group(1)[0]
+    return resolve_group(group)
 
 
 class Phase:

@@ -13,33 +13,148 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 import torch
+from torch.autograd.graph import increment_version
 
-from ferrodist.checkpoint.consensus import all_or_none, run_on_rank0
+from ferrodist.checkpoint.consensus import all_or_none, call_on_all, resolve_ranks, run_on_rank0
 from ferrodist.checkpoint.format.manifest import MANIFEST_NAME, Manifest, decode_manifest, encode_manifest
 from ferrodist.checkpoint.format.safetensors import dtype_from_name
 from ferrodist.checkpoint.load_plan import LoadPlanner
-from ferrodist.checkpoint.reader import CheckpointReader, put_elements
-from ferrodist.checkpoint.retention import read_manifest
+from ferrodist.checkpoint.reader import CheckpointReader, put_elements, read_manifest
 from ferrodist.checkpoint.save_plan import Span
-from ferrodist.checkpoint.shard_metadata import ShardMetadata
-from ferrodist.checkpoint.state import bump_version
+from ferrodist.checkpoint.storage import Storage, open_storage
 from ferrodist.collectives.objects import all_gather_object, gather_object
 from ferrodist.collectives.p2p import recv_into, send
+from ferrodist.deadline import Deadline, resolve_timeout
 from ferrodist.errors import DistCheckpointError
 from ferrodist.tensor.dtensor import DTensor
 from ferrodist.tensor.local_shards import Box
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Sequence
+    import os
+    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
     from ferrodist.backends.base import Backend
-    from ferrodist.checkpoint.storage.base import Storage
-    from ferrodist.deadline import Deadline
+    from ferrodist.checkpoint.shard_metadata import ShardMetadata
 
 _MESSAGE_BYTES = 32 << 20
 
 
-def read_on_rank0(
+@torch.no_grad()
+def load_distributed(
+    path: str | os.PathLike[str],
+    into: Any = None,
+    *,
+    group: Backend | None = None,
+    strict: bool = True,
+    verify: bool = True,
+    one_reads: bool = False,
+    shards: ShardMetadata | None = None,
+    storage_options: Mapping[str, Any] | None = None,
+    timeout: float | None = None,
+) -> Any:
+    """Load a checkpoint, or a part of it; every rank of the group calls this.
+
+    Each rank reads only the bytes of its own shards, whatever the number of ranks and the placements were when the
+    checkpoint was saved.
+
+    Args:
+        path: The checkpoint.
+        into: The wanted state, nested as it was saved; parts may be left out. Tensors are filled in place, in their own
+            dtypes; modules, `OptimizerState` and objects with ``load_state_dict()`` load their part; a `Placed` becomes
+            a `DTensor`; any other value, and an empty dict or list, is replaced by the saved value with full tensors.
+            None is the full state.
+        group: The ranks that load; as for `save_distributed`.
+        strict: Raise for wanted values that were not saved, and for saved tensors that a module or optimizer doesn't
+            have.
+        one_reads: Have rank 0 read for all ranks, each byte once, and send it on; for storage that is slower than the
+            network between ranks.
+        shards: The sharding of plain tensors in ``into``.
+        verify: Check the hashes of all blocks read: a fifth of the time of a load from memory, little of one from a
+            disk.
+        storage_options: Options of fsspec's file system, if the path is a URL.
+        timeout: Seconds within which all ranks must be done; None takes FERRODIST_TIMEOUT's, or
+            `DEFAULT_COLLECTIVE_TIMEOUT`.
+
+    Returns:
+        ``into`` with the loaded values; its tensors, modules and objects are the same objects.
+
+    Raises:
+        DistCheckpointError: On all ranks: the checkpoint is missing, doesn't fit, or is damaged. Some tensors may
+            have been filled already.
+        TypeError, ValueError: An argument is wrong.
+    """
+    ranks, deadline = resolve_ranks(group), Deadline(resolve_timeout(timeout))
+    storage = call_on_all(lambda: open_storage(path, storage_options), "open a checkpoint", str(path), ranks, deadline)
+    manifest = _share_manifest(storage, ranks, deadline)
+    with all_or_none("load a checkpoint", storage.url, ranks, deadline):
+        if shards:
+            shards.check(ranks.world_size)
+        planner = LoadPlanner(manifest, ranks.rank, ranks.world_size, shards)
+        build = planner.match(manifest.tree, into)
+    _check_complete(planner if strict else None, storage.url, ranks, deadline)
+    with all_or_none("load a checkpoint", storage.url, ranks, deadline, about_arguments=False):
+        reader = CheckpointReader(storage, manifest, verify=verify)
+        try:
+            targets = sorted(planner.targets, key=lambda target: manifest.position(target[0]))
+            boxes = [(key, box, view) for key, _, shard in targets for box, view in shard.boxes]
+            if one_reads:
+                _read_on_rank0(reader, boxes, storage.url, ranks, deadline)
+            else:
+                for key, box, view in boxes:
+                    reader.read_box(key, box, view)
+            for _, tensor, _ in targets:
+                local = tensor._local if isinstance(tensor, DTensor) else tensor  # to_local() would keep a history
+                if not local.is_inference():
+                    increment_version(local)  # autograd has not seen the write
+        finally:
+            storage.close()
+    with all_or_none("load the state of objects", storage.url, ranks, deadline, about_arguments=False):
+        return build()
+
+
+def _share_manifest(storage: Storage, group: Backend, deadline: Deadline) -> Manifest:
+    """Return rank 0's manifest on all ranks, since the folder may change while they read it."""
+    own: list[Manifest] = []
+
+    def read() -> bytes:
+        own.append(read_manifest(storage))
+        return encode_manifest(own[0])
+
+    data = run_on_rank0(read, "read a checkpoint", storage.url, group, deadline)
+    return own[0] if own else decode_manifest(data, f"{storage.url}/{MANIFEST_NAME}")
+
+
+def _check_complete(planner: LoadPlanner | None, where: str, group: Backend, deadline: Deadline) -> None:
+    """Raise on all ranks if wanted values were not saved or saved tensors have no target; None skips this rank's."""
+    own = ([], 0, {}) if planner is None else (planner.missing[:10], len(planner.missing), planner.unexpected)
+    answers = all_gather_object(own, group=group, timeout=deadline.remaining())
+    for rank, (names, count, _) in enumerate(answers):
+        if names:
+            raise DistCheckpointError(
+                f"{where} lacks {_abbreviate(names, count)}, which rank {rank} wants: load with strict=False to leave"
+                " what is missing as it is",
+                ranks=(rank,),
+            )
+    unexpected = {key: state_path for _, _, found in answers for key, state_path in found.items()}
+    if not unexpected:
+        return
+    here = [] if planner is None else sorted(planner.used & set(unexpected))
+    for used in all_gather_object(here, group=group, timeout=deadline.remaining()):
+        for key in used:
+            unexpected.pop(key, None)
+    if unexpected:
+        raise DistCheckpointError(
+            f"{where} has {_abbreviate(list(unexpected.values()), len(unexpected))}, which no rank loads:"
+            " load with strict=False to leave it out"
+        )
+
+
+def _abbreviate(names: Sequence[str], count: int) -> str:
+    shown = ", ".join(names[:3])
+    return shown if count <= 3 else f"{shown} and {count - 3} more"
+
+
+def _read_on_rank0(
     reader: CheckpointReader,
     wanted: Iterable[tuple[str, Box, torch.Tensor]],
     where: str,
@@ -111,86 +226,3 @@ def _chunks(requests: Iterable[Span], manifest: Manifest) -> Iterator[tuple[Span
             count = min(rows_per_chunk, request.shape[0] - begin)
             chunk = Box((request.offsets[0] + begin, *request.offsets[1:]), (count, *request.shape[1:]))
             yield request, chunk, chunk.within(whole)
-
-
-@torch.no_grad()
-def load(
-    storage: Storage,
-    into: Any,
-    group: Backend,
-    *,
-    strict: bool,
-    verify: bool,
-    one_reads: bool,
-    shards: ShardMetadata | None,
-    deadline: Deadline,
-) -> Any:
-    """Load a checkpoint, as `load_distributed` does."""
-    manifest = _share_manifest(storage, group, deadline)
-    with all_or_none("load a checkpoint", storage.url, group, deadline):
-        shards = shards or ShardMetadata(num_ranks=group.world_size)
-        shards.check(group.world_size)
-        planner = LoadPlanner(manifest, group.rank, group.world_size, shards)
-        build = planner.match(manifest.tree, into)
-    _check_complete(planner if strict else None, storage.url, group, deadline)
-    with all_or_none("load a checkpoint", storage.url, group, deadline, about_arguments=False):
-        reader = CheckpointReader(storage, manifest, verify=verify)
-        try:
-            targets = sorted(planner.targets, key=lambda target: manifest.position(target[0]))
-            boxes = [(key, box, view) for key, _, part in targets for box, view in part.boxes]
-            if one_reads:
-                read_on_rank0(reader, boxes, storage.url, group, deadline)
-            else:
-                for key, box, view in boxes:
-                    reader.read_box(key, box, view)
-            for _, tensor, _ in targets:
-                # to_local() would keep a history
-                bump_version(tensor._local if isinstance(tensor, DTensor) else tensor)
-        finally:
-            storage.close()
-    taken = []
-    with all_or_none("load the state of objects", storage.url, group, deadline, about_arguments=False):
-        taken.append(build())
-    return taken[0]
-
-
-def _share_manifest(storage: Storage, group: Backend, deadline: Deadline) -> Manifest:
-    """Return rank 0's manifest on all ranks, since the folder may change while they read it."""
-    own: list[Manifest] = []
-
-    def read() -> bytes:
-        own.append(read_manifest(storage))
-        return encode_manifest(own[0])
-
-    data = run_on_rank0(read, "read a checkpoint", storage.url, group, deadline)
-    return own[0] if own else decode_manifest(data, f"{storage.url}/{MANIFEST_NAME}")
-
-
-def _check_complete(planner: LoadPlanner | None, where: str, group: Backend, deadline: Deadline) -> None:
-    """Raise on all ranks if wanted values were not saved or saved tensors have no target; None skips this rank's."""
-    own = ([], 0, {}) if planner is None else (planner.missing[:10], len(planner.missing), planner.unexpected)
-    answers = all_gather_object(own, group=group, timeout=deadline.remaining())
-    for rank, (names, count, _) in enumerate(answers):
-        if names:
-            raise DistCheckpointError(
-                f"{where} lacks {_abbreviate(names, count)}, which rank {rank} wants: load with strict=False to leave"
-                " what is missing as it is",
-                ranks=(rank,),
-            )
-    unexpected = {key: state_path for _, _, found in answers for key, state_path in found.items()}
-    if not unexpected:
-        return
-    here = [] if planner is None else sorted(planner.used & set(unexpected))
-    for used in all_gather_object(here, group=group, timeout=deadline.remaining()):
-        for key in used:
-            unexpected.pop(key, None)
-    if unexpected:
-        raise DistCheckpointError(
-            f"{where} has {_abbreviate(list(unexpected.values()), len(unexpected))}, which no rank loads:"
-            " load with strict=False to leave it out"
-        )
-
-
-def _abbreviate(names: Sequence[str], count: int) -> str:
-    shown = ", ".join(names[:3])
-    return shown if count <= 3 else f"{shown} and {count - 3} more"

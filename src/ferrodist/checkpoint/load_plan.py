@@ -13,26 +13,25 @@ from ferrodist.checkpoint.format.safetensors import dtype_from_name
 from ferrodist.checkpoint.format.tree import (
     PerRank,
     check_depth,
-    check_tensor,
     decode_leaf,
     is_leaf_node,
     path_text,
     referenced_keys,
     split_node,
-    tensor_identity,
     tensor_key,
 )
 from ferrodist.checkpoint.state import (
-    OptimizerState,
     Stateful,
-    empty_shard_like,
+    check_tensor,
     inner_module,
     module_state,
     refuse_optimizer,
+    tensor_identity,
 )
+from ferrodist.checkpoint.state_objects import OptimizerState, empty_shard_like
 from ferrodist.errors import DistCheckpointError
 from ferrodist.tensor.dtensor import DTensor
-from ferrodist.tensor.local_shards import LocalShard, flat_shard_of
+from ferrodist.tensor.local_shards import LocalShard, flat_shard_of, local_shard
 from ferrodist.tensor.spec import DTensorSpec, check_placements
 from ferrodist.wording import counted, with_article
 
@@ -70,7 +69,7 @@ class LoadPlanner:
     manifest: Manifest
     rank: int
     world_size: int
-    shards: ShardMetadata
+    shards: ShardMetadata | None = None
     make: Callable[[tuple[int, ...], torch.dtype], torch.Tensor] = lambda shape, dtype: torch.empty(
         shape, dtype=dtype, device="cpu"
     )
@@ -127,7 +126,7 @@ class LoadPlanner:
         """Allocate a full tensor, or this rank's shard; once for tied tensors."""
         if key not in self._new_tensors:
             saved = self.manifest.tensors[key]
-            spec = self.shards.tensor_specs.get(tensor_key(path))
+            spec = self.shards.tensor_specs.get(tensor_key(path)) if self.shards else None
             shape = saved.shape if spec is None else spec.shape_of(self.rank)
             made = self.make(shape, dtype_from_name(saved.dtype))
             self._new_tensors[key] = made
@@ -148,7 +147,7 @@ class LoadPlanner:
 
     def _add_target(self, key: str, tensor: torch.Tensor, path: tuple[object, ...]) -> None:
         """Have a tensor filled, if the saved one fits it."""
-        into = self.shards.part(tensor_key(path), tensor, self.rank)
+        into = self.shards.part(tensor_key(path), tensor, self.rank) if self.shards else local_shard(tensor)
         saved = self.manifest.tensors[key]
         if into.shape != saved.shape:
             raise DistCheckpointError(

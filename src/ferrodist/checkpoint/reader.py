@@ -1,4 +1,4 @@
-"""Reading boxes of tensors from a checkpoint's files: only the needed bytes, with the hash of each block checked.
+"""Reading a checkpoint: its manifest, and boxes of tensors, of which each block's hash is checked.
 
 A hash covers a block of a shard. A range that begins or ends inside a block needs the full block, unless hashes are not
 checked: at most two more blocks for each range of bytes.
@@ -9,11 +9,20 @@ from __future__ import annotations
 import threading
 from dataclasses import dataclass
 from math import prod
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
 
-from ferrodist.checkpoint.format.manifest import Manifest, ShardEntry, hash_bytes
+from ferrodist.checkpoint.format.manifest import (
+    INDEX_NAME,
+    MANIFEST_NAME,
+    SINGLE_NAME,
+    Manifest,
+    ShardEntry,
+    decode_manifest,
+    hash_bytes,
+)
 from ferrodist.checkpoint.format.safetensors import dtype_from_name
 from ferrodist.errors import DistCheckpointError
 from ferrodist.tensor.local_shards import Box
@@ -27,6 +36,65 @@ _READ_BYTES = 32 << 20
 
 _LONG_ROW_BYTES = 4 << 20
 """Rows longer than this are read in part: a whole tensor may be one row."""
+
+DCP_METADATA_NAME = ".metadata"
+"""The manifest's name in torch.distributed.checkpoint."""
+
+_TORCH_SUFFIXES = (".pt", ".pth", ".bin", ".ckpt")
+_IMPORTS = {"torch": "import_torch_file", "dcp": "import_dcp", "hf": "import_hugging_face"}
+
+
+def read_manifest(storage: Storage) -> Manifest:
+    """Read the manifest of the checkpoint in a folder."""
+    where = f"{storage.url}/{MANIFEST_NAME}"
+    try:
+        data = storage.get(MANIFEST_NAME)
+    except FileNotFoundError:
+        raise DistCheckpointError(_explain_missing(storage)) from None
+    except NotADirectoryError as error:
+        if not Path(storage.url).is_file():  # a file is above it
+            raise DistCheckpointError(f"{where} can't be read: {error}") from error
+        raise DistCheckpointError(
+            f"{storage.url} is a file, and a checkpoint is a folder. {_conversion_hint('torch', storage.url)}"
+        ) from None
+    except OSError as error:
+        raise DistCheckpointError(f"{where} can't be read: {error}") from error
+    return decode_manifest(data, where)
+
+
+def _explain_missing(storage: Storage) -> str:
+    """Return the message for a folder without a manifest."""
+    try:
+        is_empty, other, inner = not storage.list_names(), describe_foreign_format(storage), storage.list_folders()
+    except OSError as error:
+        return f"{storage.url} can't be read: {error}"
+    what = "nothing in it, or is not there" if is_empty and not inner else "no checkpoint in it"
+    text = f"{storage.url} has {what}: {MANIFEST_NAME} is missing"
+    if other:
+        return f"{text}. {other}"
+    if inner:
+        return f"{text}. There are folders in it, as {inner[-1]}: name one that has a checkpoint, or ask find_latest()"
+    return text
+
+
+def describe_foreign_format(storage: Storage) -> str:
+    """Return a sentence on which other format a folder has and how to convert it; empty for unknown formats."""
+    names = storage.list_names()
+    if DCP_METADATA_NAME in names:
+        return f"It is a folder of torch.distributed.checkpoint. {_conversion_hint('dcp', storage.url)}"
+    if SINGLE_NAME in names or INDEX_NAME in names:
+        return f"It is a folder of Hugging Face's. {_conversion_hint('hf', storage.url)}"
+    for name in names:
+        if name.endswith(_TORCH_SUFFIXES):
+            return f"It has {name}. {_conversion_hint('torch', f'{storage.url}/{name}')}"
+    return ""
+
+
+def _conversion_hint(kind: str, path: str) -> str:
+    return (
+        f"`ferrodist ckpt convert --from {kind} --to ferrodist {path} NEW` makes a checkpoint of it, in Python"
+        f" `ferrodist.checkpoint.convert.{_IMPORTS[kind]}`."
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,7 +143,8 @@ class CheckpointReader:
         # Consecutive full rows are one range of bytes.
         is_run = all(size == whole for size, whole in zip(box.shape[1:], shape[1:], strict=True))
         first = run.start + box.offsets[0] * row_bytes if box.offsets else run.start
-        if is_run and target.dtype is run.dtype and _is_row_major_memory(target):
+        is_row_major = target.is_contiguous() and not target.is_conj() and not target.is_neg()
+        if is_run and is_row_major and target.dtype is run.dtype and target.device.type == "cpu":
             self._read_bytes(run.key, run.shard, first, memory_of(target))
             return
         num_rows = box.shape[0] if box.shape else 1
@@ -167,11 +236,6 @@ class CheckpointReader:
 
     def _error(self, name: str, key: str, what: str) -> DistCheckpointError:
         return DistCheckpointError(f"{self._storage.url}/{name}, which has a part of tensor {key!r}, {what}")
-
-
-def _is_row_major_memory(tensor: torch.Tensor) -> bool:
-    """Return whether a tensor's elements are its memory, row-major, on the CPU."""
-    return tensor.device.type == "cpu" and tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg()
 
 
 def put_elements(target: torch.Tensor, elements: torch.Tensor, key: str) -> None:

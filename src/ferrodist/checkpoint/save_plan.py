@@ -93,6 +93,9 @@ def _abbreviate(node: Node) -> str:
     return text if len(text) < 100 else f"{text[:100]}..."
 
 
+DEFAULT_FILE_BYTES = 5 * 10**9
+"""The file size limit of Hugging Face's tools."""
+
 _SHARD_NAME = re.compile(r"(.*)\[\d+:\d+(?:, \d+:\d+)*\]", re.DOTALL)
 
 

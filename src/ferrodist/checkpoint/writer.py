@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from math import prod
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -9,10 +10,10 @@ import torch
 import xxhash
 
 from ferrodist.checkpoint.format.manifest import FileEntry, hash_bytes
-from ferrodist.checkpoint.format.safetensors import make_header, name_in_file
+from ferrodist.checkpoint.format.safetensors import LENGTH_BYTES, dtype_from_name, to_safetensors
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Callable, Mapping, Sequence
 
     from ferrodist.checkpoint.save_plan import FilePlan, Span, TensorReport
     from ferrodist.checkpoint.storage.base import FileWriter, Storage
@@ -140,3 +141,30 @@ def write_file(
         stream.discard()
         raise
     return stream.report()
+
+
+def make_header(tensors: Sequence[tuple[str, str, tuple[int, ...]]]) -> tuple[bytes, list[int], int]:
+    """Make the header of a file of consecutive tensors, given their names, dtype names and shapes.
+
+    Returns the header with its length field, the first byte of each tensor in the file, and the file's size.
+    """
+    entries: dict[str, object] = {"__metadata__": {"format": "pt"}}
+    at, starts = 0, []
+    for name, dtype, shape in tensors:
+        size = prod(shape) * dtype_from_name(dtype).itemsize
+        st_dtype, st_shape = to_safetensors(dtype, shape)
+        entries[name] = {"dtype": st_dtype, "shape": st_shape, "data_offsets": [at, at + size]}
+        starts.append(at)
+        at += size
+    text = msgspec.json.encode(entries)
+    text += b" " * (-len(text) % 8)  # tensors begin at a multiple of 8
+    header = len(text).to_bytes(LENGTH_BYTES, "little") + text
+    return header, [len(header) + begin for begin in starts], len(header) + at
+
+
+def name_in_file(key: str, offsets: Sequence[int], shape: Sequence[int], whole: Sequence[int]) -> str:
+    """Return the name of a shard in a file: the tensor's key, with the slice unless it is the full tensor."""
+    if tuple(shape) == tuple(whole):
+        return key
+    sides = [f"{begin}:{begin + size}" for begin, size in zip(offsets, shape, strict=True)]
+    return f"{key}[{', '.join(sides)}]"

@@ -8,7 +8,7 @@ import os
 import socket
 import sys
 import uuid
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from ferrodist.launch.failure_report import failure_report, stop_report
 from ferrodist.launch.mpi import PmiServer, run_mpiexec
@@ -32,7 +32,6 @@ from ferrodist.rendezvous.secret import make_secret
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
-    from typing import Any
 
 _STDOUT, _STDERR = 1, 2
 

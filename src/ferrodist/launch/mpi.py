@@ -21,14 +21,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ferrodist.errors import BackendUnavailable
-from ferrodist.launch.spec import with_stack_dumps
+from ferrodist.launch.spec import LaunchSpec, with_stack_dumps
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
     from typing_extensions import Self
 
-    from ferrodist.launch.spec import LaunchSpec
 
 _VERSION_SECONDS = 30
 

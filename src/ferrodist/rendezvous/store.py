@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from abc import abstractmethod
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import TYPE_CHECKING, Protocol
 
 from typing_extensions import override
@@ -14,7 +14,6 @@ from ferrodist.errors import DistributedTimeoutError, RendezvousError, Unsupport
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
-    from contextlib import AbstractContextManager
 
 DEFAULT_STORE_TIMEOUT = 60.0
 """The default timeout of store operations in seconds. Groups pass the rest of the rendezvous timeout."""

@@ -2,7 +2,8 @@
 
 An agent owns a client (calls made), a server (calls served), the peers, the remote objects, and the graceful shutdown.
 A call passes `RpcClient.call`, `RemotePeer.send` and the group of the two ranks. There `RpcServer.on_message` receives
-it, a thread of the `Executor` calls the function, and the result goes back the same way to `RpcClient.on_response`.
+it, and has a thread of the `Executor` call the function and send the result. Back here `RpcServer.on_message` hands
+that to `RpcClient.on_response`, which wakes the caller.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from ferrodist.rpc.large_messages import TensorPool
 from ferrodist.rpc.messages import OWN_NAMES, Call
 from ferrodist.rpc.peer import PeerOptions
 from ferrodist.rpc.peer_manager import PeerManager
-from ferrodist.rpc.remote_objects import CREATE, RRefManager
+from ferrodist.rpc.rref_manager import CREATE, RRefManager
 from ferrodist.rpc.server import FunctionRegistry, RpcServer, serving_agent
 from ferrodist.rpc.shutdown import GracefulShutdown
 from ferrodist.rpc.transport import GroupRpcBackend, RpcBackend

@@ -115,6 +115,11 @@ class PendingCall:
         self.transfer: ReferenceTransfer | None = None
 
     @property
+    def is_users(self) -> bool:
+        """Whether a user made the call, not an agent: it counts in statistics, and occupies a slot."""
+        return self.peer is not None
+
+    @property
     def remaining(self) -> float:
         """Seconds left."""
         return max(0.0, self.started + self.timeout - time.monotonic())
@@ -168,7 +173,7 @@ class PendingCalls:
                 raise self.closed.fresh()
             self._last_call_id += 1
             call_id = self._last_call_id
-            self.num_made += pending.peer is not None
+            self.num_made += pending.is_users
             self._calls[call_id] = pending
             if pending.future is None:  # a thread that waits for its event checks the time itself
                 return call_id
@@ -189,7 +194,7 @@ class PendingCalls:
             if pending is not None and rank is not None and pending.rank != rank:
                 self._calls[call_id] = pending
                 return None
-            self.num_ended += pending is not None and pending.peer is not None
+            self.num_ended += pending is not None and pending.is_users
             return pending
 
     def give_up(self, call_id: int) -> PendingCall | None:
@@ -208,7 +213,7 @@ class PendingCalls:
     def num_in_flight(self) -> int:
         """The number of users' calls without a result."""
         with self._lock:
-            return sum(pending.peer is not None and not pending.is_given_up for pending in self._calls.values())
+            return sum(pending.is_users and not pending.is_given_up for pending in self._calls.values())
 
     def fail(self, rank: int | None, error: DistributedError) -> None:
         """Fail the calls to a rank, or all."""
@@ -328,12 +333,12 @@ class RpcClient(PeerListener):
             return
         pending.release()
         if pending.is_given_up:
-            if pending.peer is not None:
+            if pending.is_users:
                 self.metrics.count("late")
             with contextlib.suppress(Exception):  # references in it have been counted for this rank
                 self._unpack(pending, kind, content)
             return
-        if pending.peer is not None:
+        if pending.is_users:
             self.metrics.count("answered", time.monotonic() - pending.started)
         # At once, in the order of messages: the next one may give back a reference in this.
         try:

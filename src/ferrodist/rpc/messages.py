@@ -297,7 +297,7 @@ class ReferenceTransfer(ABC):
 
 
 class ValueCodec(ABC):
-    """Packs and unpacks values to and from each rank."""
+    """Packs and unpacks values to and from each rank; the agent's is its `RRefManager`."""
 
     def __init__(self, reference_codecs: Mapping[int, LeafCodec], *, allow_pickle: bool) -> None:
         arrays = ARRAY_CODEC

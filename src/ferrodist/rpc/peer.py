@@ -1,7 +1,7 @@
-"""Peers: the ranks that an agent calls and is called by, which include the rank itself.
+"""`RemotePeer`: the connection to another rank, with its flow control; `LoopbackPeer`, for calls of the rank itself.
 
-`RemotePeer` is the connection to another rank: a group of two with a receive posted for the next frame. See [Note:
-frames] and [Note: message order] in `framing.py`.
+A connection is a group of two with a receive posted for the next frame. See [Note: frames] and [Note: message order] in
+`framing.py`.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""`RpcServer`: the calls that peers make, and their responses."""
+"""`RpcServer`: all messages of peers. It serves their calls, and hands their responses to the client."""
 
 from __future__ import annotations
 

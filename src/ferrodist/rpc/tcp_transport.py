@@ -1,7 +1,7 @@
 """`TcpRpcBackend`: a transport with a TCP connection for each two ranks, whose processes may be started again.
 
 Of two ranks the higher one connects to the lower one: as soon as the store has its address (see [Note: peer directory]
-in `peer_directory.py`), and again when the connection is lost, until a newer process takes its place. If only the
+in `tcp_directory.py`), and again when the connection is lost, until a newer process takes its place. If only the
 connection broke that needs no store. For the lower rank the newest connection is the one that counts. Each connection
 becomes a `PairGroup`, a group of two.
 """
@@ -24,7 +24,7 @@ from ferrodist.errors import DistributedError, InvalidRankError, PeerLostError, 
 from ferrodist.rendezvous import Hello, Listener, Membership, PrefixStore, connect, enter_job, parse_address
 from ferrodist.rendezvous.auth import check_hello
 from ferrodist.rendezvous.sockets import disconnect
-from ferrodist.rpc.peer_directory import PeerDirectory, PeerRecord
+from ferrodist.rpc.tcp_directory import PeerDirectory, PeerRecord
 from ferrodist.rpc.transport import RpcBackend, TransportListener
 from ferrodist.wording import counted
 

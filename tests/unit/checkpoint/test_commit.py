@@ -15,9 +15,9 @@ import torch
 from ferrodist.checkpoint import (
     DistCheckpointError,
     PerRank,
-    api,
     consensus,
     load_distributed,
+    save,
     save_distributed,
     verify,
 )
@@ -211,7 +211,7 @@ def test_an_unfinished_manifest_is_removed(tmp_path: Path, monkeypatch: pytest.M
 
 def test_disks_that_ranks_dont_share(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """As when each host has a folder of this name: the error says so."""
-    open_storage = api.open_storage
+    open_storage = save.open_storage
     elsewhere: set[int] = set()
 
     def of_own(path: Path, options: None) -> Storage:
@@ -221,7 +221,7 @@ def test_disks_that_ranks_dont_share(tmp_path: Path, monkeypatch: pytest.MonkeyP
             storage.path = tmp_path / "another host" / "saved"
         return storage
 
-    monkeypatch.setattr(api, "open_storage", of_own)
+    monkeypatch.setattr(save, "open_storage", of_own)
 
     def program(group: Backend) -> None:
         if group.rank == 1:

@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 from ferrodist import DeviceMesh, DTensor, Partial, Replicate, Shard
 from ferrodist.checkpoint import AsyncCheckpointer, Placed, load_distributed, save_distributed
 from ferrodist.checkpoint.format import safetensors
-from ferrodist.checkpoint.retention import read_manifest
+from ferrodist.checkpoint.reader import read_manifest
 from ferrodist.checkpoint.storage.local import LocalStorage
 from ferrodist.checkpoint.writer import BLOCK_BYTES
 from ferrodist.errors import DistCheckpointError, DistributedTimeoutError

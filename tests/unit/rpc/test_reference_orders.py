@@ -13,11 +13,11 @@ import pytest
 
 from ferrodist.deadline import Deadline
 from ferrodist.errors import DistributedError, PeerLostError, RpcError
-from ferrodist.rpc import remote_objects
+from ferrodist.rpc import rref_manager
 from ferrodist.rpc.future import Future
 from ferrodist.rpc.messages import MET, Call, Failure, FailureKind, pack_call, unpack_call
 from ferrodist.rpc.refcount_protocol import CONFIRM, LOST, REGISTER, RELEASE, SETTLE, UNREGISTER
-from ferrodist.rpc.remote_objects import CREATE, RRefManager
+from ferrodist.rpc.rref_manager import CREATE, RRefManager
 
 NUM_RANKS = 3
 
@@ -390,7 +390,7 @@ class World:
 @pytest.mark.parametrize("breaks", [False, True])
 def test_nothing_is_freed_too_early_and_nothing_is_left(monkeypatch, breaks):
     """Three ranks pass references on, die, are started again, and lose each other."""
-    monkeypatch.setattr(remote_objects, "SerialExecutor", SerialExecutor)
+    monkeypatch.setattr(rref_manager, "SerialExecutor", SerialExecutor)
     seen = Counter()
     for seed in range(250):
         world = World(seed, breaks=breaks)

@@ -21,8 +21,8 @@ from ferrodist.rpc.agent import RpcAgent
 from ferrodist.rpc.messages import HELLO, MET, OWN_NAMES, Call
 from ferrodist.rpc.refcount_protocol import CONFIRM, LOST, REGISTER, RELEASE, SETTLE, UNREGISTER
 from ferrodist.rpc.refcount_tables import ReferenceCounts
-from ferrodist.rpc.remote_objects import CREATE
 from ferrodist.rpc.rref import FETCH, METHOD, RRef
+from ferrodist.rpc.rref_manager import CREATE
 from ferrodist.testing import run_ranks
 
 NOTHING = ReferenceCounts(for_others=0, for_itself=0, elsewhere=0)

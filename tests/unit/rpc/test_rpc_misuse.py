@@ -19,7 +19,7 @@ from ferrodist.errors import DistributedTimeoutError, GroupClosedError, PeerLost
 from ferrodist.rpc import RpcAgent, RpcContext, SimulatedRpcBackend
 from ferrodist.rpc import executor as worker_threads
 from ferrodist.rpc.messages import Call, MessageKind, pack_call
-from ferrodist.rpc.remote_objects import CREATE
+from ferrodist.rpc.rref_manager import CREATE
 from ferrodist.testing import check_leaks
 
 _PATIENCE = 60.0

@@ -19,11 +19,10 @@ import torch
 
 from ferrodist.checkpoint.format.manifest import MAX_DIMS, FileEntry, Manifest, ShardEntry, TensorEntry, covers_once
 from ferrodist.checkpoint.format.safetensors import dtype_from_name, dtype_name
-from ferrodist.checkpoint.format.tree import Encoder, map_children, split_node
+from ferrodist.checkpoint.format.tree import map_children, split_node
 from ferrodist.checkpoint.load_plan import LoadPlanner
-from ferrodist.checkpoint.reader import CheckpointReader
-from ferrodist.checkpoint.retention import read_manifest
-from ferrodist.checkpoint.shard_metadata import ShardMetadata
+from ferrodist.checkpoint.reader import CheckpointReader, read_manifest
+from ferrodist.checkpoint.state import Encoder
 from ferrodist.checkpoint.storage import Storage, open_storage
 from ferrodist.checkpoint.tools.reshard import (
     ROW_BLOCK_BYTES,
@@ -243,7 +242,7 @@ def materialize(
                     os.posix_fallocate(opened.fileno(), 0, size * dtype.itemsize)
                 return torch.from_file(str(file), shared=True, size=size, dtype=dtype, device="cpu").view(shape)
 
-            planner = LoadPlanner(manifest, 0, 1, ShardMetadata(num_ranks=1), make=make)
+            planner = LoadPlanner(manifest, 0, 1, make=make)
             try:
                 build = planner.decode(_portable_tree(manifest.tree))
             except OSError as error:

@@ -32,8 +32,8 @@ from ferrodist.checkpoint.convert.torch_pickle import load_checked
 from ferrodist.checkpoint.format.manifest import MAX_DIMS
 from ferrodist.checkpoint.format.safetensors import dtype_name
 from ferrodist.checkpoint.format.tree import check_collisions
-from ferrodist.checkpoint.retention import DCP_METADATA_NAME as METADATA_NAME
-from ferrodist.checkpoint.retention import describe_foreign_format
+from ferrodist.checkpoint.reader import DCP_METADATA_NAME as METADATA_NAME
+from ferrodist.checkpoint.reader import describe_foreign_format
 from ferrodist.checkpoint.storage import Storage, open_storage
 from ferrodist.errors import DistCheckpointError
 from ferrodist.tensor.local_shards import Box

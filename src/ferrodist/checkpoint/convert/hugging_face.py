@@ -17,8 +17,7 @@ from ferrodist.checkpoint.format.safetensors import (
     parse_header,
 )
 from ferrodist.checkpoint.format.tree import map_children, split_node, tensor_key
-from ferrodist.checkpoint.reader import CheckpointReader
-from ferrodist.checkpoint.retention import describe_foreign_format, read_manifest
+from ferrodist.checkpoint.reader import CheckpointReader, describe_foreign_format, read_manifest
 from ferrodist.checkpoint.storage import Storage, open_storage
 from ferrodist.checkpoint.tools.reshard import BoxSource, RewriteOptions, RewriteSource, rewrite
 from ferrodist.errors import DistCheckpointError

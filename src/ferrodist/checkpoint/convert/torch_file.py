@@ -11,7 +11,7 @@ import torch
 
 from ferrodist.checkpoint.convert.common import conversion_errors, make_rewrite_source, materialize
 from ferrodist.checkpoint.convert.torch_pickle import check_pickles
-from ferrodist.checkpoint.retention import describe_foreign_format
+from ferrodist.checkpoint.reader import describe_foreign_format
 from ferrodist.checkpoint.storage import LocalStorage, open_storage
 from ferrodist.checkpoint.storage.local import open_regular
 from ferrodist.checkpoint.tools.reshard import ProgressCallback, RewriteOptions, rewrite

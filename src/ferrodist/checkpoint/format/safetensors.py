@@ -5,14 +5,8 @@ Manifests have torch's names of dtypes, files those of safetensors.
 
 from __future__ import annotations
 
-from math import prod
-from typing import TYPE_CHECKING
-
 import msgspec
 import torch
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
 
 LENGTH_BYTES = 8
 MAX_HEADER_BYTES = 100_000_000
@@ -86,25 +80,6 @@ class HeaderEntry(msgspec.Struct, frozen=True):
     data_offsets: tuple[int, int]
 
 
-def make_header(tensors: Sequence[tuple[str, str, tuple[int, ...]]]) -> tuple[bytes, list[int], int]:
-    """Make the header of a file of consecutive tensors, given their names, dtype names and shapes.
-
-    Returns the header with its length field, the first byte of each tensor in the file, and the file's size.
-    """
-    entries: dict[str, object] = {"__metadata__": {"format": "pt"}}
-    at, starts = 0, []
-    for name, dtype, shape in tensors:
-        size = prod(shape) * dtype_from_name(dtype).itemsize
-        st_dtype, st_shape = to_safetensors(dtype, shape)
-        entries[name] = {"dtype": st_dtype, "shape": st_shape, "data_offsets": [at, at + size]}
-        starts.append(at)
-        at += size
-    text = msgspec.json.encode(entries)
-    text += b" " * (-len(text) % 8)  # tensors begin at a multiple of 8
-    header = len(text).to_bytes(LENGTH_BYTES, "little") + text
-    return header, [len(header) + begin for begin in starts], len(header) + at
-
-
 def max_entry_bytes(key: str, num_dims: int) -> int:
     """Return an upper bound of the size of a tensor's entry in a header."""
     return 6 * len(key) + 100 * num_dims + 300  # JSON writes some characters as six
@@ -120,11 +95,3 @@ def parse_header(data: bytes) -> dict[str, HeaderEntry]:
         return {name: msgspec.json.decode(raw, type=HeaderEntry) for name, raw in entries.items()}
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
         raise ValueError(f"its header can't be read: {error}") from error
-
-
-def name_in_file(key: str, offsets: Sequence[int], shape: Sequence[int], whole: Sequence[int]) -> str:
-    """Return the name of a shard in a file: the tensor's key, with the slice unless it is the full tensor."""
-    if tuple(shape) == tuple(whole):
-        return key
-    sides = [f"{begin}:{begin + size}" for begin, size in zip(offsets, shape, strict=True)]
-    return f"{key}[{', '.join(sides)}]"

@@ -23,17 +23,17 @@ from __future__ import annotations
 import base64
 import math
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 import numpy as np
 import torch
 
 from ferrodist.checkpoint.format.safetensors import dtype_from_name, dtype_name
-from ferrodist.tensor.local_shards import flat_shard_of
 from ferrodist.wording import with_article
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 
 Node = Any
 """A JSON value, or a dict with one mark as its key."""
@@ -68,13 +68,6 @@ class PerRank:
         return f"PerRank({self.value!r})"
 
 
-class SavedElsewhere:
-    """Marks a replica of a tensor that another rank saves."""
-
-    def __init__(self, tensor: torch.Tensor) -> None:
-        self.tensor = tensor
-
-
 def path_text(path: Sequence[object]) -> str:
     """Format a path in a state, for messages."""
     return "".join(f"[{part!r}]" for part in path) or "the state itself"
@@ -91,125 +84,10 @@ def check_depth(path: Sequence[object]) -> None:
         raise ValueError(f"the state is nested too deeply, or holds itself, at {path_text(path[:5])}...")
 
 
-@dataclass
-class Encoder:
-    """Encodes a state as a node, and collects its tensors."""
-
-    rank: int
-    tensors: dict[str, torch.Tensor] = field(default_factory=dict)
-    """Tensors by key; tied tensors are here once."""
-    paths: dict[str, str] = field(default_factory=dict)
-    """The path of each tensor in the state."""
-    own: set[str] = field(default_factory=set)
-    """The keys of tensors within a `PerRank`, which only this rank has."""
-    unsaved: set[str] = field(default_factory=set)
-    """The keys of tensors that another rank saves."""
-    _keys_by_identity: dict[object, str] = field(default_factory=dict)
-    _keep_alive: list[torch.Tensor] = field(default_factory=list)
-    _in_per_rank: bool = False
-    """True while a value within a `PerRank` is encoded."""
-
-    def encode(self, value: Any, path: tuple[object, ...] = ()) -> Node:
-        """Encode a value."""
-        check_depth(path)
-        if isinstance(value, torch.Tensor):
-            return {"tensor": self._add(value, path)}
-        if isinstance(value, SavedElsewhere):
-            key = self._add(value.tensor, path)
-            if not self._in_per_rank:
-                self.unsaved.add(key)
-            return {"tensor": key}
-        if isinstance(value, np.ndarray):
-            return {"array": self._add(self._tensor_from_array(value, path), path)}
-        if isinstance(value, PerRank):
-            return {"per_rank": {str(self.rank): self._encode_per_rank(value.value, path)}}
-        if isinstance(value, Mapping) and not isinstance(value, Counter):
-            return self._encode_mapping(value, path)
-        if isinstance(value, (list, tuple)):
-            members = [self.encode(each, (*path, index)) for index, each in enumerate(value)]
-            mark = "size" if isinstance(value, torch.Size) else "tuple"
-            return members if isinstance(value, list) else {mark: members}
-        return _encode_plain(value, path)
-
-    def _encode_per_rank(self, value: Any, path: tuple[object, ...]) -> Node:
-        before, known, was_own = set(self.tensors), self._keys_by_identity, self._in_per_rank
-        # Tensors here aren't tied to tensors outside: other ranks have other memory under this name.
-        self._keys_by_identity, self._in_per_rank = {}, True
-        try:
-            node = self.encode(value, (*path, f"rank{self.rank}"))
-        finally:
-            self._keys_by_identity, self._in_per_rank = known, was_own
-        self.own |= set(self.tensors) - before
-        return node
-
-    def _encode_mapping(self, value: Mapping[Any, Any], path: tuple[object, ...]) -> Node:
-        keys = [_encode_key(key, path) for key in value]
-        nodes = [self.encode(each, (*path, key)) for key, each in value.items()]
-        if all(isinstance(key, str) for key in keys):
-            return {"dict": dict(zip(keys, nodes, strict=True))}
-        check_collisions(value, path_text(path))
-        return {"pairs": [list(pair) for pair in zip(keys, nodes, strict=True)]}
-
-    def _tensor_from_array(self, array: np.ndarray[Any, Any], path: tuple[object, ...]) -> torch.Tensor:
-        if isinstance(array, np.ma.MaskedArray):
-            raise TypeError(f"{path_text(path)} is a masked array: save its data and its mask")
-        native = np.ascontiguousarray(array, array.dtype.newbyteorder("=")).reshape(array.shape)
-        try:
-            return torch.from_numpy(native if native.flags.writeable else native.copy())
-        except TypeError as error:
-            raise TypeError(f"{path_text(path)} is an array of {array.dtype}, which checkpoints don't carry") from error
-
-    def _add(self, tensor: torch.Tensor, path: tuple[object, ...]) -> str:
-        check_tensor(tensor, path)
-        identity = tensor_identity(tensor)
-        if (known := self._keys_by_identity.get(identity)) is not None:
-            return known
-        key = tensor_key(path)
-        if key == "__metadata__":
-            raise ValueError(f"{path_text(path)} is a tensor of a name that safetensors files need: rename it")
-        if key in self.tensors:
-            raise ValueError(
-                f"two tensors would be named {key!r} in the files, that of {self.paths[key]} and that of"
-                f" {path_text(path)}: rename one"
-            )
-        self._keys_by_identity[identity] = key
-        self._keep_alive.append(tensor)  # an address identifies a tensor only during its lifetime
-        self.tensors[key], self.paths[key] = tensor, path_text(path)
-        return key
-
-
-def tensor_identity(tensor: torch.Tensor) -> object:
-    """Return a key that is equal for tensors that are the same memory."""
-    local = getattr(tensor, "_local", None)
-    plain = tensor if local is None else local
-    if plain.is_nested or not plain.numel() or plain.layout is not torch.strided or plain.device.type == "meta":
-        return id(tensor)
-    layout = plain.data_ptr(), tuple(plain.shape), plain.stride(), plain.dtype, plain.is_conj(), plain.is_neg()
-    return (*layout, getattr(tensor, "_spec", None), flat_shard_of(tensor))
-
-
-def check_tensor(tensor: torch.Tensor, path: tuple[object, ...]) -> None:
-    """Raise TypeError unless a tensor is dense, has a supported dtype and elements in memory."""
-    where = path_text(path)
+def encode_key(key: object, path: tuple[object, ...]) -> Node:
+    """Encode a key of a dict."""
     try:
-        dtype_name(tensor.dtype)
-    except TypeError as error:
-        raise TypeError(f"{where}: {error}") from None
-    if torch.nn.parameter.is_lazy(tensor):
-        raise TypeError(f"{where} has no shape yet: run the module once before it is saved")
-    if tensor.is_nested:
-        raise TypeError(f"{where} is a nested tensor, which has no single shape: save its components, tensor.unbind()")
-    if tensor.layout is not torch.strided or tensor.is_quantized:
-        raise TypeError(f"{where} is a {tensor.layout} tensor: save to_dense() of it")
-    if hasattr(tensor, "__tensor_flatten__"):
-        raise TypeError(f"{where} is {with_article(type(tensor).__qualname__)}, made of other tensors: save these")
-    if getattr(tensor, "_local", tensor).device.type == "meta":
-        raise TypeError(f"{where} is on the meta device and has no elements: materialize it first")
-
-
-def _encode_key(key: object, path: tuple[object, ...]) -> Node:
-    try:
-        return _encode_plain(key, path)
+        return encode_plain(key, path)
     except TypeError as error:
         raise TypeError(
             f"{path_text(path)} has {with_article(type(key).__name__)} as a key, {str(key)[:50]!r}: save text, numbers"
@@ -217,20 +95,21 @@ def _encode_key(key: object, path: tuple[object, ...]) -> Node:
         ) from error
 
 
-def _encode_plain(value: Any, path: tuple[object, ...]) -> Node:
+def encode_plain(value: Any, path: tuple[object, ...]) -> Node:
+    """Encode a value that has no tensors in it."""
     kind = type(value)
     if isinstance(value, tuple) and not isinstance(value, torch.Size):
-        return {"tuple": [_encode_plain(each, path) for each in value]}
+        return {"tuple": [encode_plain(each, path) for each in value]}
     if isinstance(value, (set, frozenset)):
         # Sorted, since the iteration order of sets differs between ranks.
         found = check_collisions(value, path_text(path))
-        members = sorted((_encode_plain(each, path) for each in found), key=msgspec.json.encode)
+        members = sorted((encode_plain(each, path) for each in found), key=msgspec.json.encode)
         return {"set" if isinstance(value, set) else "frozenset": members}
     if isinstance(value, Counter):
         check_collisions(value, path_text(path))
-        return {"counter": [[_encode_key(key, path), _encode_plain(count, path)] for key, count in value.items()]}
+        return {"counter": [[encode_key(key, path), encode_plain(count, path)] for key, count in value.items()]}
     if isinstance(value, np.generic) and value.dtype.name in _NUMPY_SCALARS:
-        return {"number": [value.dtype.name, _encode_plain(value.item(), path)]}
+        return {"number": [value.dtype.name, encode_plain(value.item(), path)]}
     if kind not in _ENCODERS:
         raise TypeError(
             f"{path_text(path)} is {with_article(kind.__name__)}, which checkpoints don't carry: save its contents as"

@@ -13,8 +13,7 @@ import torch
 
 from ferrodist.checkpoint.format.safetensors import dtype_from_name
 from ferrodist.checkpoint.format.tree import child_nodes, decode_leaf, leaf_text, path_text, split_node
-from ferrodist.checkpoint.reader import CheckpointReader
-from ferrodist.checkpoint.retention import read_manifest
+from ferrodist.checkpoint.reader import CheckpointReader, read_manifest
 from ferrodist.checkpoint.storage import open_storage
 from ferrodist.checkpoint.tools.reshard import ROW_BLOCK_BYTES, ProgressCallback, ProgressCounter, row_blocks
 from ferrodist.wording import counted, with_article

@@ -9,7 +9,7 @@ from math import prod
 from typing import TYPE_CHECKING, Any
 
 from ferrodist.checkpoint.format.tree import child_nodes, leaf_text, split_node
-from ferrodist.checkpoint.retention import read_manifest
+from ferrodist.checkpoint.reader import read_manifest
 from ferrodist.checkpoint.storage import open_storage
 from ferrodist.checkpoint.tools.verify import verify
 

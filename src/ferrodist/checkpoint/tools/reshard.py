@@ -19,12 +19,19 @@ from typing import TYPE_CHECKING, Any, Protocol
 import torch
 
 from ferrodist.arguments import check_int
+from ferrodist.checkpoint.commit import check_owned, commit, make_manifest
 from ferrodist.checkpoint.format.safetensors import dtype_from_name
 from ferrodist.checkpoint.format.tree import child_nodes, split_node
-from ferrodist.checkpoint.reader import CheckpointReader
-from ferrodist.checkpoint.retention import check_owned, read_manifest
-from ferrodist.checkpoint.save import DEFAULT_FILE_BYTES, commit, make_manifest
-from ferrodist.checkpoint.save_plan import BoxReport, SavePlan, Span, StateReport, TensorReport, plan_save
+from ferrodist.checkpoint.reader import CheckpointReader, read_manifest
+from ferrodist.checkpoint.save_plan import (
+    DEFAULT_FILE_BYTES,
+    BoxReport,
+    SavePlan,
+    Span,
+    StateReport,
+    TensorReport,
+    plan_save,
+)
 from ferrodist.checkpoint.storage import Storage, open_storage
 from ferrodist.checkpoint.writer import FileStream, bytes_of
 from ferrodist.collectives.arguments import compute_shard_sizes, offsets_of

@@ -8,13 +8,14 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
+from ferrodist.checkpoint.commit import make_index
 from ferrodist.checkpoint.format.manifest import INDEX_NAME, MANIFEST_NAME, FileEntry, Manifest, ShardEntry, hash_bytes
-from ferrodist.checkpoint.format.safetensors import HeaderEntry, name_in_file, parse_header, to_safetensors
+from ferrodist.checkpoint.format.safetensors import HeaderEntry, parse_header, to_safetensors
 from ferrodist.checkpoint.format.tree import referenced_keys
-from ferrodist.checkpoint.retention import read_manifest
-from ferrodist.checkpoint.save import make_index
+from ferrodist.checkpoint.reader import read_manifest
 from ferrodist.checkpoint.storage import Storage, open_storage
 from ferrodist.checkpoint.tools.reshard import ProgressCallback, ProgressCounter
+from ferrodist.checkpoint.writer import name_in_file
 from ferrodist.errors import DistCheckpointError
 from ferrodist.wording import counted
 
