@@ -65,8 +65,7 @@ def is_secondary_failure(lines: Iterable[bytes], rank: int) -> bool:
     return is_secondary
 
 
-EXIT_POLL_INTERVAL = 0.02
-"""Seconds between two polls of the ranks where the kernel doesn't notify the launcher."""
+EXIT_POLL_INTERVAL = 0.02  # seconds between two polls of the ranks where the kernel doesn't notify the launcher
 
 ROOT_CAUSE_TIMEOUT = 6.0
 """Seconds to wait for the exit of the rank that caused another's failure; rank 0 may take five to leave its group."""
@@ -155,8 +154,7 @@ class ExitWatch:
 STOP_SIGNALS = frozenset({signal.SIGINT, signal.SIGTERM, signal.SIGHUP})
 """Signals that are forwarded and start the countdown to SIGKILL."""
 
-FORWARDED_SIGNALS = STOP_SIGNALS | {signal.SIGUSR1, signal.SIGUSR2}
-"""All signals that are forwarded to the ranks."""
+FORWARDED_SIGNALS = STOP_SIGNALS | {signal.SIGUSR1, signal.SIGUSR2}  # all signals that are forwarded to the ranks
 
 _PROC = Path("/proc")
 _DISPOSITIONS = ("SigBlk:", "SigIgn:", "SigCgt:")

@@ -146,8 +146,7 @@ def _soft_limit(resource_id: int) -> float:
     return math.inf if soft == resource.RLIM_INFINITY else soft
 
 
-DEFAULT_TIMEOUT_BEFORE_KILL = 5.0
-"""Seconds between asking the ranks to end and SIGKILL."""
+DEFAULT_TIMEOUT_BEFORE_KILL = 5.0  # seconds between asking the ranks to end and SIGKILL
 
 
 class ProgramKind(enum.Enum):

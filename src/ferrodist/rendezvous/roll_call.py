@@ -4,6 +4,12 @@ Each rank claims its number, then counts itself. The count alone decides: the ra
 verdict "complete"; a rank whose deadline passes first publishes a failure instead, unless the count is complete. The
 claims only name missing ranks. The verdict is written once, by compare-and-set, so all ranks end with the same one
 whatever the order of their deadlines, even if rank 0 is dead.
+
+[Note: rounds]
+Ranks that meet and leave may meet again at the same address or file. A rank that has left is often faster than the
+others, and finds the store of the previous round at the address, which rank 0 still serves, or the file, which the last
+rank to leave will remove. Each store has a random name. A rank that finds the name of a store that it has left waits
+for the next one.
 """
 
 from __future__ import annotations
@@ -14,6 +20,7 @@ import logging
 import os
 import secrets
 import socket
+import time
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -198,6 +205,23 @@ def _get_if_present(store: Store, key: str) -> bytes:
         if error.ranks:
             raise
         return b""
+
+
+ROUND_NAME_KEY = "ferrodist/round"  # the key of the random name of a store that rank 0 serves
+ROUND_OVER_KEY = "ferrodist/round over"  # set when the store is about to close, for ranks that wait for the next round
+_ROUND_POLL_SECONDS = 0.02
+
+left_stores: set[bytes] = set()  # the names of the stores that this process met in, and has left; see [Note: rounds]
+
+
+def wait_for_next_round(what: str, deadline: Deadline) -> None:
+    """Wait briefly for the next round; DistributedTimeoutError after the deadline."""
+    if deadline.expired:
+        raise DistributedTimeoutError(
+            f"{what} is still that of the last round, which this process has left, after {deadline.elapsed():.1f} s"
+            f" (limit {deadline.timeout:.1f} s): the other ranks must leave, too, before all meet again"
+        )
+    time.sleep(min(_ROUND_POLL_SECONDS, deadline.remaining()))
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
