@@ -383,8 +383,8 @@ def _open_server(
 
 def _claim_and_await(store: Store, request: JoinRequest, where: str) -> None:
     advice = "start each rank once, and give each process a rank number of its own"
-    claim_rank(store, rank=request.rank, where=where, advice=advice, deadline=request.deadline)
-    await_all(store, rank=request.rank, world_size=request.world_size, where=where, deadline=request.deadline)
+    claim_rank(store, request, where, advice)
+    await_all(store, request, where)
 
 
 def _join_file(path: str, request: JoinRequest) -> Membership:

@@ -86,9 +86,9 @@ def join_through_store(
         left_stores.add(name)
         on_leave(linger)
 
-    claim_rank(store, rank=request.rank, where=where, advice=advice, deadline=request.deadline)
+    claim_rank(store, request, where, advice)
     try:
-        await_all(store, rank=request.rank, world_size=request.world_size, where=where, deadline=request.deadline)
+        await_all(store, request, where)
         host = _agree_on_interfaces(store, request, where, server)
     except BaseException:
         leave(_ABORT_LINGER_SECONDS)
@@ -172,14 +172,7 @@ def _agree_on_interfaces(store: Store, request: JoinRequest, where: str, server:
         with contextlib.suppress(DistributedTimeoutError):
             cancel_claim(store, refusal, stage=_INTERFACES)
         raise refusal from error
-    await_all(
-        store,
-        rank=request.rank,
-        world_size=request.world_size,
-        where=where,
-        deadline=request.deadline,
-        stage=_INTERFACES,
-    )
+    await_all(store, request, where, stage=_INTERFACES)
     return host
 
 
