@@ -147,15 +147,10 @@ def _segments(own: set[int]) -> Counter[str]:
     if not _SHARED_MEMORY.is_dir():
         return Counter()
     names = {str(path) for path in _SHARED_MEMORY.iterdir() if not path.name.startswith(_FOREIGN_SEGMENTS)}
-    return Counter(names - _open_elsewhere(own)) if names else Counter()
-
-
-def _open_elsewhere(own: set[int]) -> set[str]:
-    held: set[str] = set()
-    for entry in Path("/proc").glob("[0-9]*"):
+    for entry in Path("/proc").glob("[0-9]*") if names else ():
         if int(entry.name) not in own:
             with suppress(OSError):  # it ended, or belongs to another user
                 maps = (entry / "maps").read_text().splitlines()
-                held.update(line.split(maxsplit=5)[-1] for line in maps if "/dev/shm/" in line)
-                held.update(os.readlink(link) for link in (entry / "fd").iterdir())  # noqa: PTH115
-    return held
+                names.difference_update(line.split(maxsplit=5)[-1] for line in maps if "/dev/shm/" in line)
+                names.difference_update(os.readlink(link) for link in (entry / "fd").iterdir())  # noqa: PTH115
+    return Counter(names)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import inspect
 import queue
 import secrets
@@ -90,7 +89,7 @@ def run_ranks(
     try:
         results = supervise(_start(body, world_size, backend, timeout), world_size, timeout)
     except RankFailedError:
-        with contextlib.suppress(Warning):  # the failure matters more
+        with suppress(Warning):  # the failure matters more
             _warn_of_shared_generator(seed, world_size)
         raise
     _warn_of_shared_generator(seed, world_size)
@@ -239,10 +238,6 @@ class ThreadRanks(RankSet):
         deadline = Deadline(_JOIN_TIMEOUT_SECONDS)
         for thread in self._threads:
             thread.join(deadline.remaining())
-
-    @override
-    def notes(self) -> list[str]:
-        return []
 
 
 def _abort(group: Backend | None) -> None:

@@ -186,6 +186,8 @@ class Event:
 class RankSet(Protocol):
     """Started ranks: threads or processes."""
 
+    notes: Sequence[str] = ()  # for the error when a rank is stuck
+
     def next_event(self, timeout: float) -> Event | None:
         """Wait for the next event; None when ``timeout`` seconds have passed."""
 
@@ -201,9 +203,6 @@ class RankSet(Protocol):
     def dispose(self) -> None:
         """Stop the remaining ranks and free the resources."""
 
-    def notes(self) -> list[str]:
-        """Notes for the error when a rank is stuck."""
-
 
 def supervise(ranks: RankSet, world_size: int, timeout: float) -> list[Any]:
     """Wait for all ranks, ``timeout`` seconds, and return their results in rank order; RankFailedError if one fails."""
@@ -213,7 +212,7 @@ def supervise(ranks: RankSet, world_size: int, timeout: float) -> list[Any]:
         watch.collect_closings()
         outcomes = [*watch.ended.values(), *watch.close_failures]
         if any(outcome.failed for outcome in outcomes):
-            raise rank_failed_error(outcomes, world_size, ranks.notes() if stuck else ())
+            raise rank_failed_error(outcomes, world_size, ranks.notes if stuck else ())
         return [watch.ended[rank].result for rank in range(world_size)]
     finally:
         ranks.dispose()
@@ -281,12 +280,9 @@ class _Supervision:
 
 def _stuck(rank: int, stack: str, timeout: float | None) -> Outcome:
     if timeout is None:
-        summary = f"was still running {_STOP_TIMEOUT:g} s after the failure and was stopped, at {_last_frame(stack)}"
+        frames = [line.strip() for line in stack.splitlines() if line.lstrip().startswith("File ")]
+        place = frames[-1] if frames else "an unknown place"
+        summary = f"was still running {_STOP_TIMEOUT:g} s after the failure and was stopped, at {place}"
         return Outcome(rank=rank, time=time.monotonic(), summary=summary, secondary=True)
     summary = f"not done after {timeout:g} s (the timeout of run_ranks), and stopped"
     return Outcome(rank=rank, time=time.monotonic(), summary=summary, report=f"{summary}; it was here:\n{stack}")
-
-
-def _last_frame(stack: str) -> str:
-    lines = [line.strip() for line in stack.splitlines() if line.lstrip().startswith("File ")]
-    return lines[-1] if lines else "an unknown place"

@@ -29,6 +29,7 @@ from ferrodist.deadline import Deadline
 from ferrodist.testing import run_ranks
 from ferrodist.testing.conformance.collectives import calling, data_movement, reductions
 from ferrodist.testing.conformance.collectives.oracle import check_bits, elements
+from ferrodist.testing.conformance.runner import public_functions
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -153,7 +154,9 @@ def test_every_dtype_and_reduction(dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize(
-    "check", [*reductions.CHECKS, *data_movement.CHECKS, *calling.CHECKS], ids=lambda check: check.__name__
+    "check",
+    [check for module in (reductions, data_movement, calling) for check in public_functions(module)],
+    ids=lambda check: check.__name__,
 )
 def test_conformance(check: Callable[[Backend], None], monkeypatch: pytest.MonkeyPatch) -> None:
     """The checks of collectives pass through the staged ones, in segments that cut everything to pieces."""

@@ -3,22 +3,21 @@
 from __future__ import annotations
 
 import inspect
-import sys
 from typing import TYPE_CHECKING
 
 from ferrodist.errors import DistributedError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
+    from types import ModuleType
 
 
-def public_functions(module: str) -> tuple[Callable[..., None], ...]:
+def public_functions(module: ModuleType) -> tuple[Callable[..., None], ...]:
     """The public functions that a module defines, in order: in modules of checks, the checks."""
-    found = vars(sys.modules[module]).items()
     return tuple(
         value
-        for name, value in found
-        if inspect.isfunction(value) and value.__module__ == module and not name.startswith("_")
+        for name, value in vars(module).items()
+        if inspect.isfunction(value) and value.__module__ == module.__name__ and not name.startswith("_")
     )
 
 

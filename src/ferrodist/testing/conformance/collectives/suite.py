@@ -15,7 +15,7 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from ferrodist.testing.conformance.collectives import arguments, calling, data_movement, failures, p2p, reductions
-from ferrodist.testing.conformance.runner import run_checks
+from ferrodist.testing.conformance.runner import public_functions, run_checks
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -23,8 +23,9 @@ if TYPE_CHECKING:
     from ferrodist.testing.conformance.collectives.oracle import CollectiveCheck
 
 COLLECTIVE_CHECKS: tuple[CollectiveCheck, ...] = (
-    *(*reductions.CHECKS, *data_movement.CHECKS, *calling.CHECKS),
-    *(*p2p.CHECKS, *arguments.CHECKS, *failures.CHECKS),
+    *(*public_functions(reductions), *public_functions(data_movement), *public_functions(calling)),
+    *(*public_functions(p2p), *public_functions(arguments)),
+    *(*map(failures.make_mismatch_check, failures.COLLECTIVES), *public_functions(failures)),
 )
 """All checks. Each takes the group of a rank, which is also the default group, and runs on every rank of a fresh group
 of any size; it raises when its rule is broken. On one rank the checks test little, but must pass too."""
