@@ -14,8 +14,8 @@ from __future__ import annotations
 from functools import partial
 from typing import TYPE_CHECKING
 
+from ferrodist.testing.conformance.backend.harness import public_functions, run_checks
 from ferrodist.testing.conformance.collectives import arguments, calling, data_movement, failures, p2p, reductions
-from ferrodist.testing.conformance.runner import public_functions, run_checks
 
 if TYPE_CHECKING:
     from collections.abc import Callable
