@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 COLLECTIVE_CHECKS: tuple[CollectiveCheck, ...] = (
     *(*public_functions(reductions), *public_functions(data_movement), *public_functions(calling)),
     *(*public_functions(p2p), *public_functions(arguments)),
-    *(*map(failures.make_mismatch_check, failures.COLLECTIVES), *public_functions(failures)),
+    *(*failures.MISMATCH_CHECKS, *public_functions(failures)),
 )
 """All checks. Each takes the group of a rank, which is also the default group, and runs on every rank of a fresh group
 of any size; it raises when its rule is broken. On one rank the checks test little, but must pass too."""
