@@ -13,8 +13,8 @@ import ferrodist as fd
 from ferrodist.collectives.serialization import PackedValue
 from ferrodist.deadline import Deadline
 from ferrodist.parallel.ddp import bucket
-from ferrodist.parallel.fsdp import flat_grad, fsdp, init
-from ferrodist.parallel.pipeline.runtime import PendingRecv, send_value
+from ferrodist.parallel.fsdp import flat_param, fsdp, init
+from ferrodist.parallel.pipeline.schedule_executor import PendingRecv, send_value
 from ferrodist.parallel.pipeline.stage import Stage
 from ferrodist.testing import run_ranks
 
@@ -109,7 +109,7 @@ def test_failures_after_wait_are_raised(kind: str, monkeypatch: pytest.MonkeyPat
             loss.backward()
 
     monkeypatch.setattr(bucket, "async_allreduce", start)
-    monkeypatch.setattr(flat_grad, "async_reduce_scatter", start)
+    monkeypatch.setattr(flat_param, "async_reduce_scatter", start)
     run_ranks(on_rank, 2)
 
 

@@ -19,8 +19,8 @@ from ferrodist.errors import (
     PipelineError,
     ProtocolError,
 )
-from ferrodist.parallel.pipeline import runtime
-from ferrodist.parallel.pipeline.runtime import PendingRecv, send_value
+from ferrodist.parallel.pipeline import schedule_executor
+from ferrodist.parallel.pipeline.schedule_executor import PendingRecv, send_value
 from ferrodist.testing import run_ranks
 
 BACKENDS = ["simulated", "native"]
@@ -266,11 +266,11 @@ def test_a_message_that_arrives_during_cancel(monkeypatch, ends):
     """Its decoding starts no out-of-band receive; nor can it if the group was left as well."""
     readers = []
 
-    class Held(runtime.TensorReceive):
+    class Held(schedule_executor.TensorReceive):
         def add_done_callback(self, callback):
             readers.append(callback)
 
-    monkeypatch.setattr(runtime, "TensorReceive", Held)
+    monkeypatch.setattr(schedule_executor, "TensorReceive", Held)
 
     def program(group):
         own = SubBackend(group, [0, 1])
@@ -299,13 +299,13 @@ def test_a_message_that_arrives_during_cancel(monkeypatch, ends):
 def test_a_group_that_fails_during_decoding(monkeypatch, prefetch):
     """The error is the group's failure, not a malformed message."""
 
-    class Failing(runtime.TensorReceive):
+    class Failing(schedule_executor.TensorReceive):
         def __init__(self, group, *args, shape, dtype):
             if shape is not None:  # of what comes apart from the letter
                 group.abort(PipelineError("stage 3 has failed"))
             super().__init__(group, *args, shape=shape, dtype=dtype)
 
-    monkeypatch.setattr(runtime, "TensorReceive", Failing)
+    monkeypatch.setattr(schedule_executor, "TensorReceive", Failing)
 
     def program(group):
         group = SubBackend(group, [0, 1])
