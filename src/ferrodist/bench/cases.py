@@ -5,6 +5,7 @@ from __future__ import annotations
 import enum
 from dataclasses import dataclass
 from itertools import product
+from operator import itemgetter
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -245,34 +246,15 @@ class BenchOptions:
     output: Path = Path("bench")
 
 
-@dataclass(frozen=True, slots=True)
-class Stage:
-    """The suites that share running peers: those of one number of ranks on one number of hosts."""
+def plan_stages(suites: Sequence[SuitePlan]) -> dict[tuple[int, int], list[tuple[SuitePlan, Case]]]:
+    """The cases in order, each with its suite, by numbers of hosts and ranks: the cases of one key share running peers.
 
-    num_hosts: int
-    num_ranks: int
-    suites: Sequence[SuitePlan]
-
-    @property
-    def peers(self) -> list[Peer]:
-        """The peers to start, in the order of the tables."""
-        return list(dict.fromkeys(peer for plan in self.suites for peer in plan.peers))
-
-    def cases(self) -> list[tuple[SuitePlan, Case]]:
-        """The cases in order, each with its suite."""
-        no_size = [(DataType.FLOAT32, 0)]
-        return [
-            (plan, Case(operation, self.num_ranks, self.num_hosts, dtype, size))
-            for plan in self.suites
-            for operation in plan.operations
-            for dtype, size in (no_size if operation in UNSIZED else product(plan.dtypes, plan.sizes))
-        ]
-
-
-def plan_stages(suites: Sequence[SuitePlan]) -> list[Stage]:
-    """Group suites into stages: one host first, and few ranks first."""
-    stages: dict[tuple[int, int], list[SuitePlan]] = {}
+    One host comes first, and few ranks come first.
+    """
+    stages: dict[tuple[int, int], list[tuple[SuitePlan, Case]]] = {}
     for plan in suites:
-        for num_ranks in plan.ranks:
-            stages.setdefault((plan.num_hosts, num_ranks), []).append(plan)
-    return [Stage(*key, stages[key]) for key in sorted(stages)]
+        for num_ranks, operation in product(plan.ranks, plan.operations):
+            sizes = [(DataType.FLOAT32, 0)] if operation in UNSIZED else product(plan.dtypes, plan.sizes)
+            cases = [(plan, Case(operation, num_ranks, plan.num_hosts, dtype, size)) for dtype, size in sizes]
+            stages.setdefault((plan.num_hosts, num_ranks), []).extend(cases)
+    return dict(sorted(stages.items(), key=itemgetter(0)))

@@ -129,7 +129,7 @@ def run_bench(options: BenchOptions) -> int:
     settings = {"rounds": str(options.num_rounds), "seconds for a case": seconds, "threads of a rank": "1"}
     report = Report(settings=settings)
     try:
-        with RunDisplay(sum(len(stage.cases()) for stage in plan_stages(options.suites))) as display:
+        with RunDisplay(sum(map(len, plan_stages(options.suites).values()))) as display:
             run_suites(options, report, display)
     finally:
         if report.cases or report.is_complete:

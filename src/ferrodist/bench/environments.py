@@ -137,9 +137,9 @@ class EmulatedHosts:
             with contextlib.suppress(PeerFailedError):  # it does not exist
                 run_command(["ip", "netns", "delete", name], timeout=_IP_TIMEOUT_SECONDS)
 
-    def rendezvous_address(self, peer: Peer) -> str:
-        """The address of a peer's store on rank 0; no two peers share one."""
-        return f"{self.addresses[0]}:{_FIRST_PORT + list(Peer).index(peer)}"
+    def init_method(self, peer: Peer) -> str:
+        """The URL of a peer's store on rank 0; no two peers share one."""
+        return f"tcp://{self.addresses[0]}:{_FIRST_PORT + list(Peer).index(peer)}"
 
     def command_prefix(self, host: int) -> list[str]:
         """The words before a command that make it run on a host."""
@@ -167,10 +167,10 @@ def start_commands(
     peer: Peer, num_ranks: int, folder: Path, log: Callable[[str], None], hosts: EmulatedHosts | None = None
 ) -> list[list[str]]:
     """The commands that start a peer's ranks: one for each, or one that starts all."""
-    options = ["--socket", f"{folder}/socket", "--folder", f"{folder}", "--peer", peer.value, "--ranks", f"{num_ranks}"]
+    options = ["--folder", f"{folder}", "--peer", peer.value, "--ranks", f"{num_ranks}"]
     if peer.mpi_wheel is None:
         if hosts is not None:
-            options += ["--address", hosts.rendezvous_address(peer)]
+            options += ["--init-method", hosts.init_method(peer)]
         module = [sys.executable, "-m", "ferrodist.bench.worker", *options]
         if peer in {Peer.OVER_MPI, Peer.MPI4PY}:  # over the MPI that this interpreter's mpi4py loads
             try:

@@ -36,17 +36,17 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """Join the group, and serve the driver until it has no more requests."""
     parser = argparse.ArgumentParser(prog="python -m ferrodist.bench.worker")
     option = parser.add_argument
-    option("--socket", required=True, help="where the driver listens")
-    option("--folder", type=Path, required=True, help="the peer's own")
+    option("--folder", type=Path, required=True, help="the peer's own, with the driver's socket")
     option("--peer", type=Peer, required=True)
     option("--ranks", type=int, required=True)
     option("--rank", type=int, default=0, help="MPI ranks learn theirs from the library")
-    option("--address", help="the rendezvous of ranks on several hosts")
+    option("--init-method", help="the rendezvous of ranks on several hosts; on one host a file does")
     options = parser.parse_args(arguments)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the driver handles it
-    connection = Client(options.socket)
+    connection = Client(str(options.folder / "socket"))
     connection.send({"pid": os.getpid()})
-    info = RankInfo(rank=options.rank, num_ranks=options.ranks, folder=options.folder, address=options.address)
+    init_method = options.init_method or f"file://{options.folder / 'meeting'}"
+    info = RankInfo(rank=options.rank, num_ranks=options.ranks, folder=options.folder, init_method=init_method)
     try:
         adapter = open_adapter(options.peer, info)
     except Exception as error:
@@ -114,42 +114,39 @@ def open_timer(adapter: Adapter, case: Case, barrier: FileBarrier) -> CallTimer 
     return kinds.get(case.operation, CallTimer)(adapter, case)
 
 
-class CallTimer:
+class CallTimer(Workload):
     """Batches of calls that are timed together."""
-
-    def __init__(self, adapter: Adapter, case: Case) -> None:
-        self._adapter, self._workload = adapter, Workload(adapter, case)
-        self.max_calls = self._workload.max_calls
 
     def run(self, message: dict[str, Any]) -> dict[str, Any]:
         """Run one batch of ``num_calls`` calls, the same on all ranks; ``batch`` is its index."""
-        calls = self._workload.begin_batch(message["num_calls"], message["batch"])
-        _align(self._adapter)
+        calls = self.begin_batch(message["num_calls"], message["batch"])
+        _align(self.adapter)
+        begin, end = self.time_calls(calls)
+        # This rank may be done while its part in another's call is not: MPI moves data only inside its calls.
+        self.adapter.barrier()
+        return {"begin": begin, "end": end, "wrong": self.check(len(calls))}
+
+    def time_calls(self, calls: Sequence[Callable[[], Any]]) -> tuple[int, int]:
+        """Make the calls; returns the begin and the end."""
         begin = time.perf_counter_ns()
         for call in calls:
             call()
-        self._adapter.synchronize()
-        end = time.perf_counter_ns()
-        # This rank may be done while its part in another's call is not: MPI moves data only inside its calls.
-        self._adapter.barrier()
-        return {"begin": begin, "end": end, "wrong": self._workload.check(len(calls))}
+        self.adapter.synchronize()
+        return begin, time.perf_counter_ns()
 
 
 class SubmitTimer(CallTimer):
     """Batches of calls that start an operation: each call is timed alone, and waited for before the next."""
 
-    def run(self, message: dict[str, Any]) -> dict[str, Any]:
-        """Run one batch; ``end`` is the sum of the calls' times."""
-        starts = self._workload.begin_batch(message["num_calls"], message["batch"])
-        clock, wait, total = time.perf_counter_ns, self._adapter.wait, 0
-        _align(self._adapter)
-        for start in starts:
+    def time_calls(self, calls: Sequence[Callable[[], Any]]) -> tuple[int, int]:
+        """Make the calls; returns 0 and the sum of their times."""
+        clock, wait, total = time.perf_counter_ns, self.adapter.wait, 0
+        for start in calls:
             begin = clock()
             work = start()
             total += clock() - begin
             wait(work)
-        self._adapter.barrier()
-        return {"begin": 0, "end": total, "wrong": self._workload.check(len(starts))}
+        return 0, total
 
 
 class OverlapTimer(CallTimer):
@@ -164,8 +161,8 @@ class OverlapTimer(CallTimer):
 
     def run(self, message: dict[str, Any]) -> dict[str, Any]:
         """Run one batch; the answer has the three times in nanoseconds."""
-        num_products, wait, load = message["num_calls"], self._adapter.wait, self._load
-        first, second = self._workload.begin_batch(_OVERLAP_ALLREDUCES, message["batch"])
+        num_products, wait, load = message["num_calls"], self.adapter.wait, self._load
+        first, second = self.begin_batch(_OVERLAP_ALLREDUCES, message["batch"])
         load.reset()
 
         def both() -> None:
@@ -176,12 +173,12 @@ class OverlapTimer(CallTimer):
         alone = self._time(lambda: wait(first()))
         computing = self._time(lambda: load.run(num_products))
         together = self._time(both)
-        self._adapter.barrier()
-        wrong = self._workload.check(_OVERLAP_ALLREDUCES) or load.check()
+        self.adapter.barrier()
+        wrong = self.check(_OVERLAP_ALLREDUCES) or load.check()
         return {"alone": alone, "computing": computing, "together": together, "wrong": wrong}
 
     def _time(self, action: Callable[[], object]) -> int:
-        _align(self._adapter)
+        _align(self.adapter)
         begin = time.perf_counter_ns()
         action()
         return time.perf_counter_ns() - begin
@@ -199,14 +196,14 @@ class GroupTimer:
         self._sum = adapter.arrays.from_values([total], DataType.FLOAT32)
 
     def run(self, message: dict[str, Any]) -> dict[str, Any]:
-        """Run one batch; for a default group the message has the ``address`` of the rendezvous."""
+        """Run one batch; for a default group the message has the ``init_method``."""
         adapter, array, group = self._adapter, self._input + 0, None
         if self._is_default:
             adapter.destroy_group()
         self._barrier.wait()
         begin = time.perf_counter_ns()
         if self._is_default:
-            adapter.init_group(f"tcp://{message['address']}")
+            adapter.init_group(message["init_method"])
         else:
             group = adapter.new_group()
         adapter.allreduce(array, group)

@@ -14,7 +14,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from ferrodist.bench.adapters.base import ALIGNMENT_BYTES
-from ferrodist.bench.cases import ALLREDUCES, ASYNCHRONOUS, IN_PLACE, REDUCTIONS, Case, DataType, Operation
+from ferrodist.bench.cases import ALLREDUCES, IN_PLACE, REDUCTIONS, Case, DataType, Operation
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -49,7 +49,7 @@ class Workload:
     """One rank's share of a case; UnsupportedError if the library has no such operation."""
 
     def __init__(self, adapter: Adapter, case: Case) -> None:
-        self._case, self._arrays = case, adapter.arrays
+        self.adapter, self._case, self._arrays = adapter, case, adapter.arrays
         self._rank, self._num_ranks = adapter.rank, adapter.num_ranks
         self._copies = adapter.copies  # the limit copies the input, whatever the collective is
         count = num_buffers(case.size_bytes)
@@ -58,9 +58,8 @@ class Workload:
         self._inputs = self._allocate(count, num_inputs)
         in_place = case.operation in IN_PLACE and not self._copies
         self._outputs = self._inputs if in_place else self._allocate(count, num_outputs)
-        make = adapter.make_start if case.operation in ASYNCHRONOUS else adapter.make_call
         self._calls: list[Callable[[], Any]] = [
-            make(case, source, target) for source, target in zip(self._inputs, self._outputs, strict=True)
+            adapter.make_call(case, source, target) for source, target in zip(self._inputs, self._outputs, strict=True)
         ]
         self._two_periods = self._arrays.from_values(_BASE + _BASE, DataType.FLOAT32)
         self._batch = 0

@@ -44,8 +44,6 @@ class Recorder:
         self.pairs.append((source, target))
         return len(self.pairs) - 1
 
-    make_start = make_call
-
 
 def collect(case, arrays):
     adapters = [Recorder(rank, case.num_ranks, arrays) for rank in range(case.num_ranks)]
@@ -197,7 +195,7 @@ class Alone:
     def __init__(self, error=0):
         self.arrays, self.error, self.log = NumpyArrays(), error, []
 
-    def make_start(self, case, source, target):
+    def make_call(self, case, source, target):
         def start():
             self.log.append("start")
             source[:] = 2 * source + 2.0**DataType.FLOAT32.start_exponent
@@ -236,7 +234,7 @@ def run_alone(tmp_path, operation, num_calls, *, error=0):
     adapter, barrier = Alone(error), FileBarrier(tmp_path / f"{operation.value}{error}", 0, 1)
     timer = open_timer(adapter, Case(operation=operation, num_ranks=2, size_bytes=8), barrier)
     adapter.log.clear()
-    answer = timer.run({"num_calls": num_calls, "batch": 1, "address": "host:1"})
+    answer = timer.run({"num_calls": num_calls, "batch": 1, "init_method": "tcp://host:1"})
     barrier.close()
     return adapter.log, answer
 

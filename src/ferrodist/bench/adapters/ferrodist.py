@@ -12,7 +12,7 @@ from ferrodist.backends.mpi.runtime import library_version
 from ferrodist.backends.nccl.communicator import load_nccl
 from ferrodist.backends.ucc.bindings import load as load_ucc
 from ferrodist.bench.adapters.base import Adapter, Arrays, TorchArrays
-from ferrodist.bench.cases import Case, DataType, Operation, Peer
+from ferrodist.bench.cases import ASYNCHRONOUS, Case, DataType, Operation, Peer
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -59,11 +59,9 @@ class FerrodistAdapter(Adapter):
             Operation.ALL_TO_ALL: lambda: fd.all_to_all(source, out=target),
             Operation.BARRIER: fd.barrier,
             Operation.SEND_RECV: self.make_exchange(case, fd.send, fd.recv_into, source, target),
+            **dict.fromkeys(ASYNCHRONOUS, lambda: fd.async_allreduce(source, out=target)),
         }
         return calls[case.operation]
-
-    def make_start(self, case: Case, source: Any, target: Any) -> Callable[[], Any]:
-        return lambda: fd.async_allreduce(source, out=target)
 
     def _init_group(self, init_method: str) -> None:
         if self._backend == "mpi":
