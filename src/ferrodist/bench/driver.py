@@ -18,7 +18,7 @@ from rich.progress import BarColumn, TextColumn, TimeElapsedColumn
 from ferrodist.bench.adapters.base import UnsupportedError
 from ferrodist.bench.cases import Case, Peer, format_ranks, plan_stages
 from ferrodist.bench.environments import EmulatedHosts, PeerFailedError
-from ferrodist.bench.report import CaseReport, Measurement, PeerReport, available_bytes, case_lines, format_bytes
+from ferrodist.bench.report import CaseReport, Measurement, PeerReport, case_lines, format_bytes, read_meminfo
 from ferrodist.bench.targets import Iperf3, RankGroup
 from ferrodist.errors import DistributedError
 from ferrodist.progress import Bars
@@ -143,7 +143,7 @@ class _Run:
         size = f" of {format_bytes(case.size_bytes)}" if case.size_bytes else ""
         title = f"{case.operation.value}{size} on {case.num_ranks} ranks"
         self.display.begin_case(title)
-        elements, free = case.input_elements + case.output_elements, available_bytes()
+        elements, free = case.input_elements + case.output_elements, read_meminfo("MemAvailable")
         needed = elements * case.dtype.size_bytes * case.num_ranks * len(targets)
         if free and needed > _MEMORY_SHARE * free:
             need = f"all peers' ranks together need {format_bytes(needed)}, and {format_bytes(free)} are free"

@@ -54,12 +54,24 @@ def describe_machine() -> Machine:
         processor=found[1].strip() if found else platform.processor() or platform.machine(),
         num_processors=len(os.sched_getaffinity(0)),
         caches=caches,
-        memory_bytes=_meminfo("MemTotal"),
+        memory_bytes=read_meminfo("MemTotal"),
         huge_pages=policy[1] if policy else "",
         system=f"{platform.system()} {platform.release()} {platform.machine()}",
         python=platform.python_version(),
         load=os.getloadavg()[0],
     )
+
+
+def read_meminfo(name: str) -> int:
+    """A line of /proc/meminfo, such as "MemAvailable", in bytes; 0 where the system does not say."""
+    found = re.search(rf"^{name}:\s+(\d+) kB$", _read("/proc/meminfo"), re.MULTILINE)
+    return int(found[1]) * 1024 if found else 0
+
+
+def _read(path: str | Path) -> str:
+    with contextlib.suppress(OSError):
+        return Path(path).read_text(encoding="utf-8", errors="replace").strip()
+    return ""
 
 
 class Measurement(msgspec.Struct, frozen=True):
@@ -173,11 +185,6 @@ def write_report(path: Path, report: Report) -> None:
     path.write_bytes(msgspec.json.format(msgspec.json.encode(report), indent=1) + b"\n")
 
 
-def available_bytes() -> int:
-    """Memory available to new programs; 0 where the system does not say."""
-    return _meminfo("MemAvailable")
-
-
 def case_lines(case: CaseReport) -> list[str]:
     """The figures of one case, a line for each peer; a peer that is faster than ferrodist is marked."""
     lines = [case.title, _row("", ("median", "p10", "p99", "/ours", "/limit"))]
@@ -190,6 +197,10 @@ def case_lines(case: CaseReport) -> list[str]:
     for peer, reason in (*case.not_offered.items(), *case.failures.items()):
         lines.append(f"{_row(peer.title, ())}{'FAILED: ' if peer in case.failures else '-  '}{reason}")
     return lines
+
+
+def _row(title: str, cells: Sequence[str]) -> str:
+    return f"  {title:<22}" + "".join(f"{cell:>9}" for cell in cells)
 
 
 def summary_lines(report: Report) -> list[str]:
@@ -245,18 +256,3 @@ def _three_digits(value: float, *, always: bool = False) -> str:
     if value == int(value) and not always:
         return f"{value:.0f}"
     return f"{value:.{2 if value < 9.995 else 1 if value < 99.95 else 0}f}"
-
-
-def _row(title: str, cells: Sequence[str]) -> str:
-    return f"  {title:<22}" + "".join(f"{cell:>9}" for cell in cells)
-
-
-def _meminfo(name: str) -> int:
-    found = re.search(rf"^{name}:\s+(\d+) kB$", _read("/proc/meminfo"), re.MULTILINE)
-    return int(found[1]) * 1024 if found else 0
-
-
-def _read(path: str | Path) -> str:
-    with contextlib.suppress(OSError):
-        return Path(path).read_text(encoding="utf-8", errors="replace").strip()
-    return ""
