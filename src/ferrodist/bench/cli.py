@@ -139,8 +139,7 @@ def run_bench(options: BenchOptions) -> int:
 
 def _write_results(folder: Path, report: Report) -> None:
     """Write the report and its plot, and print the summary."""
-    from ferrodist.bench.plot import save_plot  # noqa: PLC0415 - needs the extra
-    from ferrodist.bench.report import summary_lines, write_report  # noqa: PLC0415 - needs msgspec
+    from ferrodist.bench.report import save_plot, summary_lines, write_report  # noqa: PLC0415 - needs the extra
 
     name = f"bench-{report.started[:19].replace(':', '')}"
     lines = ["", *summary_lines(report), f"report: {folder / name}.json"]

@@ -167,7 +167,7 @@ def start_commands(
     peer: Peer, num_ranks: int, folder: Path, log: Callable[[str], None], hosts: EmulatedHosts | None = None
 ) -> list[list[str]]:
     """The commands that start a peer's ranks: one for each, or one that starts all."""
-    options = ["--folder", f"{folder}", "--peer", peer.value, "--ranks", f"{num_ranks}"]
+    options = ["--folder", f"{folder}", "--peer", peer.value, "--num-ranks", f"{num_ranks}"]
     if peer.mpi_wheel is None:
         if hosts is not None:
             options += ["--init-method", hosts.init_method(peer)]

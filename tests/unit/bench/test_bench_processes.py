@@ -7,6 +7,9 @@ from pathlib import Path
 
 import pytest
 
+pytest.importorskip("matplotlib", reason="the extra 'bench' is not installed")
+pytest.importorskip("rich", reason="the extra 'bench' is not installed")
+
 from ferrodist.bench import foreign, targets
 from ferrodist.bench.adapters.base import UnsupportedError
 from ferrodist.bench.cases import BenchOptions, Case, Operation, Peer, Suite

@@ -9,7 +9,6 @@ from report_samples import BARRIER, LOST, OVERLAP, WON, case, machine, measured,
 
 from ferrodist.bench.cases import LIMITS, OURS, Peer
 from ferrodist.bench.cli import parse_sizes
-from ferrodist.bench.plot import save_plot
 from ferrodist.bench.report import (
     LOSS_MARK,
     Measurement,
@@ -19,6 +18,7 @@ from ferrodist.bench.report import (
     format_ratio,
     format_seconds,
     read_meminfo,
+    save_plot,
     summary_lines,
 )
 

@@ -12,7 +12,7 @@ import platform
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from ferrodist.bench.cases import Case, DataType, Operation
+from ferrodist.bench.cases import Case, DataType, Operation, Peer
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -78,10 +78,16 @@ class UnsupportedError(Exception):
 class RankInfo:
     """A rank of a peer, and where it meets the others."""
 
+    peer: Peer
     rank: int  # MPI ranks learn theirs from the library instead
     num_ranks: int
-    folder: Path  # the peer's own and empty at first, for the files of the rendezvous
-    init_method: str = ""  # the URL of the rendezvous, as torch and ferrodist write it
+    folder: Path  # the peer's own, for the files of the rendezvous
+    init_method: str = ""  # the URL of the rendezvous of ranks on several hosts
+
+    @property
+    def rendezvous(self) -> str:
+        """The URL of the rendezvous, as torch and ferrodist write it."""
+        return self.init_method or f"file://{self.folder / 'meeting'}"
 
 
 class Adapter:

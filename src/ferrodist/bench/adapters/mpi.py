@@ -12,7 +12,7 @@ from ferrodist.bench.cases import ASYNCHRONOUS, REDUCTIONS, Case, DataType, Oper
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
-    from ferrodist.bench.cases import Peer
+    from ferrodist.bench.adapters.base import RankInfo
 
 _THREAD_LEVELS = ("single", "funneled", "serialized", "multiple")
 
@@ -24,8 +24,8 @@ class MpiAdapter(Adapter):
         Operation.INIT: "a process makes MPI's world once, when it starts; new_group is MPI_Comm_dup"
     }
 
-    def __init__(self, peer: Peer) -> None:
-        mpi4py.rc.thread_level = "single" if peer.value.endswith("-single") else "multiple"
+    def __init__(self, info: RankInfo) -> None:
+        mpi4py.rc.thread_level = "single" if info.peer.value.endswith("-single") else "multiple"
         from mpi4py import MPI  # noqa: PLC0415 - starts MPI
 
         self._mpi, self._world = MPI, MPI.COMM_WORLD
