@@ -16,7 +16,15 @@ from ferrodist.backends.non_member import NonMemberGroup, check_group
 if TYPE_CHECKING:
     from typing_extensions import Buffer
 
-    from ferrodist.backends.request import OnEnd, OnMessages, PersistentRecv, Request, Stragglers, WaitEvent
+    from ferrodist.backends.request import (
+        OnEnd,
+        OnMessages,
+        PersistentRecv,
+        Request,
+        SizedRequest,
+        Stragglers,
+        WaitEvent,
+    )
     from ferrodist.errors import DistributedError
 
 
@@ -60,6 +68,15 @@ class ControlPlaneBackend(NonBlockingBackend):
     @override
     def irecv(self, buffer: Buffer, src: int, *, tag: int = 0) -> Request:
         return self._control.irecv(buffer, src, tag=tag)
+
+    @override
+    @property
+    def inline_limit(self) -> int:
+        return self._control.inline_limit
+
+    @override
+    def irecv_up_to(self, buffer: Buffer, src: int, *, tag: int = 0) -> SizedRequest:
+        return self._control.irecv_up_to(buffer, src, tag=tag)
 
     @override
     def try_send(self, data: bytes, dst: int, *, tag: int = 0) -> bool:

@@ -24,7 +24,7 @@ from typing_extensions import override
 
 from ferrodist.backends.base import Backend, NonBlockingBackend, as_abort_error, check_peer
 from ferrodist.backends.group_observer import CLOSED, GroupObserver, PeerExit
-from ferrodist.backends.mailbox import Mailbox, Message, Receive, read_view, write_view
+from ferrodist.backends.mailbox import INLINE_LIMIT, Mailbox, Message, Receive, read_view, write_view
 from ferrodist.backends.request import BaseRequest, Stragglers
 from ferrodist.backends.tags import ANY_SOURCE, check_tag, group_of_tag
 from ferrodist.errors import (
@@ -42,7 +42,7 @@ if TYPE_CHECKING:
     from typing_extensions import Buffer
 
     from ferrodist.backends.group_observer import EndReason
-    from ferrodist.backends.request import Request
+    from ferrodist.backends.request import Request, SizedRequest
 
 _WORLD = 0
 _TAG_BITS = 128
@@ -78,8 +78,17 @@ class GroupReceive(Receive):
 
     __slots__ = ("_backend",)
 
-    def __init__(self, backend: MailboxBackend, mailbox: Mailbox, buffer: memoryview, source: int, tag: int) -> None:
-        super().__init__(mailbox, buffer, source, tag)
+    def __init__(
+        self,
+        backend: MailboxBackend,
+        mailbox: Mailbox,
+        buffer: memoryview,
+        source: int,
+        tag: int,
+        *,
+        accepts_shorter: bool,
+    ) -> None:
+        super().__init__(mailbox, buffer, source, tag, accepts_shorter=accepts_shorter)
         self._backend = backend
 
     def find_stragglers(self, peers: tuple[int, ...], within: float) -> Stragglers:
@@ -145,11 +154,7 @@ class MailboxBackend(NonBlockingBackend):
     def _notify_left(self, group_id: int, members: tuple[int, ...]) -> None:
         """Have `peer_left(group_id, this rank)` run on the other members after all that was sent to them before."""
 
-    def _post(self, buffer: memoryview, source: int, tag: int) -> Request:
-        """Post a receive; it ends with the error of `refusal` if no message is there and none will come."""
-        receive = GroupReceive(self, self._mailbox, buffer, source, tag)
-        self._mailbox.post(receive, partial(self.refusal, tag, source))
-        return receive
+    _receive_type: type[GroupReceive] = GroupReceive
 
     def add_observer(self, observer: GroupObserver) -> None:
         """Notify an observer from now on, and have it end its transfers with ranks that are gone."""
@@ -181,12 +186,27 @@ class MailboxBackend(NonBlockingBackend):
 
     @override
     def irecv(self, buffer: Buffer, src: int, *, tag: int = 0) -> Request:
+        return self._post(buffer, src, tag, accepts_shorter=False)
+
+    @override
+    @property
+    def inline_limit(self) -> int:
+        return INLINE_LIMIT
+
+    @override
+    def irecv_up_to(self, buffer: Buffer, src: int, *, tag: int = 0) -> SizedRequest:
+        return self._post(buffer, src, tag, accepts_shorter=True)
+
+    def _post(self, buffer: Buffer, src: int, tag: int, *, accepts_shorter: bool) -> GroupReceive:
+        """Post a receive; it ends with the error of `refusal` if no message is there and none will come."""
         src = check_peer(self, src, any_source=True)
         view = write_view(buffer)
         failure = self.failure_of(group_of_tag(check_tag(tag, _TAG_BITS)))
         if failure is not None:
             raise failure.fresh()
-        return self._post(view, src, tag)
+        receive = self._receive_type(self, self._mailbox, view, src, tag, accepts_shorter=accepts_shorter)
+        self._mailbox.post(receive, partial(self.refusal, tag, src))
+        return receive
 
     def failure_of(self, group_id: int) -> DistributedError | None:
         """The reason why a group can't be used on this rank any more, or None."""

@@ -1,8 +1,7 @@
 """Point-to-point operations on tensors: send, recv, recv_into, sendrecv, batch.
 
-A tensor travels as two messages: a header with dtype and shape, under the user's tag, and the payload, under an id in
-the header. So a receiver finds a wrong shape or dtype before it receives the payload, and tensors with one tag stay in
-order however many threads send or receive them.
+Calls take the compiled fast path where they can (`fast_path.py`), or the engine's of the tensor's device, else the
+protocol of `tensor_protocol.py`.
 """
 
 from __future__ import annotations
@@ -360,9 +359,9 @@ def start_tensor_send(tensor: torch.Tensor, dst: int, *, tag: int = 0, group: Ba
 
 
 def _continue_send(group: Backend, operation: Send, progress: Progress) -> list[Request]:
-    """Start the rest of a send that the fast path has progress."""
+    """Start the rest of a send, after the progress that it made on the fast path."""
     if progress.is_sent:
         return []
     if progress.payload_id is not None:
-        return start_payload(group, operation.tensor, operation.dst, progress.payload_id)
+        return [start_payload(group, operation.tensor, operation.dst, progress.payload_id)]
     return start_send(group, operation.tensor, operation.dst, operation.tag)

@@ -148,9 +148,9 @@ def test_who_has_begun_to_send_is_not_late(warned):
         if group.rank == 1:
             number = next(payload_ids(group))
             head = TensorHeader(number, LARGE.dtype, tuple(LARGE.shape)).pack()
-            group.send(head, 0, tag=channel_tag(Channel.TENSOR_HEAD, 0))
+            group.send(head, 0, tag=channel_tag(Channel.TENSOR, 0))
             fd.recv(None, None, 0, tag=1)
-            wait_all(start_payload(group, LARGE, 0, number), Deadline(_PATIENCE))
+            wait_all([start_payload(group, LARGE, 0, number)], Deadline(_PATIENCE))
             return True
         receive = receive_into(group, fd.Recv(torch.empty_like(LARGE), 1))
         deadline = Deadline(_PATIENCE)

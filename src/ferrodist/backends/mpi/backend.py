@@ -37,7 +37,6 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from ferrodist.backends.mailbox import Message
-    from ferrodist.backends.request import Request
 
 _WORLD = 0
 _CLOSE_SECONDS = 5.0  # how long `MpiBackend.close` waits until MPI has sent this rank's messages
@@ -96,6 +95,8 @@ class MpiBackend(MailboxBackend):
         InvalidWorldSizeError: MPI says that this process is alone, and its launcher that it is not.
         RendezvousError: On every rank, when some did not come in time; they are named.
     """
+
+    _receive_type = _Receive
 
     def __init__(
         self,
@@ -185,11 +186,6 @@ class MpiBackend(MailboxBackend):
             self._abort_for(error)
 
     # Receiving.
-
-    def _post(self, buffer: memoryview, source: int, tag: int) -> Request:
-        receive = _Receive(self, self._mailbox, buffer, source, tag)
-        self._mailbox.post(receive, partial(self.refusal, tag, source))
-        return receive
 
     def progress_until(self, done: Callable[[], bool], timeout: float) -> bool:
         """Move frames until ``done()``; False after ``timeout`` seconds."""

@@ -41,7 +41,7 @@ if TYPE_CHECKING:
 
     from ferrodist.backends.base import Backend
     from ferrodist.backends.group_observer import PeerExit
-    from ferrodist.backends.request import OnEnd, OnMessages, PersistentRecv, Request, WaitEvent
+    from ferrodist.backends.request import OnEnd, OnMessages, PersistentRecv, Request, SizedRequest, WaitEvent
     from ferrodist.errors import DistributedError
     from ferrodist.rendezvous import Membership
 
@@ -210,6 +210,10 @@ class NativeBackend(ControlPlaneBackend):
     @override
     def irecv(self, buffer: Buffer, src: int, *, tag: int = 0) -> Request:
         return self._messages.irecv(buffer, src, tag=tag)
+
+    @override
+    def irecv_up_to(self, buffer: Buffer, src: int, *, tag: int = 0) -> SizedRequest:
+        return self._messages.irecv_up_to(buffer, src, tag=tag)
 
     @override
     def try_send(self, data: bytes, dst: int, *, tag: int = 0) -> bool:

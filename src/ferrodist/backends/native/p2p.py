@@ -35,7 +35,15 @@ if TYPE_CHECKING:
 
     from ferrodist.backends.group_observer import EndReason
     from ferrodist.backends.mailbox_backend import MailboxBackend
-    from ferrodist.backends.request import OnEnd, OnMessages, PersistentRecv, Request, Stragglers, WaitEvent
+    from ferrodist.backends.request import (
+        OnEnd,
+        OnMessages,
+        PersistentRecv,
+        Request,
+        SizedRequest,
+        Stragglers,
+        WaitEvent,
+    )
     from ferrodist.deadline import Deadline
     from ferrodist.errors import DistributedError
 
@@ -53,7 +61,7 @@ _TAG_BITS = 128
 _LOW_64 = (1 << 64) - 1
 
 _Ending = tuple[int, int, int, int]
-"""The end of a transfer: outcome, peer, size in bytes of a message of the wrong size, id of the reason."""
+"""The end of a transfer: outcome, peer, size in bytes of the message of a receive, id of the reason."""
 
 
 class _Outcome(IntEnum):
@@ -94,6 +102,11 @@ class _NativeRequest:
     def error(self) -> DistributedError | None:
         """The error that the transfer has ended with, if any."""
         return self._p2p.ending_error(self._request.outcome(), self._group_id, self._size_bytes)
+
+    @property
+    def message_bytes(self) -> int:
+        """Size of the message, once the request is done."""
+        return int(self._request.outcome()[2])
 
     def wait(self, timeout: float) -> int:
         """Block until done; see `Request.wait`."""
@@ -157,6 +170,13 @@ class NativeP2P(GroupObserver):
 
     def irecv(self, buffer: Buffer, src: int, *, tag: int = 0) -> Request:
         """Start `Backend.recv` and return immediately."""
+        return self._start_recv(buffer, src, tag, accepts_shorter=False)
+
+    def irecv_up_to(self, buffer: Buffer, src: int, *, tag: int = 0) -> SizedRequest:
+        """Start to receive a message that may be shorter than ``buffer``; see `Backend.irecv_up_to`."""
+        return self._start_recv(buffer, src, tag, accepts_shorter=True)
+
+    def _start_recv(self, buffer: Buffer, src: int, tag: int, *, accepts_shorter: bool) -> _NativeRequest:
         control = self._control
         src = check_peer(control, src, any_source=True)
         view = mailbox.write_view(buffer)
@@ -164,7 +184,7 @@ class NativeP2P(GroupObserver):
         failure = control.failure_of(group_id)
         if failure is not None:
             raise failure.fresh()
-        request = self._engine.start_recv(view, src, group_id, tag & _LOW_64)
+        request = self._engine.start_recv(view, src, group_id, tag & _LOW_64, accepts_shorter)
         if not request.done():
             error = control.refusal(tag, src)
             if error is not None:
