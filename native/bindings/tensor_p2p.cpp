@@ -35,9 +35,9 @@ constexpr std::uint64_t payload_channel = 5;
 
 constexpr std::size_t max_dims = 12;
 
-// Elements of up to `inline_limit` bytes may follow the header in one message: `INLINE_LIMIT` of backends/mailbox.py.
-// Between hosts the second message takes 3 us. Through shared memory it takes 0.16 us, as long as the two copies more of
-// 3 KiB of inline elements: there only smaller ones are inline.
+// Elements of up to `inline_limit` bytes may follow the header in one message; `INLINE_LIMIT` of backends/mailbox.py.
+// Between hosts a second message takes 3 us. Through shared memory it takes 0.16 us, as long as copying 3 KiB twice: so
+// there only smaller elements are inline.
 constexpr std::size_t inline_limit = 16 * 1024;
 constexpr std::size_t local_inline_limit = 2 * 1024;
 
